@@ -109,9 +109,8 @@ def import_function(
 def code_hash(code: Any) -> str:
     """Return the hash of the module that defines a function or a class: alike in all processes.
 
-    A class says in `made_of` which other files of code decide what it says, and its instance may
-    have the `content_hash` of more than code. Without a source, as of a module that was compiled, a
-    function's byte code stands for it.
+    A class may name other files of code in `made_of`. Where there is no source, as of a compiled
+    module, a function's byte code stands for it.
     """
     try:
         text = inspect.getsource(inspect.getmodule(code) or code)

@@ -1,8 +1,7 @@
-"""What flows between the parts. Plain frozen values: no behaviour, no vendor, no I/O.
+"""The values that flow between the parts: frozen, without behaviour or I/O.
 
-Payload types (`Completion`) carry tokens, as arrays, and stay on workers. Receipts carry ids,
-counts and versions, and are all that the driver ever sees. A value that has
-arrays is equal to itself only.
+Values with tokens (`Completion`) stay on workers; the driver sees receipts, which have ids, counts
+and versions. A value with arrays is equal to itself only.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from areal_flow.digests import seed_of
 from areal_flow.step_metrics import StepMetrics
 
 Tokens = NDArray[np.int32]
-"""Token ids of one sequence. Sequences are joined with `np.concatenate`: `+` adds ids up."""
+"""Token ids of one sequence. Join sequences with `np.concatenate`: `+` adds ids."""
 Logprobs = NDArray[np.float32]
-"""One log-probability a token."""
 
 FinishReason = Literal["stop", "length"]
 Verdict = Literal[
@@ -47,21 +45,21 @@ class Prompt:
     prompt_id: str
     text: str
     answer: Any
-    """The right answer as the row has it: text, or any value of JSON."""
+    """The right answer: text, or any value of JSON."""
     difficulty: int
     tokens: Tokens
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The columns of the row that the prompt was made from, for its reward."""
+    """The columns of the prompt's row, for rewards."""
     source: str = ""
-    """The name of its source, where a run has several."""
+    """The name of its source, in a run with several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is drawn, and what ends it.
+    """How a completion is sampled, and what ends it.
 
     The defaults keep the whole distribution; `temperature=0` takes the likeliest token, with
-    log-probability 0. A stop token or a stop string ends the completion and is kept in it.
+    log-probability 0. A stop token or a stop string ends the completion and is part of it.
     """
 
     max_new_tokens: int
@@ -71,19 +69,19 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    """So many tokens come before a stop token or the end of a stop string can."""
+    """A stop token or the end of a stop string comes after so many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
     @property
     def distribution(self) -> Sampling:
-        """Return what of this says how a token is drawn, without what says when to end."""
+        """Return this without what only says when to end."""
         early_stops = self.stop_token_ids if self.min_new_tokens else ()
         return replace(self, max_new_tokens=0, stop_token_ids=early_stops, stop_strings=())
 
     @property
     def depends_on_prefix(self) -> bool:
-        """Return whether logits are changed by the tokens before."""
+        """Return whether earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.min_new_tokens > 0
 
 
@@ -96,13 +94,13 @@ class GroupRequest:
     seeds: tuple[int, ...]
     sampling: Sampling
     on_token: Callable[[int, int], None] | None = field(default=None, repr=False)
-    """Called by the engine's thread with the place of a seed and each token that is sampled for it,
-    in their order, before the completions are returned."""
+    """Called by the engine's thread with the index of a seed and each token sampled for it, in
+    order, before the completions are returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Sampled tokens with the log-probability each had in the distribution it was drawn from."""
+    """Sampled tokens, each with its log-probability in the distribution it was sampled from."""
 
     tokens: Tokens
     logprobs: Logprobs
@@ -111,7 +109,7 @@ class Completion:
 
 
 class RewardPart(NamedTuple):
-    """What one of several rewards gave, before its weight; None when it failed, or gave none."""
+    """One of several rewards, without its weight; None if it failed or gave none."""
 
     name: str
     reward: float | None
@@ -119,10 +117,10 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's word on one completion; `reward` is None when the verifier itself failed, or,
-    with the verdict `no_reward`, when it has nothing to say of this completion.
+    """A verifier's result for one completion.
 
-    A verifier that gives a bare number leaves the verdict open: `right` if the completion passes.
+    `reward` is None if the verifier failed or, with the verdict `no_reward`, gives none for this
+    completion. Without a verdict, it is `right` if the completion passes.
     """
 
     reward: float | None
@@ -130,10 +128,10 @@ class Score:
     extracted: str = ""
     error: str = ""
     message: str = ""
-    """What the verifier would tell the policy, for workflows of several turns."""
+    """For the policy, in workflows of several turns."""
     parts: tuple[RewardPart, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What else a verifier says of this completion, by name."""
+    """Further values of the verifier, by name."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not isfinite(self.reward):
@@ -142,7 +140,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A group to be rolled out, scored and written. Everything follows from `submission_index`."""
+    """A group to roll out, score and write. `submission_index` determines prompt and seeds."""
 
     submission_index: int
     prompt: Prompt
@@ -151,7 +149,7 @@ class Episode:
     writer_epoch: int
     submitted_at: datetime
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What an evaluation's answers have of `Sampling` that is not the recipe's `generation`."""
+    """Fields of `Sampling` in which an evaluation differs from the recipe's `generation`."""
 
     @property
     def group_id(self) -> str:
@@ -159,7 +157,7 @@ class Episode:
 
 
 class TrajectoryReceipt(NamedTuple):
-    """What the driver knows of a written trajectory: no tokens. A tuple, since it is sent often."""
+    """A written trajectory, without tokens. A tuple, since it is sent often."""
 
     trajectory_id: str
     version_spans: tuple[VersionSpan, ...]
@@ -177,44 +175,43 @@ class TrajectoryReceipt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Totals since the engine was made; differences of two are rates."""
+    """Totals since the engine was made."""
 
     incarnation: str = ""
     num_tokens: int = 0
     busy_s: float = 0.0
     stall_s: float = 0.0
-    """From each switch of weights while there was work to the end of the decode step after it,
-    which may prefill again what an interruption dropped."""
+    """From each switch of weights, while there was work, to the end of the next decode step, which
+    may repeat the prefill that an interruption dropped."""
     elapsed_s: float = 0.0
-    """From when the engine was made to the moment up to which `busy_s` is counted."""
+    """The time in which `busy_s` was counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """What a generator serves, and what its last update cost."""
+    """What a generator serves, and the duration of its last update."""
 
     policy_version: int
     served_hash: str
-    """As found in what was loaded."""
+    """Of the weights that were loaded."""
     transfer_s: float
-    """To read the weights and to hash them, while decoding went on."""
+    """To read and hash the weights, while decoding continued."""
     stall_s: float
-    """To switch, and to decode the first step after it."""
+    """To switch, and to decode the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReceipt:
-    """A written, not yet committed group: its members' receipts, and the fragments that it lies in,
-    which it may share with groups that are committed together with it."""
+    """A written, not yet committed group. It may share fragments with groups written with it."""
 
     submission_index: int
     fragments: tuple[str, ...]
     trajectories: tuple[TrajectoryReceipt, ...]
     engine_stats: EngineStats = EngineStats()
     member_errors: tuple[str, ...] = ()
-    """Why members are missing or unscored, one root cause each."""
+    """The root cause of each missing or unscored member."""
     reward_queue_s: float = 0.0
-    """From its last completion to its receipt, without the time that it was scored in."""
+    """From its last completion to its receipt, without the time of scoring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +225,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a trainer's ranks come together: one name a replica group, never used again."""
+    """Where a trainer's ranks connect; each replica group has a new name."""
 
     name: str
     rank: int
@@ -237,7 +234,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """Exactly what a step computes. Built from a fresh batch or from a ledger row, alike."""
+    """What a step computes, from a new batch or from a ledger row."""
 
     step: int
     parent_hash: str
@@ -249,7 +246,7 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class PolicyHashes:
-    """Identity of a policy: of its master weights, and of the bytes that generators load."""
+    """The hashes of a policy's master weights and of the bytes that generators load."""
 
     weights_hash: str
     served_hash: str
@@ -257,7 +254,7 @@ class PolicyHashes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a trainer made: staged weights of version `step`, their hashes and the numbers."""
+    """The result of a step; its weights are staged as version `step`."""
 
     step: int
     hashes: PolicyHashes
@@ -279,7 +276,7 @@ def trajectory_id(submission_index: int, member: int, branch: int = 0) -> str:
 
 
 def counter_seed(*counters: int) -> int:
-    """Return a 63-bit seed that follows from some numbers alone, in any process."""
+    """Return a 63-bit seed that depends on these numbers only."""
     return seed_of(":".join(map(str, counters)))
 
 
@@ -292,7 +289,7 @@ def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
 
 
 def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Return the spans with neighbours of one version made one."""
+    """Return the spans, neighbours of one version merged."""
     return tuple(
         VersionSpan(version, sum(span.length for span in alike))
         for version, alike in groupby(spans, key=lambda span: span.version)

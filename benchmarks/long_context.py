@@ -49,9 +49,7 @@ def measure_rank(
     )
     backend = make_backend(policy, trainer, replicas)
     algorithm = DecoupledPPO(num_minibatches=1)
-    settings = StepSettings(
-        algorithm, temperature=1.0, seed=0, context_ranks=chosen.ranks, replicas=replicas
-    )
+    settings = StepSettings(algorithm, temperature=1.0, seed=0)
     sequences = [random_trajectory(PROMPT_TOKENS, num_tokens - PROMPT_TOKENS, VOCABULARY)]
     seconds = harness.seconds_of(lambda: train_step(backend, sequences, step=1, settings=settings))
     return harness.peak_gb(), seconds

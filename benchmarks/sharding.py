@@ -61,9 +61,7 @@ def measure_rank(
     settings = TrainerSettings(backend=backend_name, tokens_per_micro_batch=256)
     backend = make_backend(policy, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)
-    how = StepSettings(
-        DecoupledPPO(), temperature=1.0, seed=0, num_ranks=chosen.ranks, replicas=replicas
-    )
+    how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0)
     sequences = [
         random_trajectory(16, 16, VOCABULARY, seed=place, reward=place % 2, group=place // 4)
         for place in range(16)

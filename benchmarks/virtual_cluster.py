@@ -128,6 +128,16 @@ class Generator:
         return tuple(VersionSpan(version, length) for version, length in spans if length)
 
 
+@dataclass
+class Written:
+    """A group that is written at once."""
+
+    receipt: GroupReceipt
+
+    async def write(self) -> GroupReceipt:
+        return self.receipt
+
+
 class VirtualCluster:
     """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
 
@@ -143,8 +153,9 @@ class VirtualCluster:
         self._slots = asyncio.Semaphore(groups_in_flight(recipe) * num_generators)
         self._spans: dict[str, Spans] = {}
         self._num_committed = 0
+        self.lock = asyncio.Lock()
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> Written:
         async with self._slots:
             generator = min(self._generators, key=lambda generator: generator.num_groups)
             generator.num_groups += 1
@@ -157,10 +168,7 @@ class VirtualCluster:
             for member, spans in enumerate(members)
         )
         self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
-        return GroupReceipt(index, (), receipts)
-
-    async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
-        return rolled_out
+        return Written(GroupReceipt(index, (), receipts))
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)

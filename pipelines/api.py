@@ -1,4 +1,13 @@
-"""The Python API: what `areal-flow train`, `evaluate` and `sft` do, from a script or a notebook."""
+"""The Python API: what `areal-flow train`, `evaluate` and `sft` do, from a script or a notebook.
+
+Ctrl-C, or an interrupt of a notebook's cell, ends training after the step: the run is stopped with
+a checkpoint, and is returned like one that finished. A second one ends it at once.
+
+Settings are given over the recipe's as keywords, `num_steps=20`, `trainer={"learning_rate": 1e-5}`,
+or by dotted name, `**{"trainer.learning_rate": 1e-5}`. One that one section alone has needs no
+section: `max_new_tokens=200`; those of fine-tuning and of how evaluations sample do. Reward
+functions are shipped to the workers with all that they need.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +16,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.config import Recipe, build_recipe, load_recipe
+from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.run.layout import RunLayout, run_layout
 from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
-from pipelines.arguments import (
-    NOT_OF_TRAINING,
-    Rewards,
-    Rows,
-    bad_rows_numbered,
-    file_of,
-    name_of,
-    placed,
-    reward_tables,
-)
+from pipelines import arguments
+from pipelines.arguments import Rewards, Rows
+from pipelines.jobs import job as jobs
 from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
 from pipelines.jobs.forking import Fork, fork_of
-from pipelines.jobs.job import (
-    DEFAULT_RECIPE,
-    SFT,
-    TRAINING,
-    Job,
-    default_name,
-    recipe_path,
-    recipe_to_resume,
-    start,
-)
-from pipelines.jobs.job import resume as resume_run
 from pipelines.references import Reference, find_reference, newest_checkpoint
 
 
@@ -54,59 +45,37 @@ def train(
 ) -> Run:
     """Train a policy; return the run to read.
 
-    Ctrl-C, or an interrupt of a notebook's cell, ends training after the step: the run is stopped
-    with a checkpoint, and is returned like one that finished. A second one ends it at once.
-
     Args:
         recipe: settings, or the path of a TOML recipe; by default every setting's default, and
             the arithmetic recipe where there are no `prompts`.
-        prompts: rows with a question, or messages, and an answer, in the fields that the recipe
-            says.
+        prompts: rows with a question, or messages, and an answer, in the recipe's fields.
         rewards: functions of `prompt`, `completion`, `answer` and any column of a row, as keywords,
             that return a number, or such with TRL's signature; names of verifiers; tables with
-            `verifier`, one of these, and `weight` or another setting of `[[rewards]]`. A function
-            is shipped to the workers with all it needs.
-        source: another run, `"RUN"` or `"RUN@STEP"`, with whose policy this one begins, and whose
-            recipe it has instead of one given.
+            `verifier`, one of these, and `weight` or another setting of `[[rewards]]`.
+        source: another run, `"RUN"` or `"RUN@STEP"`, whose policy and recipe this one begins with.
         reset_optimizer: with `source`: without that run's optimizer state.
-        resume: a run that was stopped, or is to be trained further, to go on with; of all else
-            only `num_steps`, `max_minutes` and `accept_verifier` go with it.
+        resume: a run to go on with; beside it only `num_steps`, `max_minutes`, `accept_verifier`.
         accept_verifier: with `resume`: even if the code that scores changed.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
-        settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
-            dotted name, `**{"trainer.learning_rate": 1e-5}`. A setting that one section alone has
-            needs no section: `max_new_tokens=200`; those of fine-tuning and of how evaluations
-            sample do.
+        settings: over the recipe's.
 
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
         KeyboardInterrupt: it was interrupted twice, or where there was no step to finish.
     """
+    new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
+    new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
+    given = [key for key, value in new.items() if value is not None]
     if resume is not None:
-        new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
-        new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
-        unfit = [key for key, value in new.items() if value is not None]
-        if unfit:
-            raise ConfigError(f"expected resume without {', '.join(unfit)}: a run keeps its own")
-        return _resume(resume, settings, accept_verifier=accept_verifier, runs=Path(runs))
+        return _resume(resume, settings, given, accept_verifier=accept_verifier, runs=Path(runs))
     if accept_verifier:
         raise ConfigError("accept_verifier goes with resume")
-    if reset_optimizer and source is None:
-        raise ConfigError("reset_optimizer goes with source")
+    begins = _beginning(recipe, source, given, runs=Path(runs))
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file", "sources": []})
-    elif recipe is None and source is None:
-        recipe = DEFAULT_RECIPE
-    fork = None
-    if source is not None:
-        if recipe is not None:
-            raise ConfigError("expected a recipe or a source, found both")
-        found = _found_run(Path(runs), source, argument="source")
-        fork = fork_of(found, reset_optimizer=reset_optimizer)
     brought = "prompts", prompts, rewards
-    layout = _start(TRAINING, fork or recipe, settings, brought, name=name, runs=Path(runs))
-    return open_run(layout.root)
+    return open_run(_start(jobs.TRAINING, begins, settings, brought, name, Path(runs)).root)
 
 
 def evaluate(
@@ -137,16 +106,12 @@ def evaluate(
     else:
         title = str(model)
         directory = find_reference(Path(runs), str(model), registry=registry).model()
-    prefix = "areal-flow-prompts-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as scratch, bad_rows_numbered(prompts):
-        data = [] if prompts is None else [str(file_of(prompts, Path(scratch) / "given.jsonl"))]
-        return evaluate_model(
-            directory,
-            data=data,
-            limit=num_prompts,
-            title=title,
-            settings=placed(settings, section="evaluation"),
-        )
+    scratch = tempfile.TemporaryDirectory(prefix="areal-flow-prompts-")
+    over = arguments.placed(settings, section="evaluation")
+    with scratch, arguments.bad_rows_numbered(prompts):
+        path = Path(scratch.name) / "given.jsonl"
+        data = [] if prompts is None else [str(arguments.file_of(prompts, path))]
+        return evaluate_model(directory, data=data, limit=num_prompts, title=title, settings=over)
 
 
 def sft(
@@ -170,7 +135,7 @@ def sft(
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
     brought = "sft", rows, ()
-    return newest_checkpoint(_start(SFT, recipe, settings, brought, name=name, runs=Path(runs)))
+    return newest_checkpoint(_start(jobs.SFT, recipe, settings, brought, name, Path(runs)))
 
 
 def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
@@ -190,9 +155,15 @@ def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
 
 
 def _resume(
-    run: Run | Path | str, settings: dict[str, Any], *, accept_verifier: bool, runs: Path
+    run: Run | Path | str,
+    settings: dict[str, Any],
+    given: list[str],
+    *,
+    accept_verifier: bool,
+    runs: Path,
 ) -> Run:
-    """Drive a run that was made before to its end."""
+    if given:
+        raise ConfigError(f"expected resume without {', '.join(given)}: a run keeps its own")
     began = monotonic()
     found = _found_run(runs, run, argument="resume")
     if found.step is not None:
@@ -200,28 +171,40 @@ def _resume(
             f"expected resume without a step, found {run!r}: a run goes on from where it stands. "
             f"To begin a new run with that step's policy: source={run!r}"
         )
-    recipe = recipe_to_resume(found.run, nest(settings))
-    resume_run(TRAINING, found.run, recipe, accept_verifier=accept_verifier, began=began)
+    recipe = jobs.recipe_to_resume(found.run, nest(settings))
+    jobs.resume(jobs.TRAINING, found.run, recipe, accept_verifier=accept_verifier, began=began)
     return open_run(found.run.root)
 
 
-def _found_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:
-    """Return what an argument refers to.
+def _beginning(
+    recipe: Recipe | Path | str | None,
+    source: Run | Path | str | None,
+    given: list[str],
+    *,
+    runs: Path,
+) -> Recipe | Path | str | Fork | None:
+    """Return what a new run is made of."""
+    if source is None:
+        if "reset_optimizer" in given:
+            raise ConfigError("reset_optimizer goes with source")
+        return jobs.DEFAULT_RECIPE if recipe is None and "prompts" not in given else recipe
+    if recipe is not None:
+        raise ConfigError("expected a recipe or a source, found both")
+    found = _found_run(runs, source, argument="source")
+    return fork_of(found, reset_optimizer="reset_optimizer" in given)
 
-    Raises:
-        ConfigError: it is neither a run nor the name of one.
-    """
+
+def _found_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:
     if not isinstance(run, Run | Path | str):
         raise ConfigError(f"expected {argument} as a run or its name, found {run!r:.80}")
     return find_reference(runs, str(run.layout.root if isinstance(run, Run) else run))
 
 
 def _start(
-    job: Job,
+    job: jobs.Job,
     recipe: Recipe | Path | str | Fork | None,
     settings: dict[str, Any],
     brought: tuple[str, Rows | None, Rewards],
-    *,
     name: str | None,
     runs: Path,
 ) -> RunLayout:
@@ -233,46 +216,29 @@ def _start(
     """
     began = monotonic()
     section, rows, given = brought
-    refused = NOT_OF_TRAINING if job is TRAINING else {}
-    over, rewards = placed(settings, section=section, refused=refused), reward_tables(given)
+    refused = arguments.NOT_OF_TRAINING if job is jobs.TRAINING else {}
+    over = arguments.placed(settings, section=section, refused=refused)
+    rewards = arguments.reward_tables(given)
     if rows is not None:  # a recipe is validated before there is a place to write them to
         path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
         over = merge(over, {section: {"path": path}})
     if rewards:
-        over = merge(over, {"rewards": [{**each, "verifier": name_of(each)} for each in rewards]})
-    fork = recipe if isinstance(recipe, Fork) else None
-    stem, chosen = _chosen(recipe, over)
+        named = [{**each, "verifier": arguments.name_of(each)} for each in rewards]
+        over = merge(over, {"rewards": named})
+    stem, chosen = jobs.chosen_recipe(recipe, over)
 
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
         if rows is not None:
-            path = file_of(rows, layout.root / f"{section}.jsonl")
+            path = arguments.file_of(rows, layout.root / f"{section}.jsonl")
             table[section]["path"] = str(path.resolve())
         for place, each in enumerate(rewards):
             if callable(function := each["verifier"]):
                 table["rewards"][place]["verifier"] = ship_function(function, layout.rewards)
         return build_recipe(table, source=str(layout.config))
 
-    layout = run_layout(runs, name or default_name(stem))
-    with bad_rows_numbered(rows):
-        start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
+    layout = run_layout(runs, name or jobs.default_name(stem))
+    fork = recipe if isinstance(recipe, Fork) else None
+    with arguments.bad_rows_numbered(rows):
+        jobs.start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
     return layout
-
-
-def _chosen(recipe: Recipe | Path | str | Fork | None, over: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return what a recipe is called, and it with settings over it.
-
-    Raises:
-        ConfigError: it is none, or a setting is wrong.
-    """
-    if isinstance(recipe, Fork):
-        return recipe.parent.name, recipe.recipe(over)
-    if isinstance(recipe, Path | str):
-        return Path(recipe).stem, load_recipe(recipe_path(Path(recipe)), over)
-    if not isinstance(recipe, Recipe | None):
-        raise ConfigError(
-            f"expected a recipe as a path or a Recipe, found {type(recipe).__name__}: give "
-            "settings as keywords, train(**settings)"
-        )
-    table = recipe.model_dump(mode="json") if recipe else {}
-    return "python", build_recipe(table, over, source="the recipe given")

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from areal_flow.config import Recipe
-from areal_flow.config.messages import did_you_mean, setting_names
+from areal_flow.config.listing import setting_names
+from areal_flow.config.messages import did_you_mean
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rewards.protocol import RewardSettings
@@ -39,14 +39,13 @@ def placed(
 ) -> dict[str, Any]:
     """Return a nested table of settings; a name that one section alone has needs no section.
 
-    Sections within a section, and `sft` beside others, do not count.
-
     Args:
-        section: the one that is meant where it has a setting of that name.
+        section: the one that is meant where it has a setting of that name; else sections within a
+            section, and `sft` beside others, do not count.
         refused: what is not meant where it alone has one, `sft.` or `evaluation.top_p`; and who
             reads that.
     """
-    names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
+    names = setting_names(in_arrays=False)
     table = {}
     for key, value in settings.items():
         homes = [name for name in names if name.endswith(f".{key}")]
@@ -117,10 +116,8 @@ def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table of any kind as dicts of plain values."""
     if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
         table = table.astype(object).where(table.notna(), None)
-    for method, arguments in _AS_DICTS.items():
-        if hasattr(table, method):
-            table = getattr(table, method)(*arguments)
-            break
+    if method := next((name for name in _AS_DICTS if hasattr(table, name)), ""):
+        table = getattr(table, method)(*_AS_DICTS[method])
     if isinstance(table, str | Mapping) or not isinstance(table, Iterable):
         raise ConfigError(
             "expected rows as a path, a list of dicts, or a pandas, polars, Arrow or Hugging Face "

@@ -86,12 +86,10 @@ def trace_model(found: Reference, *, step: int | None = None) -> Traced:
             "before step 0"
         )
     step = chosen_step(found, step, option="--step")
-    if step is None:
-        step = max(run.steps("arrow", columns=["step"])["step"].to_pylist(), default=None)
-    if step is None:
+    steps = run.steps("arrow", columns=["step"])["step"].to_pylist() if step is None else [step]
+    if not steps:
         raise ModelError(f"{found.run.name} has no policy yet: its ledger is empty")
-    lineage, version = run.lineage(step), found.registered
-    recorded = (
-        {"the registered version": version.tags.get("weights_hash", "none")} if version else {}
-    )
+    lineage, recorded = run.lineage(max(steps)), {}
+    if version := found.registered:
+        recorded["the registered version"] = version.tags.get("weights_hash", "none")
     return Traced(lineage, version, lineage.hash_checks(recorded))

@@ -79,11 +79,7 @@ class Reference:
 
 
 def find_reference(runs: Path, text: str, *, registry: str | None = None) -> Reference:
-    """Return what is called so.
-
-    Args:
-        registry: MLflow's address, if it is not the database beside the runs.
-    """
+    """Return what is called so; `registry` is MLflow's address, if not that beside the runs."""
     if text.startswith("models:/"):
         from areal_flow.tracking.model_registry import default_tracking_uri, registered_version
 

@@ -48,6 +48,16 @@ def prompt_at(submission_index: int) -> Prompt:
 
 
 @dataclass
+class FakeRolledOut:
+    """A group that is written at once."""
+
+    receipt: GroupReceipt
+
+    async def write(self) -> GroupReceipt:
+        return self.receipt
+
+
+@dataclass
 class FakeCluster:
     """Generators and a trainer in (virtual) time: durations, deaths and slow loads as told.
 
@@ -72,19 +82,16 @@ class FakeCluster:
     spans: dict[str, tuple[VersionSpan, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.lock = asyncio.Lock()
         self.served = [self.initial_version] * self.num_generators
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> FakeRolledOut:
         """`Rollouts.roll_out`."""
         self.num_running += 1
         try:
-            return await self._roll_out(episode)
+            return FakeRolledOut(await self._roll_out(episode))
         finally:
             self.num_running -= 1
-
-    async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
-        """`Rollouts.write`."""
-        return rolled_out
 
     async def _roll_out(self, episode: Episode) -> GroupReceipt:
         generator = self.randomness.randrange(self.num_generators)

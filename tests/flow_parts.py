@@ -48,20 +48,28 @@ class Rollouts:
     write_s: float = 0.0
     write_failures: list[BaseException] = field(default_factory=list)
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> RolledOut:
         self.episodes.append(episode)
         self.started_at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.duration_s)
         outcome = self.outcomes.pop(0) if self.outcomes else group(episode.submission_index)
         if isinstance(outcome, BaseException):
             raise outcome
-        return outcome
+        return RolledOut(self, outcome)
 
-    async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
-        await asyncio.sleep(self.write_s)
-        if self.write_failures:
-            raise self.write_failures.pop(0)
-        return rolled_out
+
+@dataclass
+class RolledOut:
+    """A group whose writing takes `Rollouts.write_s`, or fails."""
+
+    rollouts: Rollouts
+    receipt: GroupReceipt
+
+    async def write(self) -> GroupReceipt:
+        await asyncio.sleep(self.rollouts.write_s)
+        if self.rollouts.write_failures:
+            raise self.rollouts.write_failures.pop(0)
+        return self.receipt
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.store.codec import receipts, rollout_table, scored_table
+from areal_flow.store.codec import receipts, rollout_rows, scored_table
 from areal_flow.store.trajectories import write_groups
 from areal_flow.types import (
     Completion,
@@ -48,7 +48,7 @@ def group_table(
         Score(reward, "right") if reward is not None else Score(None, "error", error="raised")
         for reward in rewards
     ]
-    table = rollout_table(
+    table, _ = rollout_rows(
         [(episode, group)],
         generator="g-0",
         started_at=datetime.now(UTC),

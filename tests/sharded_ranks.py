@@ -32,7 +32,7 @@ from areal_flow.trainer.checkpoint import (
     read_checkpoint,
     write_part,
 )
-from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup
+from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
 from areal_flow.trainer.updates import StepSettings
@@ -91,10 +91,12 @@ SHARED_TOKENS = {
 
 
 def begin(
-    training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0
+    training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0, num_ranks: int = 1
 ) -> TrainerBackend:
+    """Return a backend; without replicas, of one process that computes for as many ranks."""
     policy = small_policy(seed=seed, tied=training.tied)
-    return make_backend(policy, training.settings, replicas)
+    num_batches = num_ranks // training.settings.parallel.context_ranks or 1
+    return make_backend(policy, training.settings, replicas or SingleProcess(num_batches))
 
 
 def train(
@@ -105,11 +107,9 @@ def train(
     num_steps: int = NUM_STEPS,
 ) -> dict[str, Any]:
     """Return what steps found and made; without replicas, in one process."""
-    backend = begin(training, replicas)
+    backend = begin(training, replicas, num_ranks=num_ranks)
     backend.hold_reference(small_policy(seed=1, tied=training.tied))
-    numbers = [
-        take_step(backend, step, num_ranks, replicas, training) for step in range(1, num_steps + 1)
-    ]
+    numbers = [take_step(backend, step, training) for step in range(1, num_steps + 1)]
     weights = backend.export_weights()
     return {
         "losses": [loss for found in numbers for loss in found.losses],
@@ -119,24 +119,8 @@ def train(
     }
 
 
-def take_step(
-    backend: TrainerBackend,
-    step: int,
-    num_ranks: int,
-    replicas: ReplicaGroup | None,
-    training: Training,
-    **settings: Any,
-) -> Any:
-    context = training.settings.parallel.context_ranks
-    how = StepSettings(
-        training.algorithm,
-        temperature=1.0,
-        seed=0,
-        num_ranks=num_ranks // context,
-        context_ranks=1 if replicas is None else context,
-        replicas=replicas,
-        **settings,
-    )
+def take_step(backend: TrainerBackend, step: int, training: Training, **settings: Any) -> Any:
+    how = StepSettings(training.algorithm, temperature=1.0, seed=0, **settings)
     sequences = make_sequences(training.num_sequences, seed=step)
     return train_step(backend, sequences, step=step, settings=how)
 
@@ -153,7 +137,7 @@ def staged(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, An
 def written(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Write a checkpoint of step 1, go on to step 2, and come back to it."""
     backend = begin(TRAININGS["plain"], replicas)
-    take_step(backend, 1, num_ranks, replicas, TRAININGS["plain"])
+    take_step(backend, 1, TRAININGS["plain"])
     weights_hash = backend.fingerprint()
     snapshot = Snapshot(
         backend.save(),
@@ -161,7 +145,7 @@ def written(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, A
         attempt=replicas.name,
         random_state=rows_of(torch.get_rng_state(), whole=replicas.leads),
     )
-    take_step(backend, 2, num_ranks, replicas, TRAININGS["plain"])
+    take_step(backend, 2, TRAININGS["plain"])
     writer = Writer(directory / "writers", 1)
     write_part(directory / "checkpoints", snapshot, writer)
     replicas.gather({rank: torch.ones(1) for rank in replicas.mine})
@@ -180,7 +164,7 @@ def read(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]
     backend = ShardedBackend(empty, TRAININGS["plain"].settings, replicas)
     description = read_checkpoint(directory / "checkpoints" / "00000001", backend)
     loaded = backend.fingerprint()
-    take_step(backend, 2, num_ranks, replicas, TRAININGS["plain"])
+    take_step(backend, 2, TRAININGS["plain"])
     return {
         "expected": description.weights_hash,
         "loaded": loaded,
@@ -200,7 +184,7 @@ def not_finite(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str
     training = TRAININGS["plain"]
     backend = begin(training, replicas)
     before = backend.fingerprint()
-    numbers = take_step(backend, 1, num_ranks, replicas, training, loss=loss)
+    numbers = take_step(backend, 1, training, loss=loss)
     return {"losses": numbers.losses, "unchanged": backend.fingerprint() == before}
 
 
@@ -223,7 +207,7 @@ def _left(replicas: GlooGroup, num_ranks: int, training: Training) -> dict[str, 
 
     backend = begin(training, replicas)
     try:
-        take_step(backend, 1, num_ranks, replicas, training, loss=loss)
+        take_step(backend, 1, training, loss=loss)
     except KeyboardInterrupt:
         replicas.leave()
         return {"noticed": "its own end"}

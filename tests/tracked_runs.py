@@ -10,7 +10,7 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.directory import create_run
+from areal_flow.run.directory import create_run, write_identity
 from areal_flow.run.inputs import Verifier, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer, hold_lease
@@ -19,6 +19,15 @@ from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.types import PolicyHashes
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def make_bare_run(root: Path, recipe: str = "") -> RunLayout:
+    """Make a run of which there is only its identity and its recipe."""
+    made = RunLayout(root.resolve())
+    made.root.mkdir(parents=True)
+    write_identity(made)
+    made.config.write_text(recipe)
+    return made
 
 
 def make_run(root: Path) -> RunLayout:

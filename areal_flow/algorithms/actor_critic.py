@@ -25,17 +25,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+VALUE_CLIP = 0.2
+"""How far a value may move in a step before its gradient ends; PPO's usual one."""
+
+
 class CriticSettings(Settings):
     """The critic's own optimizer, and what its values are used for."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Of its AdamW; it has no schedule."""
+    """Of its AdamW, without a schedule."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Gamma: what a token later is worth."""
+    """Gamma."""
     trace: float = Field(0.95, ge=0, le=1)
-    """Lambda of the advantage estimates: 1 trusts rewards alone, 0 the next value."""
-    value_clip: float = Field(0.2, gt=0)
-    """How far a value may move in a step before its gradient ends."""
+    """Lambda of GAE: 1 trusts rewards alone, 0 the next value."""
 
 
 class ActorCriticPPO(ClippedTokens):
@@ -49,7 +51,7 @@ class ActorCriticPPO(ClippedTokens):
 
     needs_critic: ClassVar[bool] = True
     name: Literal["ppo_critic"] = "ppo_critic"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
     """Of the critic's values; normalised over the trained tokens of the batch."""
     proximal: Proximal = "recomputed"
@@ -89,8 +91,7 @@ class ActorCriticPPO(ClippedTokens):
             old_T: v_old, of the critic before the step.
             targets_T: R.
         """
-        bound = self.critic.value_clip
-        near_T = old_T + (values_T - old_T).clamp(-bound, bound)
+        near_T = old_T + (values_T - old_T).clamp(-VALUE_CLIP, VALUE_CLIP)
         free_T, clipped_T = (values_T - targets_T).square(), (near_T - targets_T).square()
         ended_T = (clipped_T > free_T).detach()
         metrics = {

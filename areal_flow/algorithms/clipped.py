@@ -24,11 +24,11 @@ class ClippedTokens(ComposedAlgorithm):
     """An algorithm that clips the ratio of each token."""
 
     epsilon: float = Field(0.2, gt=0)
-    """How far the ratio may fall below 1 before the clip ends a token's gradient."""
+    """The ratio is clipped at 1 minus this."""
     epsilon_high: float | None = Field(None, gt=0)
-    """The same upwards (clip-higher); as epsilon, if not given."""
+    """The ratio is clipped at 1 plus this; none: as epsilon."""
     dual_clip: float | None = Field(None, gt=1)
-    """The ratio from which a token of negative advantage has no gradient; none: there is no end."""
+    """The ratio from which a token of negative advantage has no gradient; none: no limit."""
 
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> ClippedTokens:
@@ -65,7 +65,7 @@ class PPO(ClippedTokens):
     """
 
     name: Literal["ppo"] = "ppo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
 
     @model_validator(mode="after")
     def _is_not_decoupled(self) -> PPO:
@@ -85,10 +85,10 @@ class DecoupledPPO(ClippedTokens):
     """
 
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     proximal: Proximal = "recomputed"
-    """The policy before the step: recomputed by a forward pass, or interpolated between behaviour
-    and trained policy by version."""
+    """The policy before the step: recomputed by a forward pass, interpolated by version, or the one
+    that sampled."""
 
     @model_validator(mode="after")
     def _is_decoupled(self) -> DecoupledPPO:
@@ -108,7 +108,7 @@ class ReinforcePlusPlus(ClippedTokens):
     """
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline"] = (
         "reinforce_baseline"
     )
@@ -132,7 +132,7 @@ class GSPO(ComposedAlgorithm):
     """
 
     name: Literal["gspo"] = "gspo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: AdvantageRule = "grpo"
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     aggregation: Aggregation = "sequence_mean"

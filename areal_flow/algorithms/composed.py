@@ -65,40 +65,38 @@ class ComposedAlgorithm(Settings):
     """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
 
     advantage: AdvantageRule = "dr_grpo"
-    """How rewards become advantages: normalised over the batch, or relative to the group; none:
-    rewards train nothing, and the reference everything."""
+    """How rewards become advantages: over the batch, or relative to the group; none: only the
+    reference trains."""
     num_minibatches: int = Field(2, ge=1)
-    """Optimizer updates in a step; a group belongs to one of them."""
+    """Optimizer updates a step."""
     group_filter: Literal["all", "mixed_rewards"] = "all"
-    """Which groups are trained: all, or those whose rewards are not all equal."""
+    """Train all groups, or those whose rewards are not all equal."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one loss: mean over tokens, over sequences, or by a constant."""
+    """Mean of token losses over tokens or over sequences, or a sum over a constant."""
     aggregation_tokens: int | None = Field(None, ge=1)
-    """The constant, in tokens a sequence, that aggregation = "constant" divides by."""
+    """The constant, in tokens a sequence."""
     proximal: Proximal = "behavior"
     """The policy that the ratio is taken to: that before the step, recomputed, or interpolated
     between behaviour and trained policy by version; or behavior, that sampled the token."""
     importance_weight_rule: ImportanceWeightRule = "full"
-    """What becomes of w, proximal over behaviour: kept, clamped at the cap, or no gradient outside
-    floor and cap, by the token or by the geometric mean of the sequence."""
+    """Proximal over behaviour policy: kept, clamped at the cap, or without gradient outside floor
+    and cap, by token or by sequence (geometric mean)."""
     importance_weight_cap: float = Field(5.0, gt=1)
-    """The cap of the other rules than full."""
+    """The cap of all rules but `full`."""
     importance_weight_floor: float | None = Field(None, gt=0, lt=1)
-    """The floor of the rules that mask; without one they mask large weights only."""
+    """The floor of the `mask` rules; none: only large weights are masked."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the policy's entropy, which is rewarded; 0 does not compute it."""
+    """Weight of the entropy bonus; 0: none."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL divergence from the reference, which is punished; 0: none."""
+    """Weight of the KL divergence from the reference; 0: none."""
     reference: str = ""
-    """The policy that the KL divergence is from: a model directory or a hub name, such as a
-    teacher's; empty: the run's first policy."""
+    """A model directory or hub name, such as a teacher's; empty: the run's first policy."""
     kl_estimator: KLEstimator = "k3"
-    """How that divergence is estimated at each token."""
+    """The estimator of the KL divergence."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """Where it is punished: as a term of the loss, in the reward of each trained token, before
-    rewards become advantages, or in the advantage of the token alone."""
+    """Where the KL divergence is subtracted: the loss, the rewards, or each token's advantage."""
     overlong_tokens: tuple[int, int] | None = Field(None, strict=False)
-    """Completions longer than the first lose reward, up to 1 at the second; none: no loss."""
+    """Completions longer than the first lose reward, up to 1 at the second."""
 
     @property
     def needs_entropy(self) -> bool:

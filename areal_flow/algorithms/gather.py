@@ -19,8 +19,6 @@ from torch.nn.functional import embedding_bag
 
 @dataclass(frozen=True, slots=True)
 class GatherIndex:
-    """Which rows are taken, and for each row where its gradients come from."""
-
     index_R: Tensor
     """The row of each that is taken."""
     owners_O: Tensor

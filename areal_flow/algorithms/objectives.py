@@ -6,7 +6,7 @@ Letters: T trained tokens of a micro-batch, N those of a minibatch.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,16 +19,18 @@ from areal_flow.settings import require
 if TYPE_CHECKING:
     from torch import Tensor
 
+Temperature = Annotated[float, Field(gt=0)]
+
 
 class CISPO(ComposedAlgorithm):
     """Clipped importance-sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
 
     name: Literal["cispo"] = "cispo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: AdvantageRule = "grpo"
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     epsilon_low: float | None = Field(None, gt=0, lt=1)
-    """How far the weight of a token may fall below 1; none, as in the paper's experiments: 0."""
+    """The weight of a token is at least 1 minus this; none: at least 0."""
     epsilon_high: float = Field(0.28, gt=0)
     """How far the weight of a token may rise above 1; the paper names no value."""
 
@@ -50,15 +52,14 @@ class SAPO(ComposedAlgorithm):
     """Soft adaptive policy optimization (arXiv 2511.20347)."""
 
     name: Literal["sapo"] = "sapo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: AdvantageRule = "grpo"
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one loss; the paper's is the mean over sequences."""
-    temperature_positive: float = Field(1.0, gt=0)
-    """How fast a ratio other than 1 fades the gradient of a positive advantage."""
-    temperature_negative: float = Field(1.05, gt=0)
-    """The same of a negative one; the paper's is larger, since such gradients spread widely."""
+    temperatures: tuple[Temperature, Temperature] = Field((1.0, 1.05), strict=False)
+    """How fast a ratio other than 1 fades the gradient of a positive and of a negative
+    advantage."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = (4 / tau) sigmoid(tau (u_t - 1)) A_t, tau by the sign of A_t.
@@ -68,9 +69,8 @@ class SAPO(ComposedAlgorithm):
         """
         ratio_T = bounded_exp(log_ratio_T)
         raised_T = inputs.advantages_T > 0
-        tau_T = ratio_T.new_full((), self.temperature_positive).where(
-            raised_T, self.temperature_negative
-        )
+        positive, negative = self.temperatures
+        tau_T = ratio_T.new_full((), positive).where(raised_T, negative)
         values_T = (tau_T * (ratio_T - 1)).sigmoid() * (4 / tau_T) * inputs.advantages_T
         never_T = raised_T & ~raised_T
         return Objective(values_T, ratio_T, never_T, never_T)
@@ -93,10 +93,9 @@ class DPPO(RatioToBehavior):
     """Divergence PPO with the binary total variation (arXiv 2602.04879)."""
 
     name: Literal["dppo"] = "dppo"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     max_divergence: float = Field(0.15, gt=0, lt=1)
-    """How far a token's probability may move, in its advantage's direction, before its gradient
-    ends; the paper's, of the total variation."""
+    """How far a token's probability may move before its gradient ends (total variation)."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = M_t r_t A_t with r_t = pi_theta / pi_behav.
@@ -118,11 +117,11 @@ class M2PO(RatioToBehavior):
 
     needs_minibatch_bound: ClassVar[bool] = True
     name: Literal["m2po"] = "m2po"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: AdvantageRule = "grpo"
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     max_second_moment: float = Field(0.04, gt=0)
-    """What the mean of squared log-ratios may be, over the tokens that a clip could end."""
+    """The greatest mean of squared log-ratios, over tokens that a clip could end."""
 
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
         """Return the size from which a log-ratio is masked (Algorithm 1).

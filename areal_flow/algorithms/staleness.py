@@ -41,12 +41,7 @@ def trained_mask(
     policy_version: int,
     max_staleness: int,
 ) -> NDArray[np.bool_]:
-    """Return one flag a token: True where it is trained.
-
-    Args:
-        spans: which policy versions sampled the tokens.
-        loss_mask: False where the policy did not choose the token.
-    """
+    """Return one flag a token: True where it is trained."""
     bound = {"policy_version": policy_version, "max_staleness": max_staleness}
     fresh = np.array([fresh_enough(span.version, **bound) for span in spans], np.bool_)
     return loss_mask & fresh.repeat([span.length for span in spans])
@@ -55,11 +50,7 @@ def trained_mask(
 def count_staleness(
     chosen: Iterable[Sequence[VersionSpan]], *, policy_version: int, max_staleness: int
 ) -> StalenessCount:
-    """Count what a step at `policy_version` would train and mask.
-
-    Args:
-        chosen: of each completion the tokens that its `loss_mask` keeps; others are not counted.
-    """
+    """Count what a step would train and mask of the tokens that `loss_mask` keeps."""
     bound = {"policy_version": policy_version, "max_staleness": max_staleness}
     trained = masked = staleness_sum = staleness_max = 0
     for version, length in chain.from_iterable(chosen):

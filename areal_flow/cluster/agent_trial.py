@@ -1,7 +1,7 @@
-"""Runs one episode of a workflow of the user's as a generator will: a program of its own.
+"""Runs one episode of a user's workflow as a generator will, in a process of its own.
 
-The answer of the prompt row stands in for all that the policy says, and every reward is 0, so that
-neither weights nor reward workers are needed. What is written to a file is JSON.
+The policy always says the answer of the prompt's row, and every reward is 0, so it needs neither
+weights nor reward workers. The result is a JSON file.
 
     python -m areal_flow.cluster.agent_trial RUN_DIRECTORY OUTPUT
 """
@@ -41,20 +41,20 @@ from areal_flow.workflows.agent_session import CallRefused
 from areal_flow.workflows.context import contexts_of
 
 LIMIT_S = 60.0
-"""An episode that takes longer is given up; that says nothing against it."""
+"""A longer episode is given up, which is no error of the workflow."""
 NO_WRITER = 0
 
 
 @dataclass
 class Trial:
-    """What came of one episode."""
+    """The result of one episode."""
 
     num_answers: int = 0
     rewards: tuple[float | None, ...] = ()
     seconds: float = 0.0
     error: str = ""
     is_wrong: bool = False
-    """Whether the error is the workflow's own whatever the policy says."""
+    """Whether the workflow has this error whatever the policy says."""
 
 
 class StandIn(GeneratorRole):

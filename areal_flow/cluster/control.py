@@ -1,8 +1,7 @@
 """Lists, adds and removes a running pool's workers from another process.
 
-Requests go through the scheduler of the run, so that the driver starts every worker itself and
-nothing outlives it. They open no new door: whoever may connect there can run any code anyhow, which
-is why the scheduler asks for a certificate.
+Requests go through the run's scheduler, so that the driver starts every worker and none outlives
+it. They need the scheduler's certificate, like any other connection.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
 
 
 async def remove_from(pool: WorkerPool, name: str) -> None:
-    """Retire a worker: finished results move to others, its tasks run again elsewhere."""
+    """Retire a worker: its finished results move to others, its tasks run again elsewhere."""
     record = pool.registry.named(name)
     if record is None:
         known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)

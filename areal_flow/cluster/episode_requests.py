@@ -1,4 +1,4 @@
-"""What an episode asks of reward workers while it runs, as Dask tasks: scores and tools' results.
+"""The Dask tasks that an episode waits for while it runs: scores and tools' results.
 
 | who                    | waits for                | unblocked by                           |
 |------------------------|--------------------------|----------------------------------------|
@@ -7,7 +7,7 @@
 | a reward worker's task | its resource             | the task before it, which never waits  |
 |                        |                          | for an episode: nothing can deadlock   |
 
-Such a task runs again elsewhere if its worker dies; it is forgotten if its episode's worker dies.
+Such a task runs again elsewhere if its worker dies; it is dropped if its episode's worker dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from areal_flow.settings import import_function
 from areal_flow.types import Prompt, Score, Tokens
 
 MID_EPISODE_PRIORITY = 10
-"""Of tasks that an episode waits for, over those that only follow one."""
+"""Higher than that of tasks that follow a rollout."""
 TOOL_KILLS = RewardError(
     "reward workers died over this call: the tool ends its process, as os._exit does, or crashes"
 )
@@ -36,17 +36,13 @@ TOOL_KILLS = RewardError(
 async def score_completions(
     asked: tuple[Prompt, int], completions: Sequence[Tokens]
 ) -> Sequence[Score]:
-    """Score completions of one prompt in the middle of an episode.
-
-    Args:
-        asked: the prompt, and the newest policy version that took part.
-    """
+    """Score completions of a prompt, of which this policy version sampled the newest tokens."""
     prompt, version = asked
     return await judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
 
 
 def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call a function at an import path, in a thread a call; return results or errors."""
+    """Call a function at an import path, each call in a thread; return results or errors."""
     share_memory(worker_context())
     function = import_function(path, setting="a tool", error=ArealFlowError)
 
@@ -55,7 +51,7 @@ def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
             return function(*arguments)
         except ArealFlowError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - costs the member that called
+        except Exception as error:  # noqa: BLE001 - fails only the member that called
             return ArealFlowError(f"{type(error).__name__}: {error}")
 
     with ThreadPoolExecutor(len(calls)) as threads:
@@ -66,13 +62,13 @@ IF_IT_KILLS: dict[Callable[..., Any], Any] = {
     score_completions: SCORING_KILLS,
     call_tool: TOOL_KILLS,
 }
-"""What becomes of an item over which workers die."""
+"""The result of an item that kills workers."""
 
 
 async def on_reward_worker(
     function: Callable[..., Any], what: Any, items: Sequence[Any]
 ) -> Sequence[Any]:
-    """Run a task of several items for an episode; one over which workers die fails alone."""
+    """Run a task of several items for an episode; an item that kills workers fails alone."""
     client, executions = get_client(), worker_context().executions
     try:
         found: Sequence[Any] = await run_reward_task(

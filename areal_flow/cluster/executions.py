@@ -1,8 +1,7 @@
-"""Which task each process of a reward worker executes, so that its end is laid to that task.
+"""Records which task each process of a reward worker executes.
 
-Dask knows which tasks a dead worker had, but most of them had only waited there. So a process
-writes down the key of each task that it begins, in a file of its own. After its end the file says
-which task ran. Workers and driver share the folder.
+Dask knows which tasks a dead worker had, but most of them only waited. So each process writes the
+key of every task that it begins to a file of its own, in a folder that workers and driver share.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What one process did last."""
+    """The last task of one process."""
 
     key: str = ""
-    """The task that it executes; empty while it has none."""
+    """Empty while it executes none."""
     num_ended: int = 0
-    """Tasks that it has ended."""
+    """Tasks that the process has ended."""
 
 
 class Executions:
@@ -29,11 +28,9 @@ class Executions:
         self._folder = folder
 
     def note(self, process: str, execution: Execution) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / process).write_text(f"{execution.num_ended} {execution.key}")
 
     def last(self, process: str) -> Execution:
-        """Return what a process did last; nothing if it never began a task."""
         with suppress(OSError, ValueError):
             num_ended, _, key = (self._folder / process).read_text().partition(" ")
             return Execution(key, int(num_ended))
@@ -43,7 +40,7 @@ class Executions:
         """Return how many processes ended while they executed a task.
 
         Args:
-            key: what its keys begin with; it is not running anywhere.
+            key: the beginning of its keys; it does not run now.
         """
         processes = list(self._folder.glob("*"))
         return sum(self.last(process.name).key.startswith(key) for process in processes)

@@ -1,7 +1,6 @@
-"""What generators do, as Dask tasks: they run episodes, and load weights in between.
+"""The Dask tasks of generators: they run episodes, and load weights in between.
 
-A worker that starts late or again finds everything in the run directory: recipe, model, newest
-weights. Groups' rows are an Arrow table from here to the log; see `areal_flow.store.codec`.
+A worker that starts late or again finds recipe, model and newest weights in the run directory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import pyarrow as pa
 from distributed import Worker
 
 from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, score_completions
@@ -22,7 +20,7 @@ from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import choose_engine, engine_factory
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.rendering import required_chat_template
-from areal_flow.store.codec import rollout_table
+from areal_flow.store.codec import RolloutRows, rollout_rows
 from areal_flow.types import (
     Completion,
     EngineStats,
@@ -43,10 +41,7 @@ from areal_flow.workflows.registry import load_workflow
 
 
 class GeneratorRole:
-    """A generator's engine and workflow, and the `EpisodeServices` of its episodes.
-
-    The engine is made on first use and brought to the newest weights on demand.
-    """
+    """A generator's engine, made on first use, and the `EpisodeServices` of its episodes."""
 
     def __init__(self, context: WorkerContext) -> None:
         generation = context.recipe.generation
@@ -75,11 +70,10 @@ class GeneratorRole:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is an engine; one that is being made will load what is newest then."""
         return self._engine is not None and not self._engine.broken
 
     async def serve(self, version: int) -> Engine:
-        """Return the engine once it serves `version` or a later one; a new one, the newest."""
+        """Return the engine once it serves `version` or later; a new engine loads the newest."""
         async with self._loading:
             if self._engine is None or self._engine.broken:
                 self.close()
@@ -107,7 +101,6 @@ class GeneratorRole:
         return self._engine.stats() if self._engine else EngineStats()
 
     def close(self) -> None:
-        """Close the engine, if there is one: a broken one before it is replaced, any at the end."""
         if self._engine:
             self._engine.close()
             self._engine = self.served = None
@@ -157,11 +150,8 @@ class GeneratorRole:
         return self._context.tokenizer.decode(tokens.tolist())
 
 
-async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
-    """Run the workflow for some groups, side by side, with weights of `version` or later.
-
-    What no workflow scored lacks its score.
-    """
+async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:
+    """Run the workflow for some groups, side by side, with weights of `version` or later."""
     context = worker_context()
     role = await _role(context)
     started_at = datetime.now(UTC)
@@ -169,7 +159,7 @@ async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
     groups = await all_of(run_group(role.workflow, episode, role) for episode in episodes)
     if not any(group.drafts for group in groups):
         raise EpisodeError(groups[-1].errors[-1])
-    return rollout_table(
+    return rollout_rows(
         list(zip(episodes, groups, strict=True)),
         generator=context.worker_name,
         started_at=started_at,
@@ -178,13 +168,10 @@ async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
 
 
 async def load_weights(version: int, dask_worker: Worker) -> ServedWeights | None:
-    """Bring this generator to `version`, and return what it serves then.
+    """Have this generator load `version`; return what it serves then. For `client.run`.
 
-    None: its engine is yet to be made, and will load the newest itself.
-
-    To make one takes half a minute on a busy machine, which nobody should wait for.
-
-    For `client.run`, which goes past the queue of rollouts.
+    Returns None if there is no engine yet: to make one takes up to half a minute, and it will load
+    the newest weights by itself.
     """
     role = worker_context(dask_worker).get(GeneratorRole)
     if role is not None and role.is_serving:
@@ -194,17 +181,16 @@ async def load_weights(version: int, dask_worker: Worker) -> ServedWeights | Non
 
 
 async def import_engine(dask_worker: Worker) -> None:
-    """Import what the engine needs, while there are no weights to load yet; for `client.run`.
+    """Import what the engine needs, before there are weights to load. For `client.run`.
 
-    In a thread: on the event loop it would silence a healthy worker for as long as it takes, which
-    was more than a minute on a machine with four busy processes a core.
+    In a thread: on the event loop, a long import would delay heartbeats.
     """
     recipe = worker_context(dask_worker).recipe
     await asyncio.to_thread(engine_factory, choose_engine(recipe.generation).name)
 
 
 async def prepare_generator(dask_worker: Worker) -> None:
-    """Load the engine now rather than at the first rollout; for `client.run`."""
+    """Make the engine before the first rollout. For `client.run`."""
     role = await _role(worker_context(dask_worker))
     await role.serve(0)
 
@@ -215,7 +201,6 @@ def engine_stats(dask_worker: Worker) -> EngineStats:
 
 
 async def _role(context: WorkerContext) -> GeneratorRole:
-    """Return this generator's role, which may take its time to be made: an agent's rewards do."""
     if (role := context.get(GeneratorRole)) is not None:
         return role
     return await asyncio.to_thread(context.ensure, GeneratorRole, lambda: GeneratorRole(context))

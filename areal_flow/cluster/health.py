@@ -1,11 +1,9 @@
-"""Looks at every worker's signs of life once a second, and has one that hangs replaced.
+"""Replaces workers that hang: it looks at their heartbeats and processor time once a second.
 
-Heartbeats come from a worker's event loop, which an import of a large library or a long call into C
-can hold up for seconds. So a silent worker counts as hung only when its process uses no processor
-time either (it is stopped, or deadlocked), or when it is silent for so long that it does not matter
-why. Silence is measured in time that the observer was awake: after a stop of the driver (Ctrl-Z),
-or a night of the machine, every worker looks silent, and none is. Dask's own rule (`worker-ttl`)
-goes by the clock on the wall and is switched off in favour of this one.
+A long import or call into C delays heartbeats for seconds. So a silent worker counts as hung only
+if its process uses no processor time either, or after a longer silence. Silence counts only time in
+which the observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own
+rule (`worker-ttl`) goes by wall-clock time, so it is switched off.
 """
 
 from __future__ import annotations
@@ -27,36 +25,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOST_AFTER_S = 60.0
+"""A worker that has not been heard for so long is replaced, even if it works."""
 LOOK_EVERY_S = 1.0
 
 MIN_PROCESSOR_S = 0.05
-"""Less than this is what threads use that only wait."""
+"""Threads that only wait use less."""
 
 LONGEST_LOOK_S = 2.0
-"""More than this between two looks means that the observer slept."""
+"""After a longer time between two looks, the observer was suspended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignsOfLife:
-    """What is seen of a worker from outside.
-
-    `heard_at` is the time of its last heartbeat, by any clock: only whether it changes is looked
-    at. `processor_s` is what its process has used so far, or None where nobody can know.
-    """
+    """One look at a worker."""
 
     heard_at: float
+    """The time of its last heartbeat, by any clock."""
     processor_s: float | None
+    """The processor time of its process so far, if it can be known."""
 
     def show_work_since(self, earlier: SignsOfLife) -> bool:
-        """Return whether the process was seen at work between the two."""
         if self.processor_s is None or earlier.processor_s is None:
             return False
         return self.processor_s - earlier.processor_s > MIN_PROCESSOR_S
 
 
 class Silence(NamedTuple):
-    """For how long a worker's heartbeat has been overdue, and whether the worker hangs."""
-
     silent_s: float
     is_hung: bool
 
@@ -69,14 +64,14 @@ class _Observed:
 
 
 class FailureDetector:
-    """Remembers when each worker was last heard and last seen at work; has no clock of its own."""
+    """Remembers when each worker was last heard and last seen at work. Pure."""
 
     def __init__(self, *, silent_after_s: float, lost_after_s: float) -> None:
         """Set the limits.
 
         Args:
-            silent_after_s: a worker that neither spoke nor worked for longer is hung.
-            lost_after_s: a worker that did not speak for longer is hung even if it works.
+            silent_after_s: a worker without heartbeat and work for longer hangs.
+            lost_after_s: a worker without a heartbeat for longer hangs even if it works.
         """
         self._silent_after_s = silent_after_s
         self._lost_after_s = lost_after_s
@@ -89,14 +84,12 @@ class FailureDetector:
     ) -> dict[str, Silence]:
         """Take in one look at all workers; return the silence of each.
 
-        A worker that is missing from a look is forgotten. So is one that hangs, since it is
-        replaced: the next look begins anew with it.
+        Workers that are missing or hang are forgotten: they are replaced.
 
         Args:
             signs: by worker.
-            now: of a clock that never goes back, in seconds.
-            heartbeat_s: the time between two heartbeats, which is longer the more workers there
-                are: nobody is silent in between.
+            now: of a monotonic clock, in seconds.
+            heartbeat_s: the time between two heartbeats, which does not count as silence.
         """
         if self._looked_at is not None:
             self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
@@ -122,10 +115,8 @@ class FailureDetector:
 
 
 async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
-    """Look at a pool's workers once a second, and have those replaced that hang; never ends."""
-    detector = FailureDetector(
-        silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
-    )
+    """Look at a pool's workers once a second and replace those that hang; never return."""
+    detector = FailureDetector(silent_after_s=settings.silent_after_s, lost_after_s=LOST_AFTER_S)
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
@@ -151,7 +142,7 @@ def _look(pool: WorkerPool, detector: FailureDetector) -> None:
 
 
 def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
-    """Return a registered worker's heartbeat and work; one that starts only works."""
+    """Return the signs of a worker; one that starts has no heartbeat, so its work counts as one."""
     worker = pool.scheduler.workers.get(record.address)
     if worker is None:
         return SignsOfLife(processor_s(pool.pid(record)) or 0.0, None)
@@ -160,7 +151,6 @@ def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
 
 
 def processor_s(pid: int | None) -> float | None:
-    """Return the processor time that a process of this machine has used, if there is one."""
     try:
         times = psutil.Process(pid).cpu_times() if pid else None
     except psutil.Error:

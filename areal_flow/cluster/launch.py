@@ -32,23 +32,22 @@ from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
 DASHBOARD_HOST = "127.0.0.1"
-"""Dask's dashboard asks nobody who they are: from elsewhere it is read through a tunnel."""
+"""Dask's dashboard has no authentication: reach it from elsewhere through a tunnel."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A client, the workers, and where to watch."""
+    """A client, the workers, and the addresses of scheduler and dashboard."""
 
     client: Client
     pool: WorkerPool
     scheduler: str
     dashboard: str
     network: NetworkSettings
-    """How others connect to it."""
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Refuse what could not be launched, while nothing is started yet."""
+    """Refuse settings with which no cluster can start."""
     _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)
     make_launcher("", recipe.cluster)
@@ -62,10 +61,10 @@ async def launch_cluster(
     context: WorkerContext,
     standby: StandbyWorkers | None = None,
 ) -> AsyncIterator[RunningCluster]:
-    """Start one process a placement, wait for all, and end them all on the way out.
+    """Start a process for each placement, wait for all, and end them on exit.
 
     Args:
-        standby: processes that were started for these placements before.
+        standby: processes that were started for these placements.
     """
     _refuse_busy_port(settings.dashboard_port)
     with (
@@ -96,9 +95,10 @@ async def launch_cluster(
 
 @contextmanager
 def _folder_of(context: WorkerContext) -> Iterator[Path]:
-    """Make the folder that the processes share, which only this user reads, while it is entered."""
+    """Make the folder that the processes share and only this user reads; remove it on exit."""
     folder = context.layout.processes_of(context.writer_epoch)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / EXECUTIONS).mkdir(exist_ok=True)
     try:
         yield folder
     finally:
@@ -124,7 +124,7 @@ async def _listening_scheduler(settings: ClusterSettings, security: Security) ->
 
 @contextmanager
 def _quick_garbage_collections() -> Iterator[None]:
-    """Exclude loaded modules from garbage collection: they took a tenth of the scheduler's time."""
+    """Exclude loaded modules from garbage collection, a tenth of the scheduler's time."""
     gc.freeze()
     try:
         yield
@@ -134,7 +134,7 @@ def _quick_garbage_collections() -> Iterator[None]:
 
 @contextmanager
 def _quiet_dask() -> Iterator[None]:
-    """Silence Dask's loggers, which set their own levels at import; failures are raised anyway."""
+    """Silence Dask's loggers, which set their levels at import; failures raise errors anyway."""
     quiet = {"distributed", "bokeh", "tornado"}
     names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] in quiet]
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}

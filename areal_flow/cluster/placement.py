@@ -1,4 +1,4 @@
-"""Places the worker processes of a recipe on machines and GPUs; imports no Dask and no launcher."""
+"""Places the worker processes of a recipe on machines and GPUs. It imports no Dask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_flow.errors import ConfigError
 ROLES = ("generator", "reward", "trainer")
 
 WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker_process")
-"""What Python runs as a worker; its options and the number of its parent process follow."""
+"""Arguments of Python for a worker; its options and its parent's process number follow."""
 
 CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
@@ -25,7 +25,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Where workers may run: hosts that are alike, each with these GPUs."""
+    """Hosts for workers, each with the same GPUs."""
 
     hosts: tuple[str, ...] = (THIS_MACHINE,)
     gpus: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """One worker process: its name, role, slots, environment, host and GPUs."""
+    """One worker process."""
 
     name: str
     role: str
@@ -43,11 +43,11 @@ class WorkerPlacement:
     num_gpus: int = 0
     host: str = THIS_MACHINE
     gpus: tuple[str, ...] = ()
-    """None until it is placed, then `num_gpus` of its host."""
+    """Empty until it is placed, then `num_gpus` of its host."""
 
     @property
     def resources(self) -> dict[str, int]:
-        """Return what its tasks ask for: slots of its role and, of a trainer, that very rank."""
+        """Return its Dask resources: slots of its role and, of a trainer, its own rank."""
         rank = {self.name: 1} if self.role == "trainer" else {}
         return {self.role: self.num_slots, **rank}
 
@@ -57,13 +57,10 @@ class WorkerPlacement:
 
 
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
-    """Return the generators, trainer ranks and reward workers of a run, each on its machine.
+    """Return the trainer ranks, generators and reward workers of a run, each on its machine.
 
     Args:
-        machines: where they may run; those of the recipe by default.
-
-    Raises:
-        ConfigError: a device is unknown, or there are more GPU workers than GPUs.
+        machines: by default those of the recipe.
     """
     machines = machines or machines_of(recipe.cluster)
     wanted = _wanted_workers(recipe)
@@ -87,12 +84,9 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
 def place_beside(
     worker: WorkerPlacement, others: Sequence[WorkerPlacement], machines: Machines
 ) -> WorkerPlacement:
-    """Return a worker with GPUs that no other one has, or else on the host with the fewest others.
+    """Return a worker with free GPUs, or, if it needs none, on the host with the fewest workers.
 
-    Hosts are filled one by one with GPU workers, so that the ranks of a trainer are neighbours.
-
-    Raises:
-        ConfigError: no host has as many free GPUs as it needs.
+    GPU workers fill one host after the other, so that the ranks of a trainer are neighbours.
     """
     if not worker.num_gpus:
         hosts = [other.host for other in others]
@@ -118,9 +112,9 @@ def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
     trainer_gpus = int(_is_gpu("trainer.device", recipe.trainer.device))
     on_gpu = _is_gpu("generation.device", generation.device)
     generator_gpus = generation.vllm.tensor_parallel_size if on_gpu else 0
-    generator = worker_environment(cluster.threads_per_worker)
+    generator = worker_environment(1)
     trainer = worker_environment(cluster.num_trainer_threads)
-    # Beside GPU workers, a reward worker must not take memory of the first one's device.
+    # A reward worker beside GPU workers must not take memory of a GPU.
     hidden = {VISIBLE_GPUS: ""} if generator_gpus or trainer_gpus else {}
     reward = worker_environment(1) | hidden
     kinds = (
@@ -145,10 +139,7 @@ def _is_gpu(setting: str, device: str) -> bool:
 
 
 def machines_of(cluster: ClusterSettings) -> Machines:
-    """Return the hosts of these settings and the GPUs of each.
-
-    GPUs of this machine are found; those of other hosts must be stated.
-    """
+    """Return the hosts and their GPUs; GPUs of other hosts must be stated in the settings."""
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
@@ -157,12 +148,12 @@ def machines_of(cluster: ClusterSettings) -> Machines:
 def visible_gpus(
     environment: Mapping[str, str], num_found: int, *, stated: int | None
 ) -> tuple[str, ...]:
-    """Return what to call each GPU, as `CUDA_VISIBLE_DEVICES` does.
+    """Return the names of GPUs for `CUDA_VISIBLE_DEVICES`.
 
     Args:
-        environment: of the driver; where it names devices already, only those are offered.
+        environment: of the driver; if it names devices already, only those.
         num_found: how many the machine has.
-        stated: how many the recipe says there are, if it says so.
+        stated: the number in the recipe, if there is one.
     """
     named = environment.get(VISIBLE_GPUS)
     if named is not None:
@@ -172,7 +163,7 @@ def visible_gpus(
 
 
 def count_gpus() -> int:
-    """Return how many NVIDIA GPUs this machine has; loads no library that would use them."""
+    """Return how many NVIDIA GPUs this machine has; load no library that uses them."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
@@ -183,39 +174,38 @@ def count_gpus() -> int:
 
 
 def trainer_name(rank: int) -> str:
-    """Return the name of a trainer rank's worker, which is also a resource that it alone has."""
+    """Return the name of a trainer rank's worker and of its own Dask resource."""
     return f"trainer-{rank}"
 
 
 def groups_in_flight(recipe: Recipe) -> int:
-    """Return how many groups one generator holds: enough to fill its slots, and two in waiting."""
+    """Return how many groups one generator holds: enough to fill its slots, and two that wait."""
     return -(-recipe.generation.max_num_seqs // recipe.controller.group_size) + 2
 
 
 def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:
-    """Return how many trajectories may be on the cluster: what runs, and as much queued behind it.
+    """Return how many trajectories may be on the cluster: those that run, and as many queued.
 
-    A queued group ages no tokens, and its generator starts it without asking the scheduler.
+    A queued group ages no tokens, and its generator starts it without the scheduler.
     """
     groups = 2 * groups_in_flight(recipe) * max(1, num_generators)
     return groups * recipe.controller.group_size
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """Return a worker's own variables: numeric libraries must keep off each other's cores."""
+    """Return variables that limit the threads of numeric libraries."""
     return {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
 PROCESS_ENVIRONMENT = {
-    # glibc: keep freed tensors instead of giving their pages back at every step; but not those of
-    # more than 64 MiB, between which smaller ones would leave holes that no other one fits.
-    # One arena: a step runs on any of a worker's threads, and each would keep memory of its own.
+    # glibc: keep freed tensors of up to 64 MiB instead of returning their pages at every step.
+    # Larger ones would leave holes. One arena, or each thread that runs a step keeps its memory.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TOP_PAD_": str(256 << 20),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 26),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "OMP_WAIT_POLICY": "passive",
-    # Of matrices by size: 0.6 MB each.
+    # 0.6 MB for each size of matrix.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     "POLARS_MAX_THREADS": "1",
     "LANCE_CPU_THREADS": "1",
@@ -226,4 +216,4 @@ PROCESS_ENVIRONMENT = {
     "DASK_LOGGING__DISTRIBUTED": "critical",
     "PYTHONHASHSEED": "0",
 }
-"""What every worker process must find at its start: glibc and loggers look only then."""
+"""Of every worker process: glibc and loggers read these variables only at start."""

@@ -1,6 +1,4 @@
-"""Holds the set of a run's workers: starts them, and starts those again that end unasked.
-
-Lives in the driver's process. How a process starts and ends is the launcher's to know.
+"""Starts a run's workers, and restarts those that end unexpectedly. Runs in the driver's process.
 
 | what happens                       | who reports it     | what follows                        |
 |------------------------------------|--------------------|-------------------------------------|
@@ -45,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class WorkerPool(SchedulerPlugin):
-    """The live set of workers; as a plugin it is told whom the scheduler registers and forgets."""
+    """The workers of a run; a scheduler plugin, so it is called when a worker registers or ends."""
 
     name = "areal-flow-pool"
 
@@ -59,9 +57,9 @@ class WorkerPool(SchedulerPlugin):
         self.machines = machines
         self._joining: dict[str, asyncio.Future[None]] = {}
         self._killed: dict[str, str] = {}
-        """Why, by name, of workers that were killed and whose end is not reported yet."""
+        """By name, why a worker was killed; until its end is reported."""
         self.trainer_lost = asyncio.Event()
-        """Set whenever the process of a trainer rank is registered no more."""
+        """Set whenever the process of a trainer rank ends."""
         self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -71,7 +69,7 @@ class WorkerPool(SchedulerPlugin):
     # The life of the pool
 
     async def stop(self) -> None:
-        """End all processes that the driver started; from here on none starts again."""
+        """End all processes for good."""
         self._begin_shutdown()
         await asyncio.gather(*(self._launcher.stop(r.name) for r in self.registry.all()))
 
@@ -88,10 +86,9 @@ class WorkerPool(SchedulerPlugin):
         await asyncio.shield(self._broken)
 
     async def before_close(self) -> None:
-        """Note that the scheduler closes: with the run, or because somebody ended it.
+        """Kill all processes if the scheduler closes before the run ends.
 
-        In the second case nothing can end in good order, since workers and client would wait for a
-        scheduler that does not answer. So processes are killed.
+        Workers and client would wait for a scheduler that does not answer.
         """
         if self._closing:
             return
@@ -111,12 +108,10 @@ class WorkerPool(SchedulerPlugin):
         return [record.address for record in self.registry.present("generator")]
 
     def pid(self, record: WorkerRecord) -> int | None:
-        """Return the number of a worker's process, if this machine runs it for the driver."""
         return self._launcher.pid(record.name)
 
     @property
     def heartbeat_s(self) -> float:
-        """The time between two heartbeats of a worker, as Dask has it."""
         return float(heartbeat_interval(len(self.scheduler.workers)))
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
@@ -142,7 +137,6 @@ class WorkerPool(SchedulerPlugin):
     def remove_worker(
         self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
     ) -> None:
-        """Note that the scheduler has forgotten a process."""
         record = self.registry.at(worker)
         if record is None:
             return
@@ -180,7 +174,7 @@ class WorkerPool(SchedulerPlugin):
                 del self._joining[record.name]
 
     async def retire(self, record: WorkerRecord) -> None:
-        """End a worker for good, once its finished results have moved to others."""
+        """End a worker for good, after its finished results have moved to others."""
         record.is_leaving = True
         self._notify()
         if record.address:
@@ -190,27 +184,27 @@ class WorkerPool(SchedulerPlugin):
         await self._launcher.stop(record.name)
 
     async def _unregister(self, address: str) -> None:
-        """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
+        """Remove a process from the scheduler, so that its tasks run elsewhere."""
         if address in self.scheduler.workers:
             await self.scheduler.remove_worker(address, stimulus_id="areal-flow")
 
     # Hanging, dying and starting again
 
     async def replace(self, worker: str, *, why: str) -> None:
-        """Kill a worker that has joined, by address or name; another one starts in its place."""
+        """Kill a worker that has joined, by address or name; a new process replaces it."""
         record = self.registry.at(worker) or self.registry.named(worker)
         if record is not None and record.address:
             await self.kill(record, why=why)
 
     async def kill(self, record: WorkerRecord, *, why: str) -> None:
-        """Kill a worker that hangs, also while it starts; its tasks run again."""
+        """Kill a worker that hangs, even while it starts; its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
         self._killed[record.name] = why
         if not self._launcher.kill(record.name):
             await self._unregister(record.address)
 
     async def _start(self, record: WorkerRecord) -> None:
-        """Start a worker's process, the old one forgotten: its name must be free to register."""
+        """Start a worker's process; the old one is unregistered first, since both have one name."""
         await self._unregister(record.address)
         if self._closing or not record.is_wanted:
             return
@@ -242,7 +236,7 @@ class WorkerPool(SchedulerPlugin):
             self._break(f"the run has no {record.title} left: {message}, then resume")
 
     def _break(self, reason: str) -> None:
-        """Have `guard` raise: the pool can do its work no more."""
+        """Make `guard` raise."""
         if not self._broken.done():
             self._broken.set_exception(EngineError(reason))
 

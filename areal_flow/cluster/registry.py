@@ -1,7 +1,6 @@
-"""Remembers which workers belong to a run, their deaths, and which are not started again.
+"""Remembers a run's workers and their deaths, and decides which are quarantined.
 
-A pure state machine: it imports no Dask and starts no process. A record outlives its processes,
-since a dead one is started again under the same name.
+A pure state machine: it imports no Dask and starts no process.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ from areal_flow.cluster.executions import Execution
 from areal_flow.cluster.placement import WorkerPlacement
 
 NUM_EARLY_DEATHS = 3
-"""A worker is not started again after so many deaths in a row, each of them early."""
+"""A worker is quarantined after so many early deaths in a row."""
 NUM_DEATHS_OVER_TASKS = 12
-"""Nor after so many in a row over tasks, in processes that ended none. A group that kills takes
-ten: two with others, two alone, and two for each of its first three rows."""
+"""Or after so many deaths in a row during tasks, in processes that ended no task. One group that
+kills workers causes ten: two with others, two alone, and two for each of its first three rows."""
 EARLY_S = 15.0
-"""A death is early if the worker lived for less than this."""
+"""A worker that lived for less died early."""
 
 SILENT_S = 3.0
-"""A worker that has not been heard for longer is not waited for."""
+"""Nobody waits for a worker whose heartbeat is overdue for longer."""
 SILENT = "silent for"
-"""How `health` begins the cause when it has a worker killed that cannot be heard."""
+"""The beginning of the cause when `health` kills a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One end of a worker's process that nobody asked for."""
+    """One unexpected end of a worker's process."""
 
     lived_s: float
     """From when it joined; 0 if it never did."""
     cause: str
     last: Execution = field(default_factory=Execution)
-    """What it did; a task that it executed may have ended it. See `KillsWorkers`."""
+    """A task that it executed may be the cause; see `KillsWorkers`."""
 
     @property
     def is_early(self) -> bool:
@@ -46,18 +45,17 @@ class Death:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One worker, whichever process it runs in at the moment."""
+    """One worker; its processes follow each other under one name."""
 
     placement: WorkerPlacement
-    """How the driver starts it."""
     address: str = ""
     """Empty while no process of it is registered."""
     joined_at: float = 0.0
     silence_s: float = 0.0
-    """For how long its heartbeat has been overdue, as of the latest look."""
+    """For how long its heartbeat was overdue at the latest look."""
     deaths: list[Death] = field(default_factory=list)
     process: str = ""
-    """The identity of the process that joined last."""
+    """The identity of its latest process."""
     is_leaving: bool = False
     is_quarantined: bool = False
 
@@ -79,14 +77,13 @@ class WorkerRecord:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is there or will be: a process that ends is started again."""
+        """Whether a process that ends is started again."""
         return not self.is_leaving and not self.is_quarantined
 
     def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
-        """Note a death that nobody asked for; after too many early ones it is quarantined.
+        """Note an unexpected death, and quarantine the worker after too many.
 
-        A reward worker that dies over a task is not, but for one that never ends any: it is the
-        task that is given up.
+        A death during a task does not count as early: the task is given up instead.
         """
         lived_s = now - self.joined_at if self.joined_at else 0.0
         self.deaths.append(Death(lived_s, cause, last or Execution()))
@@ -103,7 +100,6 @@ class WorkerRecord:
         return self.deaths[-number:]
 
     def why_quarantined(self) -> str:
-        """Return which worker is quarantined, why, and what to look at."""
         latest = self._latest(
             NUM_DEATHS_OVER_TASKS if self.deaths[-1].is_fruitless else NUM_EARLY_DEATHS
         )
@@ -116,10 +112,7 @@ class WorkerRecord:
 
 
 def advice(worker: str, cause: str) -> str:
-    """Return what to look at, for a worker's title and the cause of its latest death.
-
-    A reward worker runs code of the user's, which is to blame for most of what it dies of.
-    """
+    """Return what to look at, for a worker's title and the cause of its latest death."""
     if worker != "reward worker" or "signal 9" in cause:
         return "Look at what its process said last, and at this machine's memory"
     if cause.startswith(SILENT):
@@ -133,7 +126,7 @@ def advice(worker: str, cause: str) -> str:
 
 
 class WorkerRegistry:
-    """All workers of a run, past ones included. Times are of a clock that never goes back."""
+    """All workers of a run, past ones included. Times are of a monotonic clock."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, WorkerRecord] = {}
@@ -159,7 +152,7 @@ class WorkerRegistry:
         return record
 
     def joined(self, name: str, address: str, *, process: str, now: float) -> WorkerRecord | None:
-        """Note that a process has registered; return its worker, None if no such was placed."""
+        """Note that a process has registered; return its worker, or None if it was not placed."""
         if record := self._by_name.get(name):
             record.address, record.process, record.joined_at = address, process, now
             record.silence_s = 0.0

@@ -1,8 +1,7 @@
-"""Runs functions as Dask tasks; what becomes of a task that fails is one of our errors."""
+"""Runs functions as Dask tasks; a task that fails raises one of our errors."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -15,15 +14,15 @@ from areal_flow.cluster.executions import Executions
 from areal_flow.errors import ArealFlowError, EngineError, RewardError
 
 MAX_VICTIMS = 20
-"""How often a task may lose its worker over other tasks before it is given up, too."""
+"""How often a task may lose its worker to other tasks before it is given up, too."""
 
 
 class WorkersLost(EngineError):
-    """Workers that had the task have ended, whichever of their tasks that is to be laid to."""
+    """Workers that had the task have ended; another of their tasks may be the cause."""
 
 
 class KillsWorkers(RewardError):
-    """Two reward workers ended while they executed the task: it may be the task's own doing."""
+    """Two reward workers ended while they executed the task, which is a likely cause."""
 
 
 async def run_task(
@@ -38,7 +37,7 @@ async def run_task(
     """Run a function on a worker that has a resource; return its result.
 
     Args:
-        num_slots: how many of the resource it takes; with 0 it runs beside those that have it.
+        num_slots: how many of the resource it takes; with 0 it runs beside tasks that take it.
         key: by default one that Dask's pages show as ROLE/FUNCTION.
         options: of `Client.submit`.
     """
@@ -56,7 +55,7 @@ async def run_reward_task(
     what: str = "",
     **options: Any,
 ) -> Any:
-    """Run a function on a reward worker; again, while it is others that workers ended over.
+    """Run a function on a reward worker; again, while workers end because of other tasks.
 
     Args:
         what: Dask's pages call the task reward/WHAT; by default the function's name.
@@ -87,19 +86,15 @@ async def result_of(future: Future) -> Any:
         raise kind(f"each worker that ran {key_split(error.task)} died") from error
     except FutureCancelledError:
         raise EngineError("the task was cancelled on the cluster") from None
-    except asyncio.CancelledError:
-        if future.cancelled():
-            raise EngineError("the task was cancelled on the cluster") from None
-        raise
     except Exception as error:
         raise ArealFlowError(f"{type(error).__name__}: {error}") from error
 
 
 def give_up_at_next_death(scheduler: Any, worker: str, executed: str) -> None:
-    """Have the task that a worker executed at its end fail if the next one that has it ends, too.
+    """Fail the task that a worker executed at its end if the next worker that has it ends, too.
 
     Args:
-        executed: its key; tasks that only waited there are as they were before.
+        executed: its key; other tasks of that worker count no death.
     """
     event = scheduler.get_events(worker)[-1][1]
     keys = () if event["expected"] else event["processing-tasks"]

@@ -1,4 +1,4 @@
-"""What reward workers do after a rollout, as Dask tasks: they score groups and write them."""
+"""The Dask tasks of reward workers: they score groups after their rollout and write them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import pyarrow as pa
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
-from areal_flow.errors import (
-    InfrastructureError,
-    SchemaError,
-)
+from areal_flow.errors import InfrastructureError, SchemaError
 from areal_flow.evaluation.pass_rates import verdict_of
 from areal_flow.models.directory import texts_of
 from areal_flow.prompts.rendering import messages_asked
@@ -27,13 +23,13 @@ from areal_flow.rewards.registry import WeightedRewards, recipe_rewards
 from areal_flow.run.inputs import check_verifier
 from areal_flow.store.codec import (
     RolloutNotes,
+    RolloutRows,
     array_rows,
     member_errors,
     receipts,
-    rollout_notes,
     scored_table,
 )
-from areal_flow.types import Episode, GroupReceipt, Prompt, Score, Tokens, VersionSpan
+from areal_flow.types import GroupReceipt, Prompt, Score, Tokens, VersionSpan
 from areal_flow.workflows.group import all_of
 
 MAX_KILLING_ROWS = 3
@@ -48,78 +44,69 @@ SCORING_KILLS = Score(
 
 
 async def score(
-    table: pa.Table,
-    episodes: Sequence[Episode],
-    *,
-    is_last_try: bool,
-    known: Sequence[Score] | None = None,
-) -> pa.Table:
-    """Score the rows of some groups, those that have no score yet.
+    rollout: RolloutRows, *, is_last_try: bool, known: Sequence[Score] | None = None
+) -> tuple[pa.Table, tuple[str, ...]]:
+    """Score the rows of some groups; return them, and why members have no trajectory.
 
     Args:
         known: their scores, where they are known.
     """
-    scores = await _scores(table, episodes, known or rollout_notes(table).scores)
+    scores = await _scores(*rollout, known)
     verifier = (await _rewards(worker_context())).identity
     if not is_last_try:
         _check_infrastructure(scores)
-    return scored_table(table, scores, verifier=verifier)
+    table, notes = rollout
+    return scored_table(table, scores, verifier=verifier), notes.errors
 
 
-async def score_row(
-    table: pa.Table, row: int, episodes: Sequence[Episode], *, is_last_try: bool
-) -> Score:
-    given = rollout_notes(table).scores[row : row + 1]
-    (found,) = await _scores(table.slice(row, 1), episodes, given)
+def num_rows(rollout: RolloutRows) -> int:
+    return len(rollout[0])
+
+
+async def score_row(rollout: RolloutRows, row: int, *, is_last_try: bool) -> Score:
+    table, notes = rollout
+    one = replace(notes, scores=notes.scores[row : row + 1])
+    (found,) = await _scores(table.slice(row, 1), one)
     if not is_last_try:
         _check_infrastructure([found])
     return found
 
 
 async def score_and_write(
-    tables: Sequence[pa.Table],
-    episodes: Sequence[Episode],
-    *,
-    is_last_try: bool,
-    known: Sequence[Sequence[Score]] | None = None,
+    rollouts: Sequence[RolloutRows], *, is_last_try: bool, known: Sequence[Score] | None = None
 ) -> tuple[list[GroupReceipt | SchemaError], float, int]:
     """Score groups, and write them together beside the log; the driver commits them.
 
     As many groups are scored at the same time as have `WeightedRewards.num_at_once` completions.
 
     Args:
-        tables: the rows of each group.
         is_last_try: whether rows without a verdict are written, too.
-        known: the scores of each group, where they are known.
+        known: the scores of the only group, where they are known.
 
     Returns:
         Of each group its receipt, or why it is not valid; how long scoring took, in seconds; and
         how many groups are scored at the same time.
     """
     began = monotonic()
-    given: Sequence[Sequence[Score | None]] = known or [
-        rollout_notes(table).scores for table in tables
-    ]
     rewards = await _rewards(worker_context())
-    num_at_once = -(-rewards.num_at_once * len(tables) // sum(map(len, tables)))
+    num_at_once = -(-rewards.num_at_once * len(rollouts) // sum(map(num_rows, rollouts)))
     turns = asyncio.Semaphore(num_at_once)
 
-    async def scored(*group: Any) -> list[Score]:
+    async def scored(table: pa.Table, notes: RolloutNotes) -> list[Score]:
         async with turns:
-            return await _scores(*group)
+            return await _scores(table, notes, known)
 
-    groups = zip(tables, ([episode] for episode in episodes), given, strict=True)
-    scores = await all_of(scored(*group) for group in groups)
+    scores = await all_of(scored(*rollout) for rollout in rollouts)
     if not is_last_try:
         _check_infrastructure(chain.from_iterable(scores))
     seconds = monotonic() - began
     path, verifier = worker_context().layout.trajectories, rewards.identity
-    receipts = await asyncio.to_thread(_write, path, tables, scores, verifier)
+    receipts = await asyncio.to_thread(_write, path, rollouts, scores, verifier)
     return receipts, seconds, num_at_once
 
 
 def _write(
-    path: Path, tables: Sequence[pa.Table], scores: Sequence[Sequence[Score]], verifier: str
+    path: Path, rollouts: Sequence[RolloutRows], scores: Sequence[Sequence[Score]], verifier: str
 ) -> list[GroupReceipt | SchemaError]:
     """Write groups in one fragment, to be committed together: one costs as much as fifty.
 
@@ -127,22 +114,21 @@ def _write(
     """
     from areal_flow.store.trajectories import validate_groups, write_groups
 
-    rows = pa.concat_tables(table.replace_schema_metadata(None) for table in tables)
-    rows = rows.combine_chunks()  # what follows looks at every chunk of every column
+    rows = pa.concat_tables(table for table, _ in rollouts)
+    rows = rows.combine_chunks()  # every chunk of every column costs time below
     scored = scored_table(rows, [*chain.from_iterable(scores)], verifier=verifier)
     try:
         validate_groups(scored)
     except SchemaError as error:
-        if len(tables) == 1:
+        if len(rollouts) == 1:
             return [error]
-        each = zip(tables, scores, strict=True)
-        return [_write(path, [table], [known], verifier)[0] for table, known in each]
+        each = zip(rollouts, scores, strict=True)
+        return [_write(path, [rollout], [known], verifier)[0] for rollout, known in each]
     fragments = write_groups(path, scored)
-    begins = accumulate(map(len, tables), initial=0)
-    groups = (scored.slice(begin, len(table)) for begin, table in zip(begins, tables, strict=False))
+    begins = accumulate(map(num_rows, rollouts), initial=0)
     return [
-        _receipt(group, rollout_notes(table), fragments)
-        for group, table in zip(groups, tables, strict=True)
+        _receipt(scored.slice(begin, len(table)), notes, fragments)
+        for begin, (table, notes) in zip(begins, rollouts, strict=False)
     ]
 
 
@@ -157,22 +143,21 @@ def _receipt(group: pa.Table, notes: RolloutNotes, fragments: tuple[str, ...]) -
 
 
 async def _scores(
-    table: pa.Table, episodes: Sequence[Episode], given: Sequence[Score | None]
+    table: pa.Table, notes: RolloutNotes, known: Sequence[Score] | None = None
 ) -> list[Score]:
-    """Return the scores of some groups' rows: what is given, else what the rewards say.
+    """Return each row's score: the known one, else its workflow's, else that of the rewards.
 
-    A reward that a workflow gave without a verdict has that of the recipe's `pass_threshold`.
+    A workflow's reward without a verdict is judged by the recipe's `pass_threshold`.
     """
-    context = worker_context()
-    prompts = {episode.submission_index: episode.prompt for episode in episodes}
+    context, prompts, given = worker_context(), notes.prompts, known or notes.scores
     rows = array_rows(table.select(["submission_index", "output_tokens", "version_spans"]))
     unscored = [
         (prompts[row["submission_index"]], row["output_tokens"], _newest(row["version_spans"]))
-        for row, known in zip(rows, given, strict=True)
-        if known is None
+        for row, score in zip(rows, given, strict=True)
+        if score is None
     ]
     judged = iter(await judge(context, unscored))
-    scores = [known or next(judged) for known in given]
+    scores = [score or next(judged) for score in given]
     return [
         replace(score, verdict=verdict_of(score.reward, threshold=context.recipe.pass_threshold))
         if score.verdict is None and score.reward is not None
@@ -197,13 +182,15 @@ async def judge(
     """Score completions, each of its prompt and version, decoded without special tokens."""
     texts = texts_of(context.tokenizer, [tokens for _, tokens, _ in completions])
     rewards, recipe = await _rewards(context), context.recipe
+    versions = {version for *_, version in completions}
+    states = {version: _trainer_state(context, version) for version in versions}
     return await rewards.score(
         [
             RewardInput(
                 *(prompt.text, text, prompt.answer, dict(prompt.metadata), tuple(tokens)),
                 prompt_source=prompt.source,
                 messages=messages_asked(prompt, recipe),
-                trainer_state=_trainer_state(context, version),
+                trainer_state=states[version],
             )
             for (prompt, tokens, version), text in zip(completions, texts, strict=True)
         ]
@@ -217,20 +204,18 @@ def _trainer_state(context: WorkerContext, version: int) -> TrainerState:
 
 
 def checked_rewards(context: WorkerContext) -> WeightedRewards:
-    """Return the run's rewards, not opened; refuse those whose code is not the run's."""
+    """Return the run's rewards, not opened; refuse rewards whose code has changed."""
     rewards = recipe_rewards(context.recipe, context.layout.rewards)
     check_verifier(context.layout, rewards.identity)
     return rewards
 
 
 def share_memory(context: WorkerContext) -> None:
-    """Leave each reward worker its part of the machine, on which all of them may be."""
+    """Limit programs to this worker's share of memory: all may run on this machine."""
     PROGRAM_MEMORY.num_processes = context.recipe.cluster.num_reward_workers
 
 
 async def _rewards(context: WorkerContext) -> WeightedRewards:
-    """Return this worker's rewards, which may take their time to be opened."""
-
     def opened() -> WeightedRewards:
         share_memory(context)
         rewards = checked_rewards(context)

@@ -1,4 +1,4 @@
-"""Runs rollouts on generators, then scores and writes them on reward workers, as Dask tasks."""
+"""Rolls out groups on generators, then scores and writes them on reward workers, as Dask tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
@@ -18,6 +17,7 @@ from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task, run_task
 from areal_flow.errors import ArealFlowError, InfrastructureError
+from areal_flow.evaluation.answers import Answered
 from areal_flow.types import Episode, GroupReceipt, Score
 from areal_flow.weights.channel import WeightsReader
 
@@ -27,7 +27,7 @@ TARGET_TASK_S = 0.25
 """How long a task may score groups: they are written, and committed, when it ends."""
 
 LINGER_S = 0.15
-"""How long a group that was rolled out waits for others, to be scored and written with them."""
+"""How long a group waits for others, to be scored and written with them."""
 
 MAX_RESCORINGS = 2
 """How often completions are scored again, elsewhere, after an error of the infrastructure."""
@@ -36,8 +36,19 @@ _HELD_OUT = "held_out"
 """What Dask's pages call the tasks of evaluations, after their roles."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DaskRolledOut:
+    """A group whose rows are on a generator."""
+
+    rows: Future
+    _ready: ReadyGroups
+
+    async def write(self) -> GroupReceipt:
+        return await self._ready.receipt(self.rows)
+
+
 class DaskRollouts:
-    """Runs episodes as tasks: a rollout each, then one to score and write all that are ready."""
+    """Each rollout is a task; one task scores and writes all groups that are ready."""
 
     def __init__(self, client: Client, weights: WeightsReader, pool: WorkerPool) -> None:
         self._client = client
@@ -45,46 +56,43 @@ class DaskRollouts:
         self._scoring = Scoring(client, pool)
         self._ready = ReadyGroups(client, pool)
 
-    async def roll_out(self, episode: Episode) -> tuple[Future, Episode]:
+    async def roll_out(self, episode: Episode) -> DaskRolledOut:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
-        return await self._roll_out((episode,), suffix), episode
+        return DaskRolledOut(await self._roll_out((episode,), suffix), self._ready)
 
-    async def write(self, rolled_out: tuple[Future, Episode]) -> GroupReceipt:
-        return await self._ready.receipt(*rolled_out)
-
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
-        """Return some groups' scored rows, which become no part of the log.
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
+        """Return some groups' scored rows, which are not written to the log.
 
         Args:
-            name: tells these answers from all others of this cluster.
+            name: of these answers, unique in this cluster.
         """
-        episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
-        rolled_out = await self._roll_out(episodes, suffix, what=_HELD_OUT)
+        suffix = f"{name}-{episodes[0].group_id}"
+        rows = await self._roll_out(tuple(episodes), suffix, what=_HELD_OUT)
         try:
-            return await self._scoring.run(reward_tasks.score, rolled_out, episodes, what=_HELD_OUT)
+            found: Answered = await self._scoring.run(reward_tasks.score, rows, what=_HELD_OUT)
         except KillsWorkers:
-            scores = await self._scoring.row_by_row(rolled_out, episodes)
-            score = partial(reward_tasks.score, known=scores)
-            return await self._scoring.run(score, rolled_out, episodes, what=_HELD_OUT)
+            score = partial(reward_tasks.score, known=await self._scoring.row_by_row(rows))
+            found = await self._scoring.run(score, rows, what=_HELD_OUT)
+        return found
 
     async def _roll_out(
         self, episodes: tuple[Episode, ...], suffix: str, *, what: str = "rollout"
     ) -> Future:
-        """Roll out some groups; if that is cancelled here, it is on the cluster."""
-        rolled_out = await self._submissions.submit(episodes, key=f"generator/{what}-{suffix}")
+        """Roll out some groups; a cancelled call cancels the task."""
+        rows = await self._submissions.submit(episodes, key=f"generator/{what}-{suffix}")
         try:
             with self._ready.counting_rollout(), suppress(FuturesCancelledError):
-                await wait(rolled_out)
-            if rolled_out.status != "finished":
-                await result_of(rolled_out)  # which says in our words what became of it
-            return rolled_out
+                await wait(rows)
+            if rows.status != "finished":
+                await result_of(rows)  # raises one of our errors
+            return rows
         except asyncio.CancelledError:
-            await self._client.cancel([rolled_out])
+            await self._client.cancel([rows])
             raise
 
 
 class Scoring:
-    """Runs tasks that score; again, on other workers, after an error of the infrastructure."""
+    """Runs tasks that score, and runs them on other workers after an infrastructure error."""
 
     def __init__(self, client: Client, pool: WorkerPool) -> None:
         self._client = client
@@ -93,10 +101,10 @@ class Scoring:
     async def run(
         self, function: Callable[..., Awaitable[Any]], *arguments: Any, what: str = ""
     ) -> Any:
-        """Run a task on a reward worker; the last try keeps what has no verdict, without a score.
+        """Run a task on a reward worker; the last try keeps rows without a verdict, unscored.
 
-        The retries have different workers, so that at least one of two is not where the first
-        try was. Who that was the driver does not know.
+        The driver does not know which worker ran the first try. Each retry prefers another worker,
+        so that at least one of two is new.
         """
         reward_workers = self._pool.registry.present("reward")
         task, options = (self._client, self._pool.executions), dict[str, Any](what=what)
@@ -106,22 +114,24 @@ class Scoring:
                     *task, function, *arguments, is_last_try=False, **options
                 )
             except InfrastructureError as error:
-                logger.warning("no verdict, and so asked again: %s", error)
+                logger.warning("scored again, since there was no verdict: %s", error)
             options |= {"workers": [worker.address], "allow_other_workers": True}
         return await run_reward_task(*task, function, *arguments, is_last_try=True, **options)
 
-    async def row_by_row(self, table: Future, episodes: Sequence[Episode]) -> list[Score]:
-        """Score each row by a task of its own: one over which workers die fails alone.
+    async def row_by_row(self, rows: Future) -> list[Score]:
+        """Score each row by a task of its own, so that only a row that kills workers fails.
 
-        One after the other, since a worker that dies takes all tasks with it that it has.
+        One after the other: a worker that dies loses all of its tasks.
         """
         killed, scores = reward_tasks.SCORING_KILLS, list[Score]()
-        num_rows = await run_task(self._client, len, table, resource="generator", num_slots=0)
+        num_rows = await run_task(
+            self._client, reward_tasks.num_rows, rows, resource="generator", num_slots=0
+        )
         for row in range(num_rows):
             if scores == [killed] * reward_tasks.MAX_KILLING_ROWS:
                 return [killed] * num_rows
             try:
-                scores.append(await self.run(reward_tasks.score_row, table, row, episodes))
+                scores.append(await self.run(reward_tasks.score_row, rows, row))
             except KillsWorkers:
                 logger.warning("reward workers died over row %d of a task", row)
                 scores.append(killed)
@@ -129,9 +139,9 @@ class Scoring:
 
 
 class Submissions:
-    """Sends the rollouts that one turn of the event loop asks for as one graph.
+    """Submits all rollouts of one turn of the event loop as one graph.
 
-    A graph of sixteen costs the driver two thirds of what sixteen graphs do.
+    A graph of sixteen rollouts costs the driver two thirds of sixteen graphs.
     """
 
     def __init__(self, client: Client, weights: WeightsReader) -> None:
@@ -141,7 +151,6 @@ class Submissions:
         self._sending: asyncio.Task[dict[str, Future]]
 
     async def submit(self, episodes: tuple[Episode, ...], *, key: str) -> Future:
-        """Return the rollout of some groups, as Dask has it, once it is sent."""
         if not self._asked:
             self._sending = asyncio.create_task(self._send())
         self._asked[key] = episodes
@@ -161,17 +170,17 @@ class Submissions:
 
 
 class ReadyGroups:
-    """Has groups that were rolled out scored and written, a task for all that are ready together.
+    """Scores and writes generated groups, one task for several groups that are ready.
 
-    A group waits a moment for others, unless none is on its way. There are as many tasks at a time
-    as reward workers. Each takes as many groups as the last one would have scored within
-    `TARGET_TASK_S`, or scores at the same time: many of quick verdicts, one of slow ones.
+    A group waits `LINGER_S` for others while some are being generated. Each reward worker has at
+    most one task. A task takes as many groups as the last one would have scored within
+    `TARGET_TASK_S` or scores at the same time: many with quick verdicts, one with slow ones.
     """
 
     def __init__(self, client: Client, pool: WorkerPool) -> None:
         self._scoring = Scoring(client, pool)
         self._pool = pool
-        self._waiting: list[_Rollout] = []
+        self._waiting: list[_Group] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_start: asyncio.TimerHandle | None = None
         self._num_rolling_out = 0
@@ -186,15 +195,14 @@ class ReadyGroups:
         finally:
             self._num_rolling_out -= 1
 
-    async def receipt(self, rolled_out: Future, episode: Episode) -> GroupReceipt:
+    async def receipt(self, rows: Future) -> GroupReceipt:
         loop = asyncio.get_running_loop()
         receipt: asyncio.Future[GroupReceipt] = loop.create_future()
-        self._waiting.append(_Rollout(rolled_out, episode, receipt, loop.time()))
+        self._waiting.append(_Group(rows, receipt, loop.time()))
         self._start_soon()
         return await receipt
 
     def _start_soon(self) -> None:
-        """Start when the oldest group has waited long enough, or at once if no other will come."""
         if self._next_start:
             self._next_start.cancel()
         if self._waiting:
@@ -202,8 +210,8 @@ class ReadyGroups:
             self._next_start = asyncio.get_running_loop().call_at(waits_until, self._start)
 
     def _start(self) -> None:
-        """Start a task a free worker, each with its share of what is ready."""
-        self._waiting = [rollout for rollout in self._waiting if not rollout.receipt.done()]
+        """Start a task for each free worker, with its share of the groups that are ready."""
+        self._waiting = [group for group in self._waiting if not group.receipt.done()]
         num_workers = max(1, len(self._pool.registry.present("reward")))
         while self._waiting and (free := num_workers - len(self._tasks)) > 0:
             share = -(-len(self._waiting) // free)
@@ -213,69 +221,69 @@ class ReadyGroups:
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, batch))
 
-    def _ended(self, batch: Sequence[_Rollout], task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: Sequence[_Group], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            for rollout in batch:
-                if not rollout.receipt.done():
-                    rollout.receipt.set_exception(error)
+            for group in batch:
+                group.end(error)
         self._start_soon()
 
-    async def _score_and_write(self, batch: Sequence[_Rollout]) -> None:
-        groups = await self._receipts(batch)
-        for rollout, group in zip(batch, groups, strict=True):
-            if rollout.receipt.done():  # its episode was cancelled, since the run ends
-                continue
-            if isinstance(group, ArealFlowError):
-                rollout.receipt.set_exception(group)
-            else:
-                rollout.receipt.set_result(group)
-
-    async def _receipts(
-        self, batch: Sequence[_Rollout], known: Sequence[Score] | None = None
-    ) -> list[GroupReceipt | ArealFlowError]:
-        """Return what became of each group; one that fails a task fails no other than itself.
+    async def _score_and_write(
+        self, batch: Sequence[_Group], known: Sequence[Score] | None = None
+    ) -> None:
+        """Give each group its receipt or error; a group that fails a task fails alone.
 
         Args:
             known: the scores of the only group, where they are known.
         """
-        score_and_write = reward_tasks.score_and_write
-        if known:
-            score_and_write = partial(score_and_write, known=[known])
-        tables = [rollout.table for rollout in batch]
-        episodes = [rollout.episode for rollout in batch]
-        groups: list[GroupReceipt | ArealFlowError]
+        run = partial(reward_tasks.score_and_write, known=known) if known else None
         try:
-            groups, seconds, self._num_at_once = await self._scoring.run(
-                score_and_write, tables, episodes
+            found, seconds, self._num_at_once = await self._scoring.run(
+                run or reward_tasks.score_and_write, [group.rows for group in batch]
             )
         except ArealFlowError as error:
-            if all(rollout.receipt.done() for rollout in batch):
-                return [error] * len(batch)
-            if len(batch) > 1:
-                return [(await self._receipts([rollout]))[0] for rollout in batch]
-            if known is None and isinstance(error, KillsWorkers):
-                try:
-                    scores = await self._scoring.row_by_row(tables[0], episodes)
-                except ArealFlowError as worse:
-                    return [worse]
-                return await self._receipts(batch, scores)
-            return [error]
+            await self._score_again(batch, error, known)
+            return
         self._num_together = len(batch) * TARGET_TASK_S / max(1e-3, seconds)
         began = asyncio.get_running_loop().time() - seconds
-        return [
-            replace(group, reward_queue_s=max(0.0, began - rollout.ready_at))
-            if isinstance(group, GroupReceipt)
-            else group
-            for rollout, group in zip(batch, groups, strict=True)
-        ]
+        for group, receipt in zip(batch, found, strict=True):
+            if isinstance(receipt, GroupReceipt):
+                queue_s = max(0.0, began - group.ready_at)
+                receipt = replace(receipt, reward_queue_s=queue_s)
+            group.end(receipt)
+
+    async def _score_again(
+        self, batch: Sequence[_Group], error: ArealFlowError, known: Sequence[Score] | None
+    ) -> None:
+        if all(group.receipt.done() for group in batch):
+            return
+        if len(batch) > 1:
+            for group in batch:
+                await self._score_and_write([group])
+        elif known is None and isinstance(error, KillsWorkers):
+            try:
+                scores = await self._scoring.row_by_row(batch[0].rows)
+            except ArealFlowError as worse:
+                batch[0].end(worse)
+            else:
+                await self._score_and_write(batch, scores)
+        else:
+            batch[0].end(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rollout:
-    """A group that was rolled out, and who waits for its receipt."""
+class _Group:
+    """A generated group that waits for its receipt."""
 
-    table: Future
-    episode: Episode
+    rows: Future
     receipt: asyncio.Future[GroupReceipt]
     ready_at: float
+
+    def end(self, found: GroupReceipt | BaseException) -> None:
+        """Give the group its receipt or error, unless its episode was cancelled."""
+        if self.receipt.done():
+            return
+        if isinstance(found, BaseException):
+            self.receipt.set_exception(found)
+        else:
+            self.receipt.set_result(found)

@@ -1,7 +1,4 @@
-"""The settings of worker processes: how many, on which machines, and how they are reached.
-
-It does not import Dask.
-"""
+"""The settings of worker processes: how many, on which machines, and how they connect."""
 
 from __future__ import annotations
 
@@ -24,44 +21,32 @@ class NetworkSettings(Settings):
     """Where the scheduler and the workers listen. Beyond this machine they need certificates."""
 
     host: str = "127.0.0.1"
-    """The address of this machine at which the scheduler listens."""
-    tls_ca: Path | None = Field(None, strict=False)
-    """The certificate of the authority that signed those of all workers, as PEM."""
-    tls_certificate: Path | None = Field(None, strict=False)
-    """The certificate that this run's processes show each other, as PEM."""
-    tls_key: Path | None = Field(None, strict=False)
-    """The private key of `tls_certificate`, as PEM without a passphrase."""
+    """The address at which the scheduler listens."""
+    tls_directory: Path | None = Field(None, strict=False)
+    """A folder with `ca.pem` (the authority's certificate), `certificate.pem` (this run's) and
+    `key.pem` (its key, without a passphrase)."""
 
     @model_validator(mode="after")
     def _encrypted(self) -> NetworkSettings:
-        files = (self.tls_ca, self.tls_certificate, self.tls_key)
         require(
-            all(files) or not any(files),
-            "cluster.network: tls_ca, tls_certificate and tls_key belong together; set all or none",
-        )
-        require(
-            self.has_tls or is_loopback(self.host),
+            self.tls_directory is not None or is_loopback(self.host),
             f"cluster.network.host = {self.host!r} needs TLS: whoever reaches the scheduler's port "
-            "can run any code; set tls_ca, tls_certificate and tls_key, or host to 127.0.0.1",
+            "can run any code; set tls_directory, or host to 127.0.0.1",
         )
         return self
-
-    @property
-    def has_tls(self) -> bool:
-        return self.tls_ca is not None
 
 
 class RemoteSettings(Settings):
     """Other machines for the workers; each has this project and sees the same run directory."""
 
     hosts: tuple[str, ...] = Field((), strict=False)
-    """What `ssh` calls them, such as `me@10.0.0.7`; workers are spread over all."""
+    """Hosts for `ssh`, such as `me@10.0.0.7`."""
     python: str = ""
-    """The Python program of the project's environment on each host; the driver's by default."""
+    """The environment's Python on each host; empty: the driver's path."""
     directory: str = ""
-    """Where workers start on each host; the driver's own working directory by default."""
+    """Where workers start on each host; empty: the driver's working directory."""
     ssh_options: tuple[str, ...] = Field((), strict=False)
-    """More arguments for `ssh`, such as `-i` and a key's file."""
+    """More arguments for `ssh`."""
 
 
 class ClusterSettings(Settings):
@@ -69,16 +54,14 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     """Worker processes that generate."""
-    threads_per_worker: int = Field(1, ge=1)
-    """Threads of the numbers in a generator."""
     num_trainers: int = Field(1, ge=1)
-    """Trainer ranks, one process each."""
+    """Trainer ranks, a process each."""
     num_trainer_threads: int = Field(1, ge=1)
-    """Threads of the numbers in a trainer rank."""
+    """Threads of a trainer rank."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs of each machine; those of this machine are found by default."""
+    """GPUs of each machine; none: those that are found here."""
     launcher: str = "local"
-    """How worker processes start: `local`, on this machine, or `ssh`, on `remote.hosts`."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`."""
     remote: RemoteSettings = RemoteSettings()
     """Other machines for the workers."""
     network: NetworkSettings = NetworkSettings()
@@ -86,11 +69,9 @@ class ClusterSettings(Settings):
     num_reward_workers: int = Field(1, ge=1)
     """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
-    """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
+    """Of Dask's dashboard on 127.0.0.1; 0: any free port."""
     silent_after_s: float = Field(10.0, ge=1)
-    """A worker that shows no sign of life or work for so long is hung."""
-    worker_ttl_s: float = Field(60.0, gt=0)
-    """A worker that has not been heard for so long is replaced, even if it works."""
+    """A worker without heartbeat and processor time for so long is replaced."""
 
     @property
     def is_one_machine(self) -> bool:

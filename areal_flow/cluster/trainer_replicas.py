@@ -1,14 +1,15 @@
 """Sends each request to all ranks of the trainer; an answer counts when all give the same.
 
 A rank that fails ends its replica group. The other ranks see the connections close; those that
-do not are replaced, like it. Then all are restored together, as a new replica group.
+do not are replaced, too. Then all ranks are restored together, as a new replica group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
@@ -37,85 +38,72 @@ class TrainerReplicas:
         self, client: Client, *, num_ranks: int, replace: Callable[..., Awaitable[None]]
     ) -> None:
         self._client = client
-        self._num_ranks = num_ranks
-        self._replace = replace
+        self._ranks = range(num_ranks)
         self._writing_ranks = range(1)
+        self._replace = replace
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
-        name, num_ranks = uuid4().hex, self._num_ranks
-        arguments = [(checkpoint, Rendezvous(name, rank, num_ranks)) for rank in range(num_ranks)]
+        name, num_ranks = uuid4().hex, len(self._ranks)
+        arguments = [(checkpoint, Rendezvous(name, rank, num_ranks)) for rank in self._ranks]
         found = await self._on_all_ranks(trainer_tasks.restore_trainer, arguments)
         _require_equal(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
 
     async def step(self, request: StepRequest) -> StepResult:
-        """Compute one step on all ranks; never again by itself, since a step must not repeat."""
-        arguments = [(request,)] * self._num_ranks
-        found = await self._on_all_ranks(trainer_tasks.train_step, arguments)
+        """Compute one step on all ranks, without retries: a step must not repeat."""
+        found = await self._on_all_ranks(trainer_tasks.train_step, [(request,)] * len(self._ranks))
         _require_equal([result.hashes for result in found], of=f"step {request.step}")
         return found[0]  # type: ignore[no-any-return]
 
     async def require_policy(self) -> None:
-        """Return if every rank holds a policy, once all that are being started are there."""
-        await self._on_all_ranks(trainer_tasks.require_policy, [()] * self._num_ranks)
+        """Return if every rank holds a policy, once ranks that start have started."""
+        await self._on_all_ranks(trainer_tasks.require_policy, [()] * len(self._ranks))
 
-    async def take_snapshot(self, weights_hash: str, next_submission_index: int) -> None:
-        """Have the leader copy the whole checkpoint, or every rank its part."""
-        arguments = (weights_hash, next_submission_index)
-        has_part = await self.lead(trainer_tasks.take_snapshot, *arguments)
-        self._writing_ranks = range(self._num_ranks if has_part else 1)
-        others = self._writing_ranks[1:]
-        await asyncio.gather(
-            *(
-                self._ask(rank, trainer_tasks.take_snapshot, arguments, num_slots=1)
-                for rank in others
-            )
-        )
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the checkpoint's state: the leader all of it, or every rank its part."""
+        state = (trainer_tasks.take_snapshot, weights_hash, next_submission_index)
+        every_rank_has_part = await self.lead(*state)
+        self._writing_ranks = self._ranks if every_rank_has_part else range(1)
+        await asyncio.gather(*self._ask_each(self._writing_ranks[1:], *state))
 
     async def write_snapshot(self, step: int) -> None:
-        """Have the ranks write what they copied, beside their steps."""
-        await asyncio.gather(
-            *(
-                self._ask(rank, trainer_tasks.write_snapshot, (step,), num_slots=0)
-                for rank in self._writing_ranks
-            )
-        )
+        """Write the copies of all ranks while they train."""
+        write = (trainer_tasks.write_snapshot, step)
+        await asyncio.gather(*self._ask_each(self._writing_ranks, *write, num_slots=0))
         await self.lead(trainer_tasks.complete_snapshot, step, num_slots=0)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        """Have every rank read rows beside its step; one that cannot reads them when it must."""
-        arguments = (tuple(trajectory_ids),)
-        asked = (
-            self._ask(rank, trainer_tasks.read_ahead, arguments, num_slots=0)
-            for rank in range(self._num_ranks)
-        )
+        """Have every rank read rows while it trains; failures do not matter."""
+        read = (trainer_tasks.read_ahead, tuple(trajectory_ids))
+        asked = self._ask_each(self._ranks, *read, num_slots=0)
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
-        """Run a function on the leader: what one process does for all.
+        """Run a function on rank 0.
 
         Args:
-            num_slots: 0 for a function that runs beside the leader's steps.
+            num_slots: 0 for a function that runs while the rank trains.
         """
-        return await self._ask(0, function, arguments, num_slots=num_slots)
+        return await self._ask(0, function, *arguments, num_slots=num_slots)
+
+    def _ask_each(self, ranks: Iterable[int], *call: Any, num_slots: int = 1) -> list[Any]:
+        return [self._ask(rank, *call, num_slots=num_slots) for rank in ranks]
 
     async def _ask(
-        self, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, num_slots: int
+        self, rank: int, function: Callable[..., Any], *arguments: Any, num_slots: int = 1
     ) -> Any:
-        name = trainer_name(rank)
+        options: dict[str, Any] = {"resource": trainer_name(rank), "num_slots": num_slots}
         try:
-            return await run_task(
-                self._client, function, *arguments, resource=name, num_slots=num_slots, retries=0
-            )
+            return await run_task(self._client, function, *arguments, **options, retries=0)
         except EngineError as error:
             raise TrainerLost(f"the trainer died: {error}") from error
 
     async def _on_all_ranks(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
-        """Return what the ranks answer, rank 0 first; raise the failure that caused the others."""
+        """Return the ranks' answers, rank 0 first; raise the failure that caused the others."""
         answers = [
-            asyncio.ensure_future(self._ask(rank, function, given, num_slots=1))
+            asyncio.ensure_future(self._ask(rank, function, *given))
             for rank, given in enumerate(arguments)
         ]
         try:
@@ -141,10 +129,10 @@ def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:
 
 
 class DaskTrainer:
-    """Sends steps and checkpoints to the trainer; restores it as soon as it is lost.
+    """The controller's `Trainer`: it restores the ranks as soon as they are lost.
 
-    Not only when it is asked for something: generators may wait for weights that it holds, and a
-    step for what these generators will make.
+    It does not wait for the next request: generators may wait for weights that the trainer holds,
+    and the next step for completions of these generators.
     """
 
     def __init__(
@@ -157,17 +145,18 @@ class DaskTrainer:
         """Take what restores the ranks.
 
         Args:
-            restore: brings them to the ledger's head; returns the hash of their weights.
+            restore: restores the ledger's head; returns the hash of its weights.
             lost: set whenever a rank's process ends.
         """
         self._replicas = replicas
         self._restore = restore
         self._lost = lost
         self.lock = asyncio.Lock()
-        """See `FlowBackends.trainer_lock`; who asks for a step holds it."""
+        self.read_ahead = replicas.read_ahead
+        self.write_snapshot = replicas.write_snapshot
 
     async def keep_restored(self) -> NoReturn:
-        """Restore the trainer whenever it is lost, between two steps; never ends."""
+        """Restore the trainer whenever it is lost, between two steps; never return."""
         while True:
             await self._lost.wait()
             self._lost.clear()
@@ -180,21 +169,17 @@ class DaskTrainer:
     async def step(self, request: StepRequest) -> StepResult:
         return await self._persist(lambda: self._replicas.step(request))
 
-    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        await self._replicas.read_ahead(trajectory_ids)
-
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        """Copy the state with these weights, between two steps, for `write_snapshot`."""
-        state = (weights_hash, next_submission_index)
+        take = partial(
+            self._replicas.take_snapshot,
+            weights_hash=weights_hash,
+            next_submission_index=next_submission_index,
+        )
         async with self.lock:
-            await self._persist(lambda: self._replicas.take_snapshot(*state))
-
-    async def write_snapshot(self, step: int) -> None:
-        """Write the snapshot of a step as a checkpoint, beside the steps that follow."""
-        await self._replicas.write_snapshot(step)
+            await self._persist(take)
 
     async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Ask the trainer, restored first where that is needed: it may be lost again meanwhile."""
+        """Call; restore the trainer and call again while it is lost."""
         for num_restored in range(MAX_RESTORATIONS + 1):
             try:
                 if num_restored and ask is not self._restore:

@@ -1,6 +1,6 @@
-"""What trainer ranks do, as Dask tasks: steps, snapshots, and supervised fine-tuning before them.
+"""The Dask tasks of trainer ranks: supervised fine-tuning, then steps and snapshots.
 
-Torch is imported where it is used, since the driver imports this module.
+Functions import torch themselves, since the driver imports this module.
 """
 
 from __future__ import annotations
@@ -22,26 +22,23 @@ if TYPE_CHECKING:
     from areal_flow.trainer.sft import SftTrainer
 
 SFT_CHUNK_S = 2.0
-"""How long one task fine-tunes, in seconds: the driver is told, and may stop, in between."""
+"""How long one task fine-tunes. Between tasks the driver shows progress and may stop."""
 
 
 def train_step(request: StepRequest) -> StepResult:
-    """Compute one step."""
     return _rank().step(request)
 
 
 def require_policy() -> None:
-    """Refuse if this rank holds nothing; see `TrainerRank`."""
     _rank().require_policy()
 
 
 def read_ahead(trajectory_ids: Sequence[str]) -> None:
-    """Read what this rank will likely train next, while it trains."""
     _rows(worker_context()).read_ahead(trajectory_ids)
 
 
 def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
-    """Make version 0: of the checkpoint that a fork begins with, else of a pretrained policy."""
+    """Stage version 0, from a fork's first checkpoint or from a pretrained policy."""
     from areal_flow.trainer.backend import numeric_environment
 
     rank = _rank()
@@ -52,26 +49,20 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
 
 
 def take_snapshot(weights_hash: str, next_submission_index: int) -> bool:
-    """Copy this rank's state for a checkpoint, if it is the one with these weights.
-
-    Returns:
-        Whether every rank has a part of it.
-    """
+    """Copy this rank's state with these weights; return whether every rank has a part of it."""
     return _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
 
 
 def write_snapshot(step: int) -> None:
-    """Write this rank's part of the snapshot of a step, while it trains on."""
     _rank().write_snapshot(step, _writer(worker_context()))
 
 
 def complete_snapshot(step: int) -> None:
-    """Make a checkpoint of what the ranks wrote, while they train on."""
     _rank().complete_snapshot(step, _writer(worker_context()))
 
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
-    """Join the other ranks, if there are any, and load a checkpoint into this one."""
+    """Connect to the other ranks, and load a checkpoint."""
     rank = _rank()
     rank.replicas.leave()
     if rendezvous.num_ranks > 1:
@@ -84,13 +75,13 @@ def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashe
 
 
 def sft_chunk(source: Path) -> tuple[int, dict[str, float]]:
-    """Fine-tune for a while; return how many steps were taken in all, and the last one's metrics.
-
-    A worker that has no trainer yet goes on from the newest checkpoint. The last step's checkpoint
-    is the result; the trainer is then forgotten.
+    """Fine-tune for `SFT_CHUNK_S` from the newest checkpoint; the last step's is the result.
 
     Args:
         source: the model directory of step 0; without weights, they are drawn from the seed.
+
+    Returns:
+        How many steps were taken in all, and the metrics of the last one.
     """
     from areal_flow.trainer.sft import SftTrainer
 
@@ -110,7 +101,6 @@ def sft_chunk(source: Path) -> tuple[int, dict[str, float]]:
 
 
 def sft_checkpoint() -> None:
-    """Write a checkpoint of where supervised fine-tuning stands, if it stands anywhere."""
     from areal_flow.trainer.sft import SftTrainer
 
     context = worker_context()
@@ -120,7 +110,6 @@ def sft_checkpoint() -> None:
 
 
 def _rank() -> TrainerRank:
-    """Return this worker's trainer rank; it holds no policy until it is given one."""
     from areal_flow.trainer.rank import TrainerRank
 
     context = worker_context()

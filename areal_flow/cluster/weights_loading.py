@@ -31,9 +31,9 @@ class DaskWeights:
         await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
 
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
-        """Return when all have loaded but those that are silent; see `WorkerPool`.
+        """Return when all generators that are not silent have loaded.
 
-        The health monitor replaces a silent one. It loads what is newest before its next rollout.
+        `health` replaces a silent one; the new process loads the newest weights.
         """
         generators = self._pool.registry.present("generator")
         loads = (self._load(version, served_hash, record) for record in generators)
@@ -42,7 +42,7 @@ class DaskWeights:
     async def _load(
         self, version: int, served_hash: str, record: WorkerRecord
     ) -> ServedWeights | None:
-        """Wait for one generator; one that does not load what was trained is replaced."""
+        """Wait for one generator; replace it if it loads other weights than the trainer's."""
         address, function = record.address, generator_tasks.load_weights
         load = asyncio.ensure_future(
             self._client.run(function, version, workers=[address], on_error="return")
@@ -64,10 +64,7 @@ class DaskWeights:
 def _acknowledged(
     load: asyncio.Future[dict[str, Any]], version: int, served_hash: str
 ) -> tuple[ServedWeights | None, str]:
-    """Return what a generator serves, and why it must not go on, if it must not.
-
-    One whose process died meanwhile needs nothing more.
-    """
+    """Return what a generator serves, and why it must be replaced; "" if its process died."""
     if not load.done():
         load.cancel()
         return None, f"version {version} was not loaded"

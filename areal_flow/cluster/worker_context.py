@@ -1,9 +1,8 @@
-"""What a worker has of its run: the run's settings, and the parts that its role needs.
+"""A worker's part of its run: the run's settings, and what the worker's role needs.
 
-Dask gives the context, as a plugin, to every worker that starts or joins, which serves elasticity
-and recovery alike. `setup` only makes it ready: a slow `setup` would outlast the worker's time to
-live and be repeated for ever, and one that raises is merely logged. Tasks fill the context, and
-check it, before they use it. `teardown` closes the parts.
+The context is a Dask plugin, so every worker that starts or joins has one. `setup` does little,
+because Dask repeats a slow one and only logs one that raises. Tasks make the parts on first use,
+and `teardown` closes them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "areal-flow"
 EXECUTIONS = "executions"
-"""Where processes write down what they execute, in the folder that they share."""
+"""The folder of `Executions`, within that of the processes."""
 SERVED_METRIC = "areal_flow_served_weights"
 
 Part = TypeVar("Part")
@@ -57,7 +56,6 @@ class WorkerContext(WorkerPlugin):
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that the run was started with."""
         return load_recipe(self.layout.config)
 
     @cached_property
@@ -67,9 +65,8 @@ class WorkerContext(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Prepare the process for its first task.
 
-        A Ctrl-C at a terminal reaches every process of its group, while it is the driver that ends
-        the workers, once their step is done. To ignore the signal is not enough: polars listens for
-        it during a query. So the process leaves the group.
+        The process leaves its group, to which a terminal sends Ctrl-C: the driver ends the workers
+        once their step is done. To ignore the signal is not enough, since polars listens for it.
         """
         self.worker_name = str(worker.name)
         self.host = worker.ip
@@ -83,7 +80,7 @@ class WorkerContext(WorkerPlugin):
             os.setpgrp()
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-        """Write down which task a reward worker begins, and that it has ended: it has one slot."""
+        """Record the task that a reward worker begins or ends; it has one slot."""
         if not self._process:
             return
         now = self._executes
@@ -95,10 +92,7 @@ class WorkerContext(WorkerPlugin):
             self.executions.note(self._process, self._executes)
 
     async def teardown(self, worker: Worker) -> None:
-        """Close the parts of a worker that ends, or that another run's context takes over.
-
-        One that cannot be closed does not keep the others open.
-        """
+        """Close all parts of a worker that ends or that serves another run now."""
         worker.metrics.pop(SERVED_METRIC, None)
         for kind in list(self._parts):
             part = self._parts.pop(kind)
@@ -110,22 +104,20 @@ class WorkerContext(WorkerPlugin):
                 logger.exception("%s could not be closed", kind.__name__)
 
     def get(self, kind: type[Part]) -> Part | None:
-        """Return the part of this kind, if it was made."""
         return self._parts.get(kind)
 
     def ensure(self, kind: type[Part], make: Callable[[], Part]) -> Part:
-        """Return the part, making it first if need be; other threads meanwhile wait."""
+        """Return the part; make it on first use, in one thread."""
         with self._making:
             if kind not in self._parts:
                 self._parts[kind] = make()
             return self._parts[kind]  # type: ignore[no-any-return]
 
     def drop(self, kind: type) -> None:
-        """Forget a part that is no longer needed."""
         self._parts.pop(kind, None)
 
     def _served_weights(self, worker: Worker) -> dict[str, Any] | None:
-        """Return what this worker serves, if anything: every heartbeat carries it."""
+        """Return the `ServedWeights` of this worker, for its heartbeats."""
         found = (getattr(part, "served", None) for part in list(self._parts.values()))
         return next((asdict(served) for served in found if served is not None), None)
 
@@ -138,14 +130,10 @@ def worker_context(worker: Worker | None = None) -> WorkerContext:
 
 
 def _align_received_tables() -> None:
-    """Have Arrow tables that come over the network aligned on arrival, where that is needed.
-
-    Their buffers start anywhere, and Lance panics on misaligned data (with a `PanicException`,
-    which is a `BaseException`).
-    """
+    """Align the buffers of received Arrow tables: Lance panics (a `BaseException`) otherwise."""
     from distributed.protocol.serialize import dask_deserialize
 
-    import_module("distributed.protocol.arrow")  # registers first, so that ours replaces it
+    import_module("distributed.protocol.arrow")  # so that ours is registered after it
 
     @dask_deserialize.register(pa.Table)
     def aligned_table(header: dict[str, Any], frames: list[Any]) -> pa.Table:

@@ -1,6 +1,6 @@
 """The program of a worker process: one Dask worker, which ends with the process that started it.
 
-How the processes of a run prove to each other who they are stands here as well.
+It also makes the certificates with which the processes of a run identify each other.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ DASK_SETTINGS = {
 """Of the driver and of every worker process."""
 
 CLOSE_TIMEOUT_S = 4.0
-"""How long running tasks may take to end with the worker."""
+"""How long running tasks may take when the worker ends."""
 PR_SET_PDEATHSIG = 1
-
 
 IMPORTS = {
     "trainer": (
@@ -49,14 +48,11 @@ IMPORTS = {
         "areal_flow.trainer.sft",
     )
 }
-"""What a process that stands by imports beside this module, by role.
-
-A run waits for its trainer first. The others leave the cores to it and to the driver.
-"""
+"""Modules that a standby process imports, by role: a run waits for its trainer first."""
 
 
 def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkSettings) -> str:
-    """Return what a worker is told, as one line of JSON."""
+    """Return the options of `main` as one line of JSON."""
     options = {
         "name": placement.name,
         "scheduler": scheduler,
@@ -67,50 +63,44 @@ def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkS
     return json.dumps(options)
 
 
-def connection_security(network: NetworkSettings) -> Security:
-    """Return Dask's settings for connections, encrypted if there are certificates.
+CERTIFICATES = ("ca.pem", "certificate.pem", "key.pem")
+"""The authority's certificate, this run's own, and the key of that."""
 
-    Every process shows the same certificate and accepts those that the authority has signed.
-    """
-    if not network.has_tls:
+
+def connection_security(network: NetworkSettings) -> Security:
+    """Return Dask's connection settings; all processes use one certificate, if there is one."""
+    if network.tls_directory is None:
         return Security()
-    for name in ("tls_ca", "tls_certificate", "tls_key"):
-        path = getattr(network, name)
+    authority, certificate, key = (network.tls_directory / name for name in CERTIFICATES)
+    for path in (authority, certificate, key):
         if not path.is_file():
-            raise ConfigError(f"cluster.network.{name} = {str(path)!r}: there is no such file")
+            raise ConfigError(f"cluster.network.tls_directory: there is no file {path}")
     roles = ("client", "scheduler", "worker")
-    certificates = {f"tls_{role}_cert": str(network.tls_certificate) for role in roles}
-    keys = {f"tls_{role}_key": str(network.tls_key) for role in roles}
-    return Security(
-        require_encryption=True, tls_ca_file=str(network.tls_ca), **certificates, **keys
-    )
+    files = {f"tls_{role}_cert": str(certificate) for role in roles}
+    files |= {f"tls_{role}_key": str(key) for role in roles}
+    return Security(require_encryption=True, tls_ca_file=str(authority), **files)
 
 
 def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings:
-    """Return settings with certificates: where none are given, new ones in a folder.
+    """Return settings with certificates, new ones if none are given.
 
-    Whoever reaches the scheduler can run code, and any user of a machine reaches its loopback. So
-    the folder must be one that only this user reads.
+    Any user of a machine can connect to its loopback, and a client of the scheduler can run code.
+    So only this user may read the folder of the new certificates.
     """
-    if network.has_tls:
+    if network.tls_directory is not None:
         return network
     made = Security.temporary()
-    texts = {
-        "tls_ca": made.tls_ca_file,
-        "tls_certificate": made.tls_worker_cert,
-        "tls_key": made.tls_worker_key,
-    }
-    paths = {name: folder / f"{name}.pem" for name in texts}
-    for name, path in paths.items():
-        path.write_text(texts[name])
-    return network.model_copy(update=paths)
+    texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
+    for name, text in zip(CERTIFICATES, texts, strict=True):
+        (folder / name).write_text(text)
+    return network.model_copy(update={"tls_directory": folder})
 
 
 def main(options: str, parent: str) -> None:
-    """Run a worker until it is asked to end or its scheduler is gone.
+    """Run a worker until it is stopped or its scheduler ends.
 
     Args:
-        options: see `worker_options`; or a role, whose options come on the standard input.
+        options: of `worker_options`; or a role, then the options come on the standard input.
         parent: the number of the process that started this one.
     """
     end_with_parent(int(parent))
@@ -148,10 +138,7 @@ async def _work(
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends.
-
-    Only Linux does so; elsewhere the worker ends when it finds its scheduler gone.
-    """
+    """Have Linux kill this process when its parent ends; elsewhere it ends with its scheduler."""
     if is_linux():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel was asked

@@ -8,6 +8,7 @@ meaning, which `areal-flow train --help` and docs/settings.md show.
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,7 @@ __all__ = [
 def load_recipe(
     path: Path, overrides: dict[str, Any] | None = None, *, spelling: str = "{}"
 ) -> Recipe:
-    """Read a TOML recipe and apply overrides, a nested table.
-
-    Args:
-        spelling: how the overrides were given, for messages: see `messages`.
-    """
+    """Read a TOML recipe and apply overrides, a nested table, which messages name by `spelling`."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -79,18 +76,11 @@ def build_recipe(
     try:
         return Recipe.model_validate(merge(table, given))
     except ValidationError as error:
-        if given and _is_recipe(table):
-            source = ""  # without the overrides all would be well
-        message = explain(error, Recipe, source=source, given=flatten(given), spelling=spelling)
+        with suppress(ValidationError):
+            if given and Recipe.model_validate(table):
+                source = ""  # without the overrides all would be well
+        message = explain(error, source=source, given=flatten(given), spelling=spelling)
         raise ConfigError(message) from None
-
-
-def _is_recipe(table: dict[str, Any]) -> bool:
-    try:
-        Recipe.model_validate(table)
-    except ValidationError:
-        return False
-    return True
 
 
 def dump_recipe(recipe: Recipe) -> str:

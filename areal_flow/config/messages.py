@@ -6,13 +6,12 @@ A recipe is a file with options or keywords over it. A message names the one tha
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
+
+from areal_flow.config.listing import setting_names
 
 OPTION = "--{}"
 """How a setting is spelled on the command line."""
@@ -35,26 +34,22 @@ TRL_NAMES = {
 
 
 def explain(
-    error: ValidationError,
-    model: type[BaseModel],
-    *,
-    source: str,
-    given: Collection[str] = (),
-    spelling: str = "{}",
+    error: ValidationError, *, source: str, given: Collection[str] = (), spelling: str = "{}"
 ) -> str:
-    """Return a message of a line for each setting that is wrong, and why.
+    """Return a message of a line for each setting of a recipe that is wrong, and why.
 
     Args:
-        model: what the settings were to be.
         source: the file that holds a mistake, if one does.
         given: names of settings that the user gave beside it.
         spelling: how those were given: `OPTION`, or such as `--set {}`.
     """
-    details, names = [*_causes(error)], [*setting_names(model)]
+    found, names = error.errors(), setting_names()
+    parents = {d["loc"][:end] for d in found for end in range(len(d["loc"]))}
+    details = [d for d in found if d["loc"] not in parents]  # a part of those is what is wrong
     where = f"{source}: " if source else ""
     lines = [f"{where}{len(details)} setting(s) are wrong; nothing was started"]
     for detail in details:
-        field = _field(model, detail["loc"])
+        field = _field(detail["loc"])
         called = spell(field, spelling) if field in given else field
         rule = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden" and field in names:
@@ -68,15 +63,6 @@ def explain(
     return "\n".join(lines)
 
 
-def _causes(error: ValidationError) -> Iterator[ErrorDetails]:
-    """Yield what is wrong, without what is so only because a part of it is."""
-    details = error.errors()
-    for detail in details:
-        location = detail["loc"]
-        if not any(d["loc"][: len(location)] == location != d["loc"] for d in details):
-            yield detail
-
-
 def spell(name: str, spelling: str) -> str:
     """Return what a user gave for a setting: an option has hyphens for underscores."""
     return spelling.format(name.replace("_", "-") if spelling == OPTION else name)
@@ -87,26 +73,6 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
         whole_name = rf"(?<![\w.]){re.escape(name)}(?![\w.])"
         rule = re.sub(whole_name, lambda _, name=name: spell(name, spelling), rule)  # type: ignore[misc]
     return rule
-
-
-def setting_names(
-    model: type[BaseModel], prefix: str = "", *, in_arrays: bool = True
-) -> Iterator[str]:
-    """Yield the dotted names of all settings; `in_arrays`: also of sections that may be several."""
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        if in_arrays or get_origin(field.annotation) is not tuple:
-            for section in _models(field.annotation):
-                yield from setting_names(section, f"{prefix}{name}.", in_arrays=in_arrays)
-
-
-def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Return the models that a field holds one or several of; one with a plain value has none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return (annotation,)
-    if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
-        return tuple(model for part in get_args(annotation) for model in _models(part))
-    return ()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -145,17 +111,12 @@ def _ratio(text: str, other: str) -> float:
     return SequenceMatcher(None, text, other).ratio()
 
 
-def _field(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Return the dotted name of a location; the tag of a union is no part of it."""
-    names: list[str] = []
-    models: tuple[type[BaseModel], ...] = (model,)
-    tag_comes = False
-    for part in location:
-        fields = [of.model_fields[str(part)] for of in models if str(part) in of.model_fields]
-        is_tag = not fields and tag_comes
-        if fields:
-            models = tuple(found for field in fields for found in _models(field.annotation))
-        tag_comes = bool(fields) and len(models) > 1
-        if not is_tag:
-            names.append(str(part))
-    return ".".join(names)
+def _field(location: tuple[int | str, ...]) -> str:
+    """Return the dotted name of a location, without the tags of unions in it."""
+    kept: list[str] = []
+    for place, part in enumerate(location):
+        name = ".".join([*(each for each in kept if not each.isdecimal()), str(part)])
+        is_tag = isinstance(part, str) and name not in setting_names()
+        if not is_tag or place == len(location) - 1:
+            kept.append(str(part))
+    return ".".join(kept)

@@ -19,11 +19,7 @@ from areal_flow.controller.gate import ControllerSettings
 from areal_flow.digests import sha256_hex
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.prompts.settings import (
-    HeldOutSettings,
-    PromptSettings,
-    SourceSettings,
-)
+from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, require
 from areal_flow.weights.settings import Medium, WeightsSettings
@@ -37,21 +33,22 @@ class Recipe(Settings):
     """Everything a run is made of."""
 
     model: str = "tiny"
-    """A model directory, a hub name, or a model made here: `tiny`, `tiny_calculator`,
-    `tiny_coder`. If a model directory has such a name, write `./tiny`."""
+    """A model directory, a hub name, or a tiny model: `tiny`, `tiny_calculator`, `tiny_coder`
+    (write `./tiny` for a directory of that name)."""
     seed: int = Field(0, ge=0)
-    """Of everything drawn at random."""
+    """The seed of everything random."""
     num_steps: int = Field(90, ge=0)
     """Training steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """Stop training after this long."""
+    """Stop training after so long."""
     schedule: Literal["async", "sync"] = "async"
     """Generation beside training, or in turns."""
     prompts: PromptSettings = PromptSettings()
     """Where prompts come from and how they are put to the policy."""
     sources: tuple[SourceSettings, ...] = Field((), strict=False)
-    """Each `[[sources]]` table is one of several sources of prompts, mixed by weight; none: the one
-    that `[prompts]` names."""
+    """Each `[[sources]]` table is one of several sources, mixed by weight. It may have `source`
+    (default `file`), `path`, `held_out_path`, `question_field`, `answer_field`, `template`,
+    `num_prompts` and `num_held_out`; else those of `[prompts]`."""
     sft: SftSettings = SftSettings()
     """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()
@@ -63,16 +60,16 @@ class Recipe(Settings):
     trainer: TrainerSettings = TrainerSettings()
     """The optimizer and its checkpoints."""
     workflow: WorkflowSettings = SingleTurn()
-    """What an episode is: a workflow's name and its own settings."""
+    """A workflow and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
-    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum. None by
-    default where an agent gives the rewards."""
+    """Each `[[rewards]]` table is one; a completion's reward is their weighted sum. None by default
+    where an agent gives the rewards."""
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
-    """A completion passes if its reward is above this: verdicts, pass rates, reports."""
+    """A completion passes if its reward is above this."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """How held-out prompts are answered, and how often."""
+    """How and when held-out prompts are answered."""
     weights: WeightsSettings = WeightsSettings()
-    """How a policy's weights travel from the trainer to the generators."""
+    """How weights travel from the trainer to the generators."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
@@ -81,13 +78,9 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _with_decay_steps(self) -> Recipe:
         """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
-        trainer = self.trainer
-        if (
-            trainer.learning_rate_schedule != "constant"
-            and not trainer.num_learning_rate_decay_steps
-        ):
-            last = {"num_learning_rate_decay_steps": self.num_steps}
-            object.__setattr__(self, "trainer", trainer.model_copy(update=last))
+        of, last = self.trainer, {"num_learning_rate_decay_steps": self.num_steps}
+        if of.learning_rate_schedule != "constant" and not of.num_learning_rate_decay_steps:
+            object.__setattr__(self, "trainer", of.model_copy(update=last))
         return self
 
     @model_validator(mode="after")

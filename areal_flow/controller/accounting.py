@@ -21,7 +21,7 @@ class TokenAccounting:
     in_step: int = 0
     entries: StepEntries = field(default_factory=StepEntries)
     engine_totals: dict[str, EngineStats] = field(default_factory=dict)
-    """What each engine had done when it last reported, by its incarnation."""
+    """The latest report of each engine, by incarnation."""
 
     def commit(self, num_tokens: int) -> None:
         self.committed += num_tokens
@@ -65,20 +65,21 @@ class TokenAccounting:
         return self.committed - consumed - num_waiting
 
 
+MAX_SKIPPED_STEPS = 5
+"""After so many in a row a run ends: the policy will not recover by itself."""
+
+
 @dataclass
 class SkippedSteps:
-    """How many steps in a row had an update whose loss or gradient was not finite."""
+    """Ends a run in which too many steps in a row skipped an update."""
 
-    max_in_a_row: int
     _num_in_a_row: int = 0
 
     def count(self, step: int, *, skipped: bool) -> None:
-        """Count a step."""
         self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
-        if self._num_in_a_row >= self.max_in_a_row:
+        if self._num_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
                 f"the last one {step}, with an update that was skipped because loss or gradient "
-                "was not finite (trainer.adamw.max_skipped_steps): start a new run with a lower "
-                "learning rate"
+                "was not finite: start a new run with a lower learning rate"
             )

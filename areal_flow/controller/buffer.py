@@ -1,6 +1,6 @@
 """Which committed groups a step trains, and which are discarded. Pure: receipts, never tokens.
 
-Oldest submission first among the groups that are complete; nothing waits for a straggler.
+Oldest submission first among complete groups; no group waits for an unfinished one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from areal_flow.config import Recipe
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt
 
 Batch = tuple[TrajectoryReceipt, ...]
-"""What one step will consume, in order."""
+"""The trajectories of one step, in order."""
 
 
 class Buffer:
@@ -34,8 +34,7 @@ class Buffer:
     def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
         """Take in a committed group; return the members that will never be trained.
 
-        When all of them come back, the group is not kept and its slot is free. Other groups are not
-        looked at: what they may still train changes with the policy, see `evict`.
+        A group without trainable members is not kept, and its slot is free.
         """
         assert group.submission_index not in self._groups, "a group was committed twice"
         unscored = [t for t in group.trajectories if t.reward is None]

@@ -1,4 +1,4 @@
-"""Wakes those who wait for a change, and ends their wait when something broke."""
+"""Wakes coroutines that wait for a change, or raises the error that ended the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """A counter of changes that coroutines wait for, and what runs beside them."""
+    """A counter of changes that coroutines wait for, and the tasks beside them."""
 
     def __init__(self) -> None:
         self.num_changes = 0
@@ -25,9 +25,9 @@ class Changes:
         self._next_change = asyncio.Event()
 
     async def wait_for_change(self, seen: int) -> None:
-        """Return once `num_changes` exceeds `seen`; raise what ended the run, if something did.
+        """Return once `num_changes` exceeds `seen`; raise the error that ended the run.
 
-        Whoever reads `num_changes` and then looks at the state misses no change in between.
+        A caller reads `num_changes` before the state, so that it misses no change in between.
         """
         while self.num_changes <= seen:
             await self._next_change.wait()
@@ -37,7 +37,7 @@ class Changes:
     def _start(
         self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]], if_it_fails: str
     ) -> None:
-        """Begin what runs beside the stages; an error of it that nobody expected ends the run."""
+        """Start a task beside the stages; an unexpected error in it ends the run."""
 
         def ended(task: asyncio.Task[None]) -> None:
             among.discard(task)

@@ -29,7 +29,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.controller.changes import Changes
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState, RolledOut
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.ledger_row import Provenance, batch_digest, group_seeds, step_row
 from areal_flow.errors import ArealFlowError, EngineError, EpisodeError, SchemaError, WeightsError
@@ -38,7 +38,7 @@ from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.5
-"""Before the second attempt at a group; as much longer before each that follows."""
+"""Before the second attempt at a group; each further attempt waits that much longer."""
 
 
 class Flow(Changes):
@@ -75,7 +75,7 @@ class Flow(Changes):
         self._hint_is_due = False
         self.accounting.engine_totals = {s.incarnation: s for s in initial.engine_totals}
         self._consecutive_failures = 0
-        self._skipped = SkippedSteps(recipe.trainer.adamw.max_skipped_steps)
+        self._skipped = SkippedSteps()
         self._committing: asyncio.Task[None] | None = None
         self._last_row_at = monotonic()
         self.accounting.discard(list(initial.discards))
@@ -89,11 +89,11 @@ class Flow(Changes):
         return len(self.buffer) * self.recipe.controller.group_size
 
     def imbalance(self) -> int:
-        """Return how many committed tokens the accounting does not explain; 0 at every moment."""
+        """Return how many committed tokens the accounting does not explain; always 0."""
         return self.accounting.imbalance(num_waiting=self.buffer.num_waiting_tokens)
 
     def done(self) -> bool:
-        """Return whether training is over: all steps done, or a stop was asked for."""
+        """Return whether all steps are done or a stop was requested."""
         return self.stop_requested or self.policy_version >= self.recipe.num_steps
 
     def request_stop(self) -> None:
@@ -102,7 +102,7 @@ class Flow(Changes):
         self.notify()
 
     def set_max_running(self, num_trajectories: int) -> None:
-        """Follow the number of generators: how much may be on the cluster from here on."""
+        """Set how many trajectories may be on the cluster, after generators joined or ended."""
         self.gate.max_running = num_trajectories
         self.notify()
 
@@ -127,16 +127,16 @@ class Flow(Changes):
         seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
         epoch = self.provenance.writer_epoch
         first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
-        rolled_out = None
+        rolled_out: RolledOut | None = None
         for attempt in range(self.recipe.controller.max_attempts):
             try:
                 if rolled_out is None:
                     rolled_out = await self._roll_out(replace(first, attempt=attempt))
-                receipt = await self.backends.rollouts.write(rolled_out)
+                receipt = await rolled_out.write()
             except ArealFlowError as error:
                 logger.warning("group %s, attempt %d: %s", first.group_id, attempt, error)
                 failure = error
-                if isinstance(error, SchemaError):  # the same rows again would be no better
+                if isinstance(error, SchemaError):  # another attempt would make the same rows
                     break
                 if isinstance(error, EngineError | WeightsError | EpisodeError):
                     rolled_out = None  # its rows are lost
@@ -149,7 +149,7 @@ class Flow(Changes):
         self.accounting.entries.failed_submissions.append(submission_index)
         self._count_failure(failure)
 
-    async def _roll_out(self, episode: Episode) -> Any:
+    async def _roll_out(self, episode: Episode) -> RolledOut:
         if episode.attempt:
             self.gate.started()
         try:
@@ -168,9 +168,9 @@ class Flow(Changes):
     # Commit
 
     async def commit_written(self) -> None:
-        """Commit every written group in one version and hand them to the buffer.
+        """Commit every written group in one version and add the groups to the buffer.
 
-        Never interrupted half-way: a cancelled caller leaves the commit to run to its end.
+        If the caller is cancelled, the commit runs to its end.
         """
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit())
@@ -180,8 +180,8 @@ class Flow(Changes):
         written, self._written = self._written, []
         if not written:
             return
-        # The head moves here, together with the buffer, and not when Lance commits: a ledger row
-        # that is made in between must not name groups that the accounting does not know yet.
+        # The watermark moves with the buffer, not when Lance commits: a ledger row made in between
+        # must not name groups that the accounting does not count yet.
         self.watermark = await self.backends.logs.commit(written)
         for receipt in written:
             self.num_pending_groups -= 1
@@ -217,7 +217,7 @@ class Flow(Changes):
         return None
 
     async def train(self, batch: Batch, *, seconds_wait: float) -> None:
-        """Compute a step, commit its row, publish its weights; slots follow when served."""
+        """Compute a step, commit its row and publish its weights; served weights release slots."""
         trajectory_ids = _ids(batch)
         request = StepRequest(
             step=self.policy_version + 1,
@@ -229,7 +229,7 @@ class Flow(Changes):
         )
         self._hint_is_due = True
         self._read_ahead()
-        async with self.backends.trainer_lock:
+        async with self.backends.trainer.lock:
             result = await self.backends.trainer.step(request)
             row = self._end_step(request, result, seconds_wait=seconds_wait)
             await self.backends.logs.append(row)
@@ -267,15 +267,12 @@ class Flow(Changes):
         )
 
     def _read_ahead(self) -> None:
-        """Name the next batch to the trainer while a step is made: once, when there is one.
-
-        It may still become another: older groups are committed, groups become too old.
-        """
+        """Tell the trainer once during a step what the next batch will likely be."""
         batch = self.buffer.next_batch() if self._hint_is_due else None
         if batch:
             self._hint_is_due = False
             reading = self.backends.trainer.read_ahead(_ids(batch))
-            self._start(reading, self._hints, "the trainer could not be told what comes next")
+            self._start(reading, self._hints, "the trainer could not read ahead")
 
     async def _release_when_served(self, version: int, served_hash: str) -> None:
         served = await self.backends.weights.load_everywhere(version, served_hash)
@@ -287,7 +284,7 @@ class Flow(Changes):
         await asyncio.gather(*self._releases)
 
     async def close(self) -> None:
-        """Cancel what is in flight and commit what is written; nothing committed is lost."""
+        """Cancel all tasks, and commit the groups that are written."""
         tasks = [*self._episodes, *self._releases, *self._hints]
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
 """What a flow is made with beside its recipe: the state it begins in, and what does its work.
 
-Adapters of the protocols are in `cluster` and `store`, fakes in `testing`.
+`cluster` and `store` implement the protocols, `tests/flow_fakes.py` fakes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_flow.types import (
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """Where a run begins: the genesis of a new one, or what recovery found."""
+    """Where a run begins: step 0 of a new one, or what recovery found."""
 
     policy_version: int = 0
     weights_hash: str = ""
@@ -40,19 +40,11 @@ class InitialState:
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
-class Rollouts(Protocol):
-    """Runs episodes, in two halves: on generators, then on reward workers."""
+class RolledOut(Protocol):
+    """A group whose completions are generated; its rows are on the cluster."""
 
-    async def roll_out(self, episode: Episode) -> Any:
-        """Generate one group; return what `write` takes, its tokens are elsewhere.
-
-        Raises:
-            SchemaError: the group cannot be had.
-            ArealFlowError: this attempt failed; the message is the root cause.
-        """
-
-    async def write(self, rolled_out: Any) -> GroupReceipt:
-        """Score a group and write it, while the generators are free for others.
+    async def write(self) -> GroupReceipt:
+        """Score the group and write it, while its generator works on other groups.
 
         Raises:
             SchemaError: its rows are not valid.
@@ -62,34 +54,50 @@ class Rollouts(Protocol):
         """
 
 
+class Rollouts(Protocol):
+    """Generates groups."""
+
+    async def roll_out(self, episode: Episode) -> RolledOut:
+        """Generate the completions of one group.
+
+        Raises:
+            SchemaError: no attempt can generate the group.
+            ArealFlowError: this attempt failed; the message is the root cause.
+        """
+
+
 class Logs(Protocol):
-    """The only committer of trajectories and of steps."""
+    """Commits trajectories and steps."""
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
-        """Make written groups visible, all in one version; once, whatever is retried.
+        """Make written groups visible, all in one version and only once, also after retries.
 
         Returns:
-            The watermark: how many rows the log has then.
+            The watermark: the number of rows in the log.
         """
 
     async def append(self, row: dict[str, Any]) -> None:
-        """Commit a step's row, durably; refuse if this step is there already."""
+        """Commit a step's row durably; refuse a step that the ledger has already."""
 
 
 class Trainer(Protocol):
     """The trainer ranks, as one."""
 
+    lock: asyncio.Lock
+    """Held from a step's request until its weights are published, and while the trainer is
+    restored to the ledger's head: during a restoration the head does not move."""
+
     async def step(self, request: StepRequest) -> StepResult:
-        """Compute one step and stage its weights aside.
+        """Compute one step and stage its weights, unpublished.
 
         Raises:
-            TrainingError: it cannot be computed, or the ranks are not at the parent.
+            TrainingError: the step cannot be computed, or the ranks do not hold its parent.
         """
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        """Read what the next step will likely train, beside the one that runs.
+        """Read what the next step will likely train, while the current step runs.
 
-        A hint: whatever becomes of it, the next step trains what its request names.
+        This is a hint: the next step trains what its request names.
         """
 
 
@@ -97,32 +105,29 @@ class WeightsPublisher(Protocol):
     """Makes staged weights current, and generators load them."""
 
     async def publish(self, version: int) -> None:
-        """Rename staged weights into place: from here on they are what a generator loads."""
+        """Rename staged weights into place: generators load them from now on."""
 
     async def load_everywhere(self, version: int, served_hash: str) -> Sequence[ServedWeights]:
         """Return when every live generator serves `version`, or is no longer waited for.
 
         Args:
-            served_hash: what the ledger has of the version; a generator that serves another one
-                is stopped.
+            served_hash: of this version in the ledger; a generator that serves another hash is
+                replaced.
 
         Returns:
-            What generators serve that have an engine.
+            What each generator with an engine serves.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class FlowBackends:
-    """What does the work that the flow orders."""
+    """What executes the stages of a flow."""
 
     rollouts: Rollouts
     logs: Logs
     trainer: Trainer
     weights: WeightsPublisher
     prompt_at: Callable[[int], Prompt]
-    """The prompt of a submission; the same for the same run, always."""
+    """The prompt of a submission; it depends on the run and the index only."""
     on_step: Callable[[dict[str, Any]], Awaitable[None]]
-    """Hears of a step that is committed and published."""
-    trainer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from a step's request until its weights are published. Who restores the trainer to the
-    ledger's head holds it, too: the head does not move meanwhile, nor is anything staged."""
+    """Called with the row of each step that is committed and published."""

@@ -20,11 +20,11 @@ class ControllerSettings(Settings):
     group_size: int = Field(16, ge=1)
     """Completions of one prompt."""
     max_staleness: int = Field(2, ge=0)
-    """The oldest token that may train, in policy versions before the current one."""
+    """The oldest token that may train, in policy versions."""
     max_attempts: int = Field(3, ge=1)
-    """How often a group is tried before it is given up."""
+    """How often a group is tried."""
     max_consecutive_failures: int = Field(4, ge=1)
-    """So many groups that fail in a row end the run."""
+    """The run ends after so many failed groups in a row."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:
@@ -37,11 +37,10 @@ class ControllerSettings(Settings):
 
 
 class Gate:
-    """Counts trajectories from submission to release, keeping 0 <= running <= outstanding.
+    """Counts trajectories from submission to release; 0 <= running <= outstanding.
 
-    `running` ends when the generators are done with a group, and begins again with its next
-    attempt. `outstanding` ends when the group was trained and the generators have the new weights,
-    or when it was discarded or given up.
+    A group is `running` during an attempt on a generator. It is `outstanding` until generators
+    serve the weights that were trained on it, or until it is discarded or given up.
     """
 
     def __init__(self, settings: ControllerSettings, *, max_running: int) -> None:
@@ -53,8 +52,8 @@ class Gate:
     def capacity(self, *, num_ready: int = 0) -> int:
         """Return how many trajectories may be submitted now.
 
-        While `num_ready` complete ones already cover a batch the answer is 0: more would only wait,
-        and age (measured in the design: mean staleness 8.0 -> 5.0 at the same speed).
+        None while `num_ready` complete ones already cover a batch: more would only wait and age
+        (mean staleness falls from 8.0 to 5.0 at the same speed).
         """
         if num_ready >= self.settings.batch_size:
             return 0
@@ -77,7 +76,7 @@ class Gate:
         self.running += self.settings.group_size
 
     def restored(self) -> None:
-        """A complete group was found in the log at start: outstanding, not running."""
+        """A complete group was found in the log at start."""
         self.outstanding += self.settings.group_size
 
     def finished(self) -> None:

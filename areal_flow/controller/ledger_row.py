@@ -1,7 +1,4 @@
-"""A step's row in the ledger: seeds and digests that identify it, what it counted, how fast it was.
-
-Pure functions and records.
-"""
+"""A step's row in the ledger: seeds, digests, counts and speed. Pure functions and records."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from areal_flow.types import (
 )
 
 SPEED_AREA = "speed/"
-"""What the names of these metrics begin with: a replay takes other times and compares none."""
+"""The prefix of metrics that a replay does not compare."""
 OBSERVED = f"{SPEED_AREA}generators_observed_s"
 SPEED_COLUMNS = (
     *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
     *("num_generated_tokens", "num_trained_tokens"),
 )
-"""All of a ledger row that `speed_metrics` needs."""
+"""The columns that `speed_metrics` reads."""
 
 
 @dataclass(slots=True)
@@ -40,18 +37,17 @@ class StepEntries:
     failed_submissions: list[int] = field(default_factory=list)
     seconds_generate: float = 0.0
     seconds_observed: float = 0.0
-    """The time of all generators in which they spent `seconds_generate`."""
+    """The time of all generators over which `seconds_generate` was counted."""
     num_member_errors: int = 0
     num_scored: int = 0
     reward_queue_s: list[float] = field(default_factory=list)
-    """How long each group that was written waited to be scored."""
+    """How long each written group waited to be scored."""
     served: list[ServedWeights] = field(default_factory=list)
-    """What generators have loaded, each as it was published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What every row of one driver's life carries."""
+    """Columns that are the same in all rows of one driver's life."""
 
     writer_epoch: int
     config_hash: str
@@ -165,9 +161,8 @@ def speed_metrics(
     Args:
         totals: `SPEED_COLUMNS` of a ledger row, or the sums of several.
         num_generators: of the recipe.
-        seconds_observed: the time of all generators in which they spent `seconds_generate`. It is
-            not that of the steps, since a generator reports with each group. 0: nothing is known
-            of it, as in rows of earlier versions.
+        seconds_observed: the time of all generators over which `seconds_generate` was counted. It
+            differs from that of the steps, since a generator reports with each group. 0: unknown.
     """
     seconds = totals["seconds_step"]
     if not seconds:

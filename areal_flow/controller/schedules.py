@@ -21,7 +21,7 @@ async def run_async_schedule(flow: Flow) -> None:
 
 
 async def run_barrier_schedule(flow: Flow) -> None:
-    """Generate one batch, wait for its last completion, train, load the weights, begin again."""
+    """Generate one batch, wait for its last completion, train, load the weights, repeat."""
     await run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
 
 
@@ -74,9 +74,9 @@ async def _generate_batch(flow: Flow) -> None:
 
 
 async def run_until_first_ends(*stages: Coroutine[Any, Any, Result]) -> Result:
-    """Run stages together until one returns or raises, then end the others and pass that on.
+    """Run stages together until one ends; cancel the others; return its result or raise its error.
 
-    What a stage raises is passed on even if a signal cancels this while the others end.
+    The error is raised even if a signal cancels this call while the other stages end.
     """
     tasks = [asyncio.create_task(stage) for stage in stages]
     try:

@@ -21,7 +21,6 @@ from areal_flow.config import EvaluationSettings
 from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
 from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of
 from schemas.content import row_arrays
@@ -36,8 +35,10 @@ _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifie
 
 Decode = Callable[[Sequence[Tokens]], list[str]]
 """Turns sequences of tokens into texts."""
-Answer = Callable[..., Awaitable[pa.Table]]
-"""Rolls out and scores some groups without writing their rows; `DaskRollouts.answer` is one."""
+Answered = tuple[pa.Table, tuple[str, ...]]
+"""Scored rows of some groups, and why members have none."""
+Answer = Callable[..., Awaitable[Answered]]
+"""Rolls out and scores some groups without writing their rows, as `DaskRollouts.answer` does."""
 
 
 async def answer_held_out(
@@ -52,28 +53,16 @@ async def answer_held_out(
 ) -> list[dict[str, Any]]:
     """Answer every prompt with the newest weights; return rows of the evaluation schema.
 
-    Beside training, newer weights arrive while prompts are answered: no token is older than the
-    evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
-    workflow or its verifier failed is a row without a reward, which does not pass.
-
-    `writer_epoch` is that of the driver that will append the rows; 0 if none will.
+    Newer weights may arrive meanwhile: `policy_version` is the oldest that sampled a token. An
+    answer whose workflow or verifier failed is a row without a reward. `writer_epoch` is that of
+    the driver that will append the rows; 0 if none will.
     """
-    began = datetime.now(UTC)
-    episodes = [
-        Episode(
-            index,
-            prompt,
-            tuple(
-                member_seed(seed, index, HELD_OUT_MEMBER - sample)
-                for sample in range(settings.num_samples_of(_set_of(prompt)))
-            ),
-            0,
-            writer_epoch,
-            began,
-            settings.sampling(),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    began, episodes = datetime.now(UTC), []
+    for index, prompt in enumerate(prompts):
+        samples = range(settings.num_samples_of(prompt.source or HELD_OUT))
+        seeds = tuple(member_seed(seed, index, HELD_OUT_MEMBER - sample) for sample in samples)
+        given = (index, prompt, seeds, 0, writer_epoch, began, settings.sampling())
+        episodes.append(Episode(*given))
     tasks = _tasks(episodes)
     found = await all_of(_table_or_error(answer, task, name) for task in tasks)
     made = {"evaluation": name, "writer_epoch": writer_epoch}
@@ -89,16 +78,6 @@ async def _table_or_error(
         return error
 
 
-def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    failed = [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]
-    if failed:
-        cause = failed[0].get("error", "no reason is known")
-        logger.warning(
-            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
-            *(name, len(failed), len(rows), cause),
-        )
-
-
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
     tasks: list[list[Episode]] = []
     num_answers = ANSWERS_PER_TASK
@@ -111,42 +90,40 @@ def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
     return tasks
 
 
-def _set_of(prompt: Prompt) -> str:
-    return prompt.source or HELD_OUT
-
-
 def _all_rows(
     tasks: Sequence[Sequence[Episode]],
-    found: Sequence[pa.Table | EpisodeError],
+    found: Sequence[Answered | EpisodeError],
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    tables = [table for table in found if isinstance(table, pa.Table)]
-    for error in () if tables else found:
-        raise error
+    tables = [task[0] for task in found if not isinstance(task, EpisodeError)]
+    if not tables:
+        raise next(task for task in found if isinstance(task, EpisodeError))
     verifier = tables[0]["verifier"][0].as_py()
     rows = [
         row
         for task, answered in zip(tasks, found, strict=True)
         for row in _rows(task, answered, decode, verifier=verifier)
     ]
-    _warn_of_failures(rows, made["evaluation"])
+    if failed := [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]:
+        cause = failed[0].get("error", "no reason is known")
+        logger.warning(
+            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
+            *(made["evaluation"], len(failed), len(rows), cause),
+        )
     oldest = min(span["version"] for row in rows for span in row["version_spans"])
     return [{**made, "policy_version": oldest, **row} for row in rows]
 
 
 def _rows(
-    episodes: Sequence[Episode], found: pa.Table | EpisodeError, decode: Decode, *, verifier: str
+    episodes: Sequence[Episode], found: Answered | EpisodeError, decode: Decode, *, verifier: str
 ) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    texts: dict[tuple[int, int], str] = {}
-    errors: tuple[str, ...]
-    if isinstance(found, EpisodeError):
-        errors = (str(found),)
-    else:
-        errors = rollout_notes(found).errors
-        answers = found.filter(pc.equal(found["branch"], 0))
+    rows, texts = dict[tuple[int, int], dict[str, Any]](), dict[tuple[int, int], str]()
+    errors: tuple[str, ...] = (str(found),)
+    if not isinstance(found, EpisodeError):
+        table, errors = found
+        answers = table.filter(pc.equal(table["branch"], 0))
         rows = {
             (row["submission_index"], row["member"]): row
             for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
@@ -161,7 +138,7 @@ def _rows(
     }
     return [
         {
-            "held_out": _set_of(episode.prompt),
+            "held_out": episode.prompt.source or HELD_OUT,
             "prompt_id": episode.prompt.prompt_id,
             "sample": sample,
             "difficulty": episode.prompt.difficulty,

@@ -36,13 +36,7 @@ class PairedComparison:
 def compare_answers(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], *, threshold: float
 ) -> PairedComparison:
-    """Compare two models' answers to the same prompts.
-
-    Args:
-        first: `held_out`, `prompt_id` and `reward` of each answer.
-        second: the same of the other model.
-        threshold: a completion passes if its reward is above it.
-    """
+    """Compare two models' answers, rows of the evaluation schema, to the same prompts."""
     rates = [_pass_rates(rows, threshold) for rows in (first, second)]
     if rates[0].keys() != rates[1].keys():
         num_common = len(rates[0].keys() & rates[1].keys())
@@ -54,15 +48,9 @@ def compare_answers(
     num_better = sum(difference > 0 for difference in differences)
     num_worse = sum(difference < 0 for difference in differences)
     mean = normal_interval(differences)
-    return PairedComparison(
-        len(differences),
-        num_better,
-        num_worse,
-        mean.reward_mean,
-        mean.low,
-        mean.high,
-        sign_test(num_better, num_worse),
-    )
+    interval = mean.reward_mean, mean.low, mean.high
+    p_value = sign_test(num_better, num_worse)
+    return PairedComparison(len(differences), num_better, num_worse, *interval, p_value)
 
 
 def sign_test(num_better: int, num_worse: int) -> float:

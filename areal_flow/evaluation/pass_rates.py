@@ -6,15 +6,15 @@ The rule of what passes stands here and in SQL in `store/sql/passing.sql`; a tes
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import comb, sqrt
 from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from areal_flow.evaluation.scores import EvaluationScores, EvaluationTable, PassRate, RewardMean
 from areal_flow.types import Verdict
 
 PASS_THRESHOLD = 0.5
@@ -25,6 +25,86 @@ HELD_OUT = "held_out"
 """The name of the held-out set that the training source itself gives."""
 Row = Mapping[str, Any]
 Z_95 = 1.959963984540054
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate:
+    """A rate with its 95% interval: Wilson's, or normal where prompts have several samples."""
+
+    pass_rate: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardMean:
+    """A mean reward with its 95% normal interval; `n` prompts had a reward."""
+
+    reward_mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationScores:
+    """What some held-out answers were worth, and how long they were."""
+
+    passed: PassRate
+    reward: RewardMean
+    mean_tokens: float
+    num_samples: int = 1
+    """Of each prompt; the most, where they differ."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """pass@k by k, of several samples: how likely one of k passes."""
+    best_of: float | None = None
+    """The mean reward of each prompt's best sample, of several."""
+    majority: float | None = None
+    """The pass rate of the answer that most samples agree on, where a verifier says what it is."""
+    fewest_samples: int = 1
+    """Of a prompt: fewer than `num_samples` where held-out sets differ in them."""
+
+    def by_name(self) -> dict[str, float]:
+        """Return rates, means and bounds by the names that reports, sinks and files show."""
+        of_all = {"best_of": self.best_of, "majority_of": self.majority}
+        return {
+            **{f"pass_at_{k}": rate for k, rate in self.pass_at.items()},
+            **{f"{name}_{self.num_samples}": x for name, x in of_all.items() if x is not None},
+            "pass_rate": self.passed.pass_rate,
+            "pass_rate_low": self.passed.low,
+            "pass_rate_high": self.passed.high,
+            "reward_mean": self.reward.reward_mean,
+            "reward_mean_low": self.reward.low,
+            "reward_mean_high": self.reward.high,
+        }
+
+    def as_json(self) -> dict[str, float]:
+        """Return `by_name`, the numbers of prompts and of their samples, and the mean length."""
+        counts = {"n": self.passed.n, "num_samples": self.num_samples}
+        return {**self.by_name(), **counts, "mean_tokens": self.mean_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTable:
+    """A held-out evaluation: what its answers were worth, over all prompts and in parts."""
+
+    overall: EvaluationScores
+    """Of the prompts of all sets, each of which counts once."""
+    by_difficulty: Mapping[int, EvaluationScores] = field(default_factory=dict)
+    by_set: Mapping[str, EvaluationScores] = field(default_factory=dict)
+    """By the name of the held-out set, the order of which is the recipe's."""
+
+    @property
+    def several_sets(self) -> Mapping[str, EvaluationScores]:
+        """Return the sets if there are several: one alone is what is overall."""
+        return self.by_set if len(self.by_set) > 1 else {}
+
+    @property
+    def parts(self) -> tuple[str, Mapping[Any, EvaluationScores]]:
+        """Return what a table has a row for: the sets or, of one set, its difficulties."""
+        sets = self.several_sets
+        return ("set", sets) if sets else ("difficulty", self.by_difficulty)
 
 
 def passes(reward: float | None, *, threshold: float) -> bool:
@@ -41,33 +121,25 @@ def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> Evaluati
     by_difficulty = groupby(sorted(rows, key=difficulty), difficulty)
     return EvaluationTable(
         evaluation_scores(rows, threshold=threshold),
-        {value: evaluation_scores([*part], threshold=threshold) for value, part in by_difficulty},
-        {
-            name: evaluation_scores(part, threshold=threshold)
-            for name, part in rows_by_set(rows).items()
-        },
+        {k: evaluation_scores([*part], threshold=threshold) for k, part in by_difficulty},
+        {k: evaluation_scores(part, threshold=threshold) for k, part in rows_by_set(rows).items()},
     )
 
 
 def rows_by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    found = defaultdict[str, list[Row]](list)
     for row in rows:
-        found.setdefault(row["held_out"], []).append(row)
-    return found
+        found[row["held_out"]].append(row)
+    return dict(found)
 
 
 def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationScores:
-    """Return pass rate, mean reward and mean length of some answers.
+    """Return pass rate, mean reward and mean length of some answers: rows of the evaluation schema.
 
     An answer without a reward has not passed, and is no part of the mean reward. Samples of one
     prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
-    then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample. Where
-    some prompts have more samples than others, k of pass@k is at most the number that each has, and
-    there is neither a best sample nor a majority.
-
-    Args:
-        rows: `held_out` (the set's name), `prompt_id`, `sample`, `reward` and `num_output_tokens`
-            of each answer and, where prompts have several, `reward_detail`.
+    normal ones, and Wilson's where each has one sample. Where some prompts have more samples than
+    others, k of pass@k is at most the fewest, and there is neither a best sample nor a majority.
     """
     by_prompt = _by_prompt(rows)
     counts = [*map(len, by_prompt)] or [1]
@@ -93,13 +165,13 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
 
 def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each prompt; two prompts of one id differ in their samples."""
-    found: dict[tuple[str, str, int], list[Row]] = {}
+    """Return the rows of each prompt: a sample of an id that comes twice is of another prompt."""
+    found = defaultdict[tuple[str, str, int], list[Row]](list)
     num_seen = Counter[tuple[str, str, int]]()
     for row in rows:
         prompt = row["held_out"], row["prompt_id"]
         sample = *prompt, row["sample"]
-        found.setdefault((*prompt, num_seen[sample]), []).append(row)
+        found[*prompt, num_seen[sample]].append(row)
         num_seen[sample] += 1
     return [*found.values()]
 
@@ -112,8 +184,7 @@ def _extracted(rows: Sequence[Row]) -> list[str]:
 def majority_vote(answers: Sequence[str], passed: Sequence[bool]) -> float | None:
     """Return whether the answer that most samples agree on passes; None without any answer.
 
-    Of answers that are equally frequent one is drawn: then it is how likely that one passes. An
-    empty answer has no vote.
+    Of equally frequent answers it is the share that passes. An empty answer has no vote.
     """
     votes = Counter(filter(None, answers))
     if not votes:
@@ -144,10 +215,7 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 
 
 def has_plateaued(rates: Sequence[float], *, patience: int) -> bool:
-    """Return whether none of the last `patience` rates is better than the best before them.
-
-    With a patience of 0 there is no plateau.
-    """
+    """Return whether none of the last `patience` rates is better than the best before them."""
     if not patience or len(rates) <= patience:
         return False
     return max(rates[-patience:]) <= max(rates[:-patience])

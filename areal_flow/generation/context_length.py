@@ -39,10 +39,6 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
 
     vLLM has caches of its own, which need not hold all sequences at their longest. What memory a
     GPU has is not known here.
-
-    Args:
-        config: the model's, with the field names of transformers.
-        memory_bytes: this machine's, which bounds caches on the CPU.
     """
     generation = recipe.generation
     rooms = {"trainer.tokens_per_micro_batch": recipe.trainer.tokens_per_micro_batch}
@@ -59,7 +55,6 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
 
 
 def cached_numbers(config: Any) -> int:
-    """Return how many numbers of keys and values one token has in all layers."""
     num_heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_key_values = getattr(config, "num_key_value_heads", None) or num_heads

@@ -1,9 +1,7 @@
 """Says which sequence holds which pages of a fixed memory, and how much of each has been computed.
 
 A prompt's whole pages are shared by the members of its group; what follows them is each member's
-own. A page is free again when no sequence holds it.
-
-The module does not know what a page contains: no torch, no threads.
+own. A page is free again when no sequence holds it. No torch, no threads.
 
 Letters: S slots, W pages of the longest sequence.
 """
@@ -31,7 +29,6 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Hold so many free pages."""
         if count > len(self._free):
             raise EngineError(f"expected {count} free pages, found {len(self._free)}")
         pages = [heapq.heappop(self._free) for _ in range(count)]
@@ -73,8 +70,6 @@ class SlotPages:
 
 
 class PageTables:
-    """Pages of prompts and slots, in one pool."""
-
     def __init__(
         self, *, num_pages: int, page_tokens: int, max_num_seqs: int, max_model_len: int
     ) -> None:
@@ -88,7 +83,6 @@ class PageTables:
         return self._pool.num_free
 
     def open_prompt(self, num_tokens: int) -> PromptPages | None:
-        """Take pages for a group's prompt, or return None while there are too few."""
         num_pages = -(-num_tokens // self.page_tokens)
         if num_pages >= self._pool.num_free:  # a member needs one more
             return None
@@ -100,7 +94,6 @@ class PageTables:
         self._pool.give_back(prompt.pages)
 
     def start(self, slot: int, prompt: PromptPages) -> bool:
-        """Share a prompt's whole pages and take one for what follows, if there is one."""
         if not self._pool.num_free:
             return False
         shared = prompt.pages[: prompt.num_shared // self.page_tokens]
@@ -110,7 +103,6 @@ class PageTables:
         return True
 
     def resume(self, slot: int, num_tokens: int) -> bool:
-        """Take pages for a sequence that shares nothing and has so many tokens, if there are."""
         num_pages = -(-num_tokens // self.page_tokens)
         if num_pages > self._pool.num_free:
             return False

@@ -41,8 +41,7 @@ class StopSettings(Settings):
     """
 
     strings: tuple[str, ...] = Field((), strict=False)
-    """Each ends a completion with the token that completes it in the text, which has special tokens
-    in it and begins after the prompt."""
+    """Each ends a completion; it may span tokens."""
     token_ids: tuple[int, ...] = Field((), strict=False)
     """Each ends a completion."""
 
@@ -60,46 +59,44 @@ class VLLMSettings(Settings):
     """What vLLM alone can do."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs of one machine that each generator's model is split over."""
+    """GPUs that share each generator's model."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """The share of a GPU's memory for weights and cache, while `kv_cache_tokens` is 0."""
+    """The share of a GPU's memory for weights and cache, if `kv_cache_tokens` is 0."""
     quantization: Literal["fp8"] | None = None
-    """Weights are rounded to 8 bits when a generator loads them; the trainer's are not."""
+    """Generators round weights to 8 bits; the trainer does not."""
     enforce_eager: bool = False
-    """Neither compile nor record CUDA graphs: starts sooner, decodes slower. On the CPU it is so
-    anyhow."""
+    """No compilation and no CUDA graphs: faster start, slower decoding. Always so on a CPU."""
 
 
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
     engine: str = "torch"
-    """Which engine samples: `torch`, `vllm`, or `auto`, which is vLLM on a GPU where it is
-    installed, and else torch."""
+    """`torch`, `vllm`, or `auto`: vLLM on a GPU where it is installed, else torch."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits before sampling."""
     max_new_tokens: int = Field(64, ge=1)
     """The longest completion, in tokens."""
     stop: StopSettings = StopSettings()
-    """What ends a completion beside the model's own end-of-sequence tokens."""
+    """What ends a completion beside the model's end-of-sequence tokens."""
     max_model_len: int = Field(0, ge=0)
-    """The longest prompt with its completion, in tokens; 0: what the model has, as far as
-    `trainer.tokens_per_micro_batch` and memory reach."""
+    """The longest prompt with its completion, in tokens; 0: the model's, limited by
+    `trainer.tokens_per_micro_batch` and memory."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that one generator decodes at a time."""
     kv_cache_tokens: int = Field(0, ge=0)
-    """Tokens whose keys and values one generator keeps; 0: as many as all its sequences can have.
-    When they run out, the sequence that came last waits, and is prefilled again."""
+    """Tokens whose keys and values one generator keeps; 0: enough for all its sequences. When they
+    run out, the newest sequence waits and is prefilled again."""
     batch_invariant: bool = False
-    """Whether a completion has the same bits whatever else its generator does: slower."""
+    """Identical completions whatever else the generator does; slower."""
     interruption: Interruption = "interrupt"
-    """New weights: re-prefill and go on, keep the old cache, or finish first."""
+    """On new weights: prefill again and continue, keep the old cache, or finish first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the served weights and the engine."""
+    """Of the engine and its weights."""
     device: str = "cpu"
-    """Of the engines, as torch names it."""
+    """Of the engine, as torch names it."""
     vllm: VLLMSettings = VLLMSettings()
-    """What vLLM alone can do."""
+    """Settings of vLLM only."""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,14 +28,11 @@ AUTO = "auto"
 
 
 class EngineChoice(NamedTuple):
-    """The name of the engine that is used, and why it is that one."""
-
     name: str
     reason: str
 
 
 def choose_engine(settings: GenerationSettings) -> EngineChoice:
-    """Return which engine a recipe gets on this machine, without importing any."""
     if settings.engine != AUTO:
         return EngineChoice(settings.engine, f"generation.engine = {settings.engine!r}")
     if settings.device != "cuda":
@@ -48,17 +45,12 @@ def choose_engine(settings: GenerationSettings) -> EngineChoice:
 
 
 def require_engine(name: str) -> None:
-    """Refuse a name that no engine has, without importing any."""
     if name not in (AUTO, *ENGINES):
         names = ", ".join([AUTO, *ENGINES])
         raise ConfigError(f"generation.engine = {name!r}: expected one of {names}")
 
 
 def require_installed(settings: GenerationSettings) -> None:
-    """Refuse an engine that lacks what it needs on this machine, or what the recipe asks of it.
-
-    Nothing of an engine is imported.
-    """
     name, reason = choose_engine(settings)
     if name == "vllm":
         require_vllm_promises(settings)
@@ -71,7 +63,6 @@ def require_installed(settings: GenerationSettings) -> None:
 
 
 def require_served(settings: GenerationSettings, model: Path) -> None:
-    """Refuse a model directory that the engine cannot serve, by its configuration alone."""
     if choose_engine(settings).name == "vllm":
         require_vllm_serves(model, settings)
 

@@ -47,13 +47,8 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution.
 
-    Args:
-        logits_SV: raw logits, or what `adjust_logits` returned.
-        uniforms_S: float64 in [0, 1).
-        sampling: temperature, then min-p, top-k and top-p.
-
-    Returns:
-        Tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from.
+    Return tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from;
+    `uniforms_S` are float64 in [0, 1).
     """
     logprobs_SV = processed_logprobs(logits_SV, sampling)
     tokens_S = _invert(logprobs_SV.exp(), uniforms_S)
@@ -89,13 +84,8 @@ def adjust_logits(
     """Return float32 logits after what depends on the tokens before: early stops and repetitions.
 
     A logit of a token that stands in the prompt or was sampled is divided by the repetition penalty
-    if it is positive, else multiplied (CTRL, arXiv 1909.05858, section 4.1, with the sign that all
-    engines have).
-
-    Args:
-        logits_SV: raw logits.
-        prompts: of each row.
-        sampled: the tokens that each row has after its prompt.
+    if it is positive, else multiplied (CTRL, arXiv 1909.05858, section 4.1, with all engines'
+    sign).
     """
     logits_SV = logits_SV.float()
     if early := [n for n, own in enumerate(sampled) if len(own) < sampling.min_new_tokens]:

@@ -88,10 +88,7 @@ def require_room(request: GroupRequest, max_model_len: int) -> None:
 
 
 class SlotScheduler:
-    """Continuous batching over a fixed number of slots, first come first served.
-
-    Members of a group may start at different times: whoever is next takes a slot that is free.
-    """
+    """Continuous batching over a fixed number of slots, first come first served."""
 
     def __init__(self, max_num_seqs: int, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
@@ -126,12 +123,7 @@ class SlotScheduler:
         return bool(self.running or (self._waiting and self._waiting[0].tokens))
 
     def admit(self, place: Callable[[int, SampledSequence], bool] = _anywhere) -> None:
-        """Give free slots to waiting members, in order.
-
-        Args:
-            place: called with a slot and who would take it; when it returns False, that member and
-                all behind it wait on.
-        """
+        """Give free slots to waiting members, in order, until `place` returns False."""
         while self._free and self._waiting and place(self._free[-1], self._waiting[0]):
             self.running[self._free.pop()] = self._waiting.popleft()
 
@@ -144,10 +136,7 @@ class SlotScheduler:
         return any(m.request.request_id == request_id and not m.tokens for m in self._waiting)
 
     def finish(self) -> list[tuple[str, list[Completion]]]:
-        """Free the slots of members that have ended; return the groups that are complete.
-
-        A slot can be taken at the very next step.
-        """
+        """Free the slots of members that have ended; return the groups that are complete."""
         ended = [slot for slot, member in self.running.items() if member.finish_reason]
         touched = dict.fromkeys(self._vacate(slot).request.request_id for slot in ended)
         complete = [i for i in touched if all(m.finish_reason for m in self._groups[i])]

@@ -31,11 +31,7 @@ SWITCH_INTERVAL_S = 2e-4
 
 
 class ThreadedEngine:
-    """An `Engine` whose core runs in a thread of its own. Made and used on one event loop.
-
-    Args:
-        end: what frees the core's own process, if it has one; called again, it does nothing.
-    """
+    """An `Engine` whose core runs in a thread; `end` frees the core's process, if it has one."""
 
     def __init__(self, core: EngineCore, end: Callable[[], None] = lambda: None) -> None:
         self._core = core

@@ -1,15 +1,10 @@
 """A torch engine with continuous batching: requests join and leave at any decode step.
 
-Each step prefills what is new and samples one token for every sequence that is ready. A group's
-prompt is prefilled once, prompts of several groups together, long ones in chunks under a budget of
-tokens; its whole pages are shared. When pages run out, the sequence that came last gives its own up
-and is prefilled again later, with the tokens that it has.
-
-New weights interrupt between two tokens: nothing counts as computed any more, so that the same
-chunks prefill prefixes with the new weights, and then sampling continues.
-
-`TorchEngine` does not know where weights come from or what completions are for; one thread drives
-it. `start_torch_engine` is what the registry names.
+Each step prefills what is new and samples one token for every sequence that is ready. Prompts of
+several groups are prefilled together, each once and in chunks, and their whole pages are shared.
+When pages run out, the sequence that came last gives its own up and is prefilled again later.
+New weights interrupt between two tokens: nothing counts as computed any more, so that prefixes are
+prefilled with the new weights, and then sampling continues.
 
 Letters: S sequences, N chunks, V vocabulary.
 """
@@ -44,8 +39,6 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """An `EngineCore` over any Hugging Face causal language model."""
-
     def __init__(
         self,
         policy: Any,
@@ -153,7 +146,6 @@ class TorchEngine:
         return self._pages.start(slot, self._prompts[request.request_id])
 
     def _prefill(self) -> None:
-        """Compute what prompts and prefixes lack, as far as the budget of a step goes."""
         for planned in self.prefill.passes():
             chunks = [chunk for chunk, _ in planned]
             prompts = {
@@ -240,7 +232,6 @@ class TorchEngine:
         self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
-        """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
         members = [self._scheduler.running[slot] for slot in slots]
         by_distribution: dict[int, list[int]] = {}
         for row, member in enumerate(members):

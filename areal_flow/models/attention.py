@@ -1,11 +1,8 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
-A layout decides what a token may see. `packed_layout` serves training: sequences side by side in
-one row. Sampling has layouts of its own in `paged_prefill` and `paged_decode`. A model that asks
-for more than scaled, causal, windowed and soft-capped attention is refused, because to ignore what
-it asks for would change its numbers.
-
-The module does not depend on what tokens mean, which policy runs, or whether gradients flow.
+A layout decides what a token may see. `packed_layout` serves training, `paged_prefill` and
+`paged_decode` sampling. A model that asks for more than scaled, causal, windowed and soft-capped
+attention is refused, because to ignore what it asks for would change its numbers.
 
 Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
 K key-value heads, D head dimension.

@@ -1,9 +1,8 @@
 """The tokenizer that a user of `transformers` gets from a model's directory, and its chat template.
 
-`AutoTokenizer` does not always take tokenizer.json as it is: for some architectures, Qwen2 among
-them, it makes their own kind of tokenizer of the file's vocabulary, which cuts text by other rules.
-A run tokenises as `AutoTokenizer` does, since its exported model is used so. The run's own
-tokenizer.json holds the result, so that no worker loads `transformers` to tokenise.
+For some architectures, Qwen2 among them, `AutoTokenizer` makes another kind of tokenizer than
+tokenizer.json says. A run tokenises as `AutoTokenizer` does, since its exported model is used so.
+The run's own tokenizer.json holds the result, so that no worker loads `transformers` to tokenise.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def auto_tokenizer(directory: Path) -> Tokenizer:
 
 
 def write_tokenizer(source: Path, target: Path) -> None:
-    """Write what `AutoTokenizer` makes of a model as the tokenizer.json of a copy of its files."""
     loaded = _loaded(source)
     _compare_chat_template(loaded, source)
     tokenizer, file = _backend_of(loaded, source), target / "tokenizer.json"

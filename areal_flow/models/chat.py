@@ -1,9 +1,8 @@
-"""Chat templates: messages as the text that a model was trained to read.
+"""Chat templates: messages as the text that a model was trained to read. Reads no files.
 
 Templates render conversations whole, while here a policy's tokens are only ever appended to. So the
 turn that follows an answer is cut out of a rendered conversation, and a template that would show
-the policy another answer than the one it gave is refused. This module refuses to read files and to
-tokenise.
+the policy another answer than the one it gave is refused.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _ANSWERS = (_ANSWER, f"<think>\nSteps.\n</think>\n\n{_ANSWER}")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, and the special tokens that it may name, such as `bos_token`."""
-
     source: str
     special_tokens: Mapping[str, str]
     tool_use: str = ""
@@ -66,12 +63,10 @@ class ChatTemplate:
         return str(rendered)
 
     def next_turn(self, content: str, *, ended_by: str, role: str = "user") -> str:
-        """Return the text between an answer and the next one when somebody else says something.
+        """Return the text between an answer and the next one when the user or a tool says
+        something.
 
-        Args:
-            content: of the message.
-            role: whose message it is: the user's or a tool's.
-            ended_by: the text of the token that ended the answer, which is not repeated.
+        `ended_by` is the text of the token that ended the answer, which is not repeated.
         """
         messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
         template = self._with_tools if role == "tool" else self
@@ -85,14 +80,10 @@ class ChatTemplate:
         ended_by: str,
         tools: Sequence[Tool] = (),
     ) -> str:
-        """Return the text between an answer and the next one.
+        """Return the text between the answer at `at`, which is not read, and the next one.
 
-        Args:
-            messages: with the answer at `at`, which is not read.
-            at: the place of the answer.
-            ended_by: the text of the token that ended the answer, which is not repeated; empty if
-                none did.
-            tools: that the policy is told of.
+        `ended_by` is the text of the token that ended the answer, which is not repeated; empty if
+        none did.
         """
         if rewrites := (self._with_tools if tools else self)._rewrites:
             raise ValueError(rewrites)
@@ -158,7 +149,6 @@ class ChatTemplate:
 
 
 def tool_schema(name: str, description: str) -> Tool:
-    """Return the JSON schema of a tool that takes one text."""
     parameters = {
         "type": "object",
         "properties": {"input": {"type": "string", "description": description}},

@@ -1,6 +1,6 @@
 """The identity of weights and of optimizers: one hash of named tensors, or of a file of them.
 
-xxh3 finds every accident and no attack; it is as quick as memory (`docs/decisions/0006-seams.md`).
+xxh3 finds accidents, not attacks (`docs/decisions/0006-protocols-and-registries.md`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class TensorHash:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of names, types, shapes and bytes, independent of the mapping's order.
-
-    32 hexadecimal digits. Each tensor is read once, in the order of names. Other threads run
-    meanwhile, and so does a GPU that the tensors are on.
-    """
+    """Return 32 hexadecimal digits: of names, types, shapes and bytes, in the order of names."""
     return _hash(in_main_memory(tensors))
 
 
@@ -81,8 +77,7 @@ def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def in_main_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor, contiguous and in main memory, in the order of names.
 
-    Each is read from the mapping once, when the one before it is yielded: from then on it is on
-    its way from its GPU. A tensor that is there already is yielded as it is, not copied.
+    Each is read when the one before it is yielded: from then on it is on its way from its GPU.
     """
     arrivals: deque[Callable[[], tuple[str, Tensor]]] = deque()
     for name in sorted(tensors):
@@ -94,10 +89,9 @@ def in_main_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
 
 
 def _begin_copy(name: str, tensor: Tensor) -> Callable[[], tuple[str, Tensor]]:
-    """Return what waits until a tensor is in main memory, and returns it there with its name.
+    """Return what waits until a tensor is in main memory.
 
-    From a GPU it goes into pinned memory on a stream of its own, behind what computes the tensor
-    and beside what comes after that.
+    From a GPU it goes into pinned memory on a stream of its own, beside what comes after that.
     """
     if not tensor.is_cuda:
         there = tensor.cpu().contiguous()

@@ -1,10 +1,8 @@
 """What we use of `transformers`, imported without what no language model needs.
 
-Wherever they are installed, it also imports scikit-learn (for assisted generation) and SciPy (for
-object detection), which MLflow brings, and Accelerate (for its own trainer), which PEFT needs. It
-imports torch's compiler to mark functions that are not to be compiled, and torch's sharded tensors
-to be ready for them; SymPy comes with both. All of them together take longer than torch itself, at
-each start of every generator and every trainer.
+It would also import scikit-learn, SciPy and Accelerate where they are installed, torch's compiler
+and its sharded tensors, and SymPy with both. Together they take longer than torch itself, at each
+start of every generator and every trainer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Linear layers of float32 on processors that MKL knows too little of: oneDNN multiplies instead.
 
-PyTorch's builds for x86 multiply float32 matrices with MKL, which uses the widest vectors of
-Intel's processors only. oneDNN is in the same builds and uses those of any maker: twice as fast
-(`docs/decisions/0017-products-by-onednn.md`). Elsewhere, in other precisions and on GPUs nothing
-changes.
-
+MKL, in PyTorch's builds for x86, uses the widest vectors of Intel's processors only; oneDNN, in the
+same builds, those of any maker: twice as fast (`docs/decisions/0017-products-by-onednn.md`).
 What multiplies is a matter of the machine and of shapes alone, never of measured times: a step's
 bits must be those of its replay.
 

@@ -22,13 +22,10 @@ FREE_SCORES = 2**20
 
 
 def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[list[int]]:
-    """Return rows that attend together, padded to the longest of them.
+    """Return the indices of rows that attend together, padded to the longest of them.
 
     Longest first; a group takes the next row while the scores of padding are at most `padding` of
-    its real ones, or `FREE_SCORES`.
-
-    Returns:
-        The indices of each group's rows; in their own order if all are one group.
+    its real ones, or `FREE_SCORES`. In their own order if all are one group.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -48,10 +45,9 @@ def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[li
 class PackedLayout:
     """Sequences packed into one row `[1, T]`; no token sees another sequence's tokens.
 
-    Sequences may share their first tokens, as completions share a prompt: in the row these are
-    there once, and all layers but attention compute them once (Prefix Grouper, arXiv 2506.05433).
-    The row is unfolded for the attention alone, to `[N, L]` of each group of sequences that are
-    about as long as each other. So its cost is that of the sequences' own lengths.
+    Sequences may share their first tokens, which are then in the row once, and all layers but
+    attention compute them once (Prefix Grouper, arXiv 2506.05433). For attention alone the row is
+    unfolded, to `[N, L]` of each group of sequences that are about equally long.
     """
 
     def __init__(
@@ -63,11 +59,8 @@ class PackedLayout:
     ) -> None:
         """Find where each token goes.
 
-        Args:
-            lengths: tokens of each sequence.
-            device: of the row.
-            places: where each sequence's tokens lie in the row; without, one sequence lies after
-                the other. A token that several sequences have is at the same position in all.
+        `places` says where each sequence's tokens lie in the row; without, one lies after the
+        other. A token that several sequences have is at the same position in all.
         """
         ends = np.cumsum(lengths)
         self.places = places or [
@@ -109,7 +102,6 @@ class Unfolding:
     def of(
         cls, places: Sequence[NDArray[np.int64]], device: torch.device | str = "cpu"
     ) -> Unfolding:
-        """Find it for sequences whose tokens lie at these places."""
         lengths = np.array([len(places_L) for places_L in places])
         shapes, gathered, is_real = [], [], []
         for group in group_by_length(lengths.tolist()):

@@ -54,14 +54,10 @@ class PagedDecodeLayout:
         *,
         share_pages: bool = True,
     ) -> None:
-        """Find what each row reads.
+        """Find what each row of pages reads.
 
-        Args:
-            cache: of the policy.
-            tables_SW: pages of each row, in its order.
-            positions_S: where each row's new token goes.
-            share_pages: whether pages may be read where they are and once for all rows that share
-                them. Without, a row's sums do not depend on which other rows there are.
+        With `share_pages` pages are read where they are, once for all rows that share them.
+        Without, a row's sums do not depend on which other rows there are.
         """
         self.cache = cache
         self._num_rows = len(positions_S)
@@ -108,7 +104,6 @@ class PagedDecodeLayout:
         return (weighted / sums_SC[:, None, :num_heads, None]).to(query.dtype)
 
     def _largest(self, scores: list[Tensor]) -> Tensor:
-        """Return each row's largest score `[S, H]`."""
         largest = [part.largest(each) for part, each in zip(self._read, scores, strict=True)]
         nothing_1H = largest[0].new_full((1, largest[0].shape[1]), float("-inf"))
         return torch.cat((*largest, nothing_1H))[self._places_SW].amax(dim=1)
@@ -158,7 +153,7 @@ def _shared_products(
 
 
 class _ReadPart:
-    """The products of one part: scores, then sums of values, without those of other rows' keys."""
+    """The products of one part: scores, then sums of values."""
 
     def __init__(self, part: _Part, device: torch.device) -> None:
         self._device = device

@@ -25,9 +25,8 @@ from areal_flow.models.policy import run_policy
 
 
 def page_tokens_for(max_model_len: int) -> int:
-    """Return how many tokens a page has, for sequences of up to so many.
+    """Larger pages waste more of each sequence's last one; smaller ones are slower to multiply.
 
-    Larger pages waste more of each sequence's last one; smaller ones are slower to multiply.
     Measured on one core, 16 to 64 dimensions a head: 32 is quicker for contexts of a page or two.
     """
     return 32 if max_model_len <= 256 else 64
@@ -86,11 +85,7 @@ def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
 
 
 def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
-    """Write chunks of sequences to their pages, in one pass.
-
-    Returns:
-        The logits `[N, V]` after the last token of each chunk.
-    """
+    """Write chunks of sequences to their pages; return logits `[N, V]` after each last token."""
     return _prefill(policy, chunks, ChunkLayout(cache, chunks))
 
 
@@ -120,12 +115,7 @@ class ChunkLayout:
     def __init__(
         self, cache: PagedCache, chunks: Sequence[Chunk], *, needs_logits: bool = True
     ) -> None:
-        """Find where each token's keys and values go.
-
-        Args:
-            needs_logits: whether the pass goes on after its last keys and values are written;
-                without, that raises `_PagesAreFilled`.
-        """
+        """Without `needs_logits` a pass ends by `_PagesAreFilled` after its last values."""
         self.cache = cache
         self._ends_after = None if needs_logits else max(cache.layers)
         positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]

@@ -1,8 +1,6 @@
 """Loads policies, runs them over packed rows, and names their weights.
 
-Real checkpoints and the tiny ones made here take the same path: `AutoModelForCausalLM`, safetensors
-only, no remote code, our attention function. Logits come from a policy's own forward alone, so that
-logit scaling and final soft-caps stay in.
+Logits come from a policy's own forward alone, so that logit scaling and final soft-caps stay in.
 
 Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 """
@@ -41,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_policy(
     directory: Path | str, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Any:
-    """Load a Hugging Face causal language model from a directory, in evaluation mode.
+    """Load a causal language model from a directory, in evaluation mode.
 
     Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
     checkpoint that has one is merged.
@@ -62,9 +60,8 @@ def load_model(
 ) -> Any:
     """Load a model of one of `transformers`' automatic classes; see `load_policy`.
 
-    Args:
-        drawn: tensors that the directory may lack, and that are then drawn at random.
-        settings: of the model's configuration, over the directory's.
+    Tensors of `drawn` may be missing, and are then drawn at random; `settings` are put over the
+    configuration's.
     """
     try:
         with without_progress_bars():
@@ -140,11 +137,10 @@ def policy_from_config(
 
 
 def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
-    """Switch off for good what is random: a step's numbers must be those of its tokens, replayed.
+    """Switch off what is random: a step's numbers must be those of its tokens, replayed.
 
-    In evaluation mode, in which policies are trained too: in training mode mixtures of experts may
-    add noise to their router's input. And have linear layers computed by what this machine
-    computes them fastest with.
+    Policies are trained in evaluation mode too: in training mode mixtures of experts may add noise
+    to their router's input.
     """
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
@@ -156,7 +152,7 @@ def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
 def recompute_layers(policy: Any) -> None:
     """Have each layer keep its input alone for the backward pass, and compute the rest again.
 
-    Without transformers' own switch, which asks for training mode: some layers would add noise.
+    Without transformers' own switch, which asks for training mode.
     """
     for layer in layers_of(policy):
         layer.forward = partial(
@@ -196,10 +192,7 @@ def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
 
 
 def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:
-    """Return the logits `[M, V]` of last hidden states: all that a policy does after its layers.
-
-    In the type of the master weights, also where passes are of fewer bits.
-    """
+    """Return logits `[M, V]` of last hidden states, in the type of the master weights."""
     decoder = policy.get_decoder()
     answer = _KnownHidden(last_hidden_state=hidden_MH.to(policy.dtype)[None])
     decoder.forward = lambda *_, **__: answer

@@ -1,11 +1,9 @@
 """Asks of a model, before a run starts, whether engine and trainer compute what the model computes.
 
-A small copy of the model runs a packed pass, as the trainer does, and a prefilled and decoded one,
-as the engine does; both are compared with the model's own plain Hugging Face forward. The copy has
-the configuration's own widths, heads, scales and rotary settings and random weights; cut are the
-number of layers (every kind of layer stays), the vocabulary, the width of the MLPs and the window,
-which must be shorter than the probe to matter. So a large model costs little, and no weights are
-read but the names and shapes in their files' headers.
+A small copy of the model, with its own widths, heads, scales and rotary settings and random
+weights, runs a packed pass, as the trainer does, and a prefilled and decoded one, as the engine
+does; both are compared with the model's own plain forward. Cut are the number of layers (every kind
+of layer stays), the vocabulary, the MLPs and the window, which must be shorter than the probe.
 
 Letters: T tokens of a sequence, V vocabulary.
 """
@@ -54,7 +52,6 @@ _WEIGHT_GAIN = 3.0
 
 
 def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
-    """Refuse a model that engine and trainer would not compute as its own forward does."""
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -146,7 +143,6 @@ def small_copy(config: Any) -> Any:
 
 
 def _sharpen(policy: Any) -> None:
-    """Draw weights that make every term of the forward show in the log-probabilities."""
     for parameter in policy.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=_WEIGHT_GAIN * parameter.shape[-1] ** -0.5)

@@ -23,7 +23,6 @@ SCORE = "score"
 
 
 def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
-    """Make the configuration in a directory that of a reward model over the same layers."""
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, num_labels=1)
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
@@ -45,11 +44,9 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
 def load_reward_model(
     directory: Path, description: Path, *, device: torch.device | str = "cpu"
 ) -> Any:
-    """Return a reward model with a policy's layers; what the policy lacks is drawn at random.
+    """Return a reward model with a directory's layers; what it lacks is drawn at random.
 
-    Args:
-        directory: of a policy, or of a reward model; without weights, all are drawn.
-        description: the directory of the reward model's configuration.
+    `description` is the directory of the reward model's configuration.
     """
     config = AutoConfig.from_pretrained(str(description), local_files_only=True)
     kind = AutoModelForSequenceClassification

@@ -1,14 +1,16 @@
 """The rows that supervised fine-tuning learns from, as arrays of tokens.
 
-A prompt is tokenised as it would be for an episode, and each turn after it is tokenised by itself.
-The policy's turns are trained and end with a stop token; the environment's turns are context.
+A prompt is tokenised as for an episode, and each turn after it by itself. The policy's turns are
+trained and end with a stop token; the environment's are context. Messages are a `prompt` and
+completions, or whole conversations with one beginning, or texts such as those of `hh-rlhf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,16 +19,20 @@ import numpy as np
 from areal_flow.errors import ModelError, PromptError
 from areal_flow.models.chat import ChatTemplate, Message
 from areal_flow.models.directory import prompt_tokens
-from areal_flow.prompts.conversations import conversation_of, has_messages
 from areal_flow.prompts.files import Place, read_prompts, refuse_bad_rows
 from areal_flow.prompts.rendering import with_system_message
-from areal_flow.prompts.rows import Row, text_of, texts_of_turns
+from areal_flow.prompts.rows import Row, checked_message, checked_text, text_of, texts_of_turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_CHECKED = 1024
 """Good rows that are read before a model is."""
+
+WHOLE = "messages"
+"""The field of a row that is one whole conversation."""
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 TokenisedRow: TypeAlias = tuple[list[int], list[list[list[int]]]]
 """The prompt, and of each completion the turns of the policy and of the environment."""
@@ -43,13 +49,13 @@ def tokenise_completions(
     """Write prompts with their completions as arrays of tokens; return how many rows there are.
 
     Args:
-        path: JSONL or Parquet, rows of `prompt` and `fields`; a completion is a text, a list of
-            texts of the policy and of the environment by turns, or messages.
+        path: rows of `prompt` and `fields`; a completion is a text, a list of texts of the policy
+            and of the environment by turns, or messages.
         target: an .npz of `tokens` (all sequences, one after the other), `trained` as long, which
-            is false where the environment speaks, and, by sequence, `prompt_lengths` and `lengths`,
-            in tokens. Each completion is a sequence with the prompt before it.
+            is false where the environment speaks, and, by sequence, `prompt_lengths` and `lengths`.
+            Each completion is a sequence with the prompt before it.
         encoder: tokenises a row.
-        max_tokens: of the longest row that training can pack, all its completions together.
+        max_tokens: of a row, all its completions together.
         fields: the completions of a row; no two of them are equal.
     """
 
@@ -79,7 +85,7 @@ def tokenise_completions(
 
 
 def check_first_completions(path: Path, fields: Sequence[str]) -> None:
-    """Refuse a file that is empty or has bad rows at first, by the rows alone, without a model."""
+    """Refuse a file that is empty or has bad rows at first, without a model."""
 
     def check(row: Row) -> None:
         if has_messages(row, fields):
@@ -96,7 +102,6 @@ def check_first_completions(path: Path, fields: Sequence[str]) -> None:
 
 
 def _check_tokens(row: TokenisedRow, fields: Sequence[str], max_tokens: int) -> None:
-    """Refuse what nothing can be learned from, and what no micro-batch holds."""
     prompt, completions = row
     if len(fields) == 2 and completions[0] == completions[1]:
         raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
@@ -129,7 +134,9 @@ class RowEncoder:
         self._chat, self._system = chat, system
         # The same prompt may stand before several completions.
         self._prompt_tokens = lru_cache(maxsize=None)(partial(prompt_tokens, tokenizer))
-        self._tokens = lru_cache(maxsize=None)(self._encode_text)
+        self._tokens = lru_cache(maxsize=None)(
+            lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        )
 
     def encode(self, row: Row, fields: Sequence[str]) -> TokenisedRow:
         if has_messages(row, fields):
@@ -163,7 +170,8 @@ class RowEncoder:
     ) -> Iterable[list[int]]:
         """Yield the policy's answers, each with what ended it, and what stands between them."""
         messages = [*prompt, *completion]
-        own = [at for at in range(len(prompt), len(messages)) if _is_answer(messages[at])]
+        own = [at for at in range(len(prompt), len(messages))
+               if messages[at]["role"] == "assistant"]  # fmt: skip
         for at, following in pairwise([*own, None]):
             assert at is not None
             answer, after = chat.answer(messages[: at + 1])
@@ -185,9 +193,105 @@ class RowEncoder:
         decode = self._tokenizer.decode
         return {token: decode([token], skip_special_tokens=False) for token in self._stop_token_ids}
 
-    def _encode_text(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+def has_messages(row: Row, fields: Sequence[str]) -> bool:
+    """Return whether a row holds messages where others hold texts."""
+    fields = _fields_of(row, fields)
+    lists = (row[name] for name in ("prompt", *fields) if isinstance(row.get(name), list))
+    transcripts = any(_is_transcript(row, field) for field in fields)
+    return transcripts or any(value and isinstance(value[0], Mapping) for value in lists)
 
 
-def _is_answer(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
+def conversation_of(
+    row: Row, fields: Sequence[str]
+) -> tuple[list[Message], list[tuple[str, list[Message]]]]:
+    """Return the prompt's messages and, of each completion, its field and the messages after them.
+
+    The first and the last message of a completion are the assistant's. `messages` takes the place
+    of an only field that is missing.
+    """
+    fields = _fields_of(row, fields)
+    said = [_messages(row, field) for field in fields]
+    for field, messages in zip(fields, said, strict=True):
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(
+                f"field {field!r}: expected the assistant's message at the end, found "
+                f"{messages[-1]['role']}"
+            )
+    if all(messages[0]["role"] == "assistant" for messages in said):
+        return _prompt_of(row), [*zip(fields, said, strict=True)]
+    num_shared = _num_shared(fields, said)
+    _check_prompt(row, said[0][:num_shared], fields)
+    rest = [messages[num_shared:] for messages in said]
+    return said[0][:num_shared], [*zip(fields, rest, strict=True)]
+
+
+def _fields_of(row: Row, fields: Sequence[str]) -> Sequence[str]:
+    return (WHOLE,) if len(fields) == 1 and fields[0] not in row and WHOLE in row else fields
+
+
+def _is_transcript(row: Row, field: str) -> bool:
+    text = row.get(field)
+    return "prompt" not in row and isinstance(text, str) and _SPEAKER.match(text) is not None
+
+
+def _messages(row: Row, field: str) -> list[Message]:
+    value = row.get(field)
+    if _is_transcript(row, field):
+        _, *parts = _SPEAKER.split(row[field])
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        value = [{"role": _ROLES[who], "content": text.strip()} for who, text in turns]
+    if not isinstance(value, list):
+        return [{"role": "assistant", "content": text_of(row, field)}]
+    messages = [checked_message(message, field) for message in value]
+    if not messages:
+        raise ValueError(f"field {field!r}: expected messages, found none")
+    for message in messages:
+        if message["role"] == "assistant":
+            checked_text(message["content"], field)
+    return messages
+
+
+def _prompt_of(row: Row) -> list[Message]:
+    value = row.get("prompt")
+    if not isinstance(value, list):
+        return [{"role": "user", "content": text_of(row, "prompt")}]
+    messages = _messages(row, "prompt")
+    if messages[-1]["role"] in ("assistant", "system"):
+        raise ValueError(
+            f"field 'prompt': expected the user's message at the end, found {messages[-1]['role']}"
+        )
+    return messages
+
+
+def _num_shared(fields: Sequence[str], said: Sequence[Sequence[Message]]) -> int:
+    """Return with how many messages whole conversations begin alike; one's ends at an answer."""
+    if len(said) == 1:
+        return len([*takewhile(lambda message: message["role"] != "assistant", said[0])])
+    turns = [[(each["role"], each["content"]) for each in messages] for messages in said]
+    num = len([*takewhile(lambda at: len({*at}) == 1, zip(*turns, strict=False))])
+    next_roles = [each[num][0] if num < len(each) else "the end" for each in turns]
+    if not num or {*next_roles} != {"assistant"}:
+        raise ValueError(
+            f"fields {fields[0]!r} and {fields[1]!r}: expected conversations that are alike up to "
+            f"the assistant's message where they part, found that they part at message {num + 1}, "
+            f"which is {' and '.join(next_roles)}"
+        )
+    return num
+
+
+def _check_prompt(row: Row, beginning: Sequence[Message], fields: Sequence[str]) -> None:
+    """Refuse a prompt that stands beside whole conversations and is none of their beginning."""
+    if "prompt" not in row or row["prompt"] is None:
+        return
+    if isinstance(row["prompt"], list):
+        raise ValueError(
+            f"field {fields[0]!r}: expected the assistant's message first, since the row has a "
+            f"prompt of messages, found {beginning[0]['role']}"
+        )
+    texts = {message["content"].strip() for message in beginning}
+    if text_of(row, "prompt").strip() not in texts:
+        raise ValueError(
+            f"field 'prompt': expected a message of the conversation in field {fields[0]!r} before "
+            f"the answer, found {row['prompt']!r:.40}"
+        )

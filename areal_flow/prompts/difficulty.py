@@ -1,7 +1,7 @@
 """Keeps prompts that are neither too easy nor too hard, by how often an earlier run passed them.
 
-The earlier run's pass rates are read once, when a run is prepared, and stored with it. A prompt is
-identified by the hash of its text, so files may have other rows in another order.
+That run's pass rates are read once, and stored with the run that is prepared. The hash of its text
+identifies a prompt.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ def prompt_pass_rates(run: Run) -> pa.Table:
 
 
 class DifficultyFilter:
-    """Decides which prompts are trained on, and counts them."""
-
     def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
         self._settings = settings
         self.counts = Counter[str]()
@@ -69,7 +67,8 @@ class DifficultyFilter:
         if rate is None:
             self.counts["unseen"] += 1
             return settings.keep_unseen
-        easy, hard = rate > settings.max_pass_rate, rate < settings.min_pass_rate
+        lowest, highest = settings.pass_rates
+        easy, hard = rate > highest, rate < lowest
         self.counts["too easy" if easy else "too hard" if hard else "kept"] += 1
         return not (easy or hard)
 

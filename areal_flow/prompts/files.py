@@ -20,7 +20,6 @@ from areal_flow.prompts.rows import Row
 
 LANCE = ".lance"
 MAX_LINE_BYTES = 64 << 20
-"""The tests of one program, in a row of LiveCodeBench, are some megabytes."""
 BATCH_ROWS = 256
 MAX_NAMED = 10
 """Bad rows in a message."""
@@ -41,16 +40,16 @@ def read_prompts(
     """Yield what is made of each row of a file.
 
     Args:
-        make: is given the row; it raises ValueError for one that will not do.
+        make: raises ValueError for a bad row.
         on_bad: called with each bad row, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
-        once: make of equal lines of JSONL one thing: a curriculum shows its rows again and again.
+        once: whether equal lines of JSONL, such as a curriculum's, share what is made of them.
     """
 
-    def parse_and_make(line: bytes) -> Made:
+    def of_line(line: bytes) -> Made:
         return make(_parse_line(line))
 
-    of_line = cache(parse_and_make) if once else parse_and_make
+    of_line = cache(of_line) if once else of_line
     for place, (origin, found) in enumerate(read_rows(path)):
         if not keeps(place):
             continue
@@ -74,13 +73,12 @@ def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") ->
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    """Yield each row, of JSONL the line as it stands there, after its origin: file and line."""
-    is_empty = True
-    for row in _read_any(path):
-        is_empty = False
-        yield row
-    if is_empty:
+    """Yield the origin of each row, file and line, and the row; of JSONL the line as it is."""
+    rows = _read_any(path)
+    if (first := next(rows, None)) is None:
         raise PromptError(f"{path} is empty: expected one row or more")
+    yield first
+    yield from rows
 
 
 def _read_any(path: Path) -> Iterator[tuple[str, Row | bytes]]:
@@ -158,4 +156,4 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-"""`json.loads` would make one a line, which takes as long as to parse it."""
+"""`json.loads` would make one a line, as slowly as it parses it."""

@@ -1,8 +1,7 @@
-"""Makes a run's tables of prompts.
+"""Makes a run's tables of prompts, in batches, so that memory does not grow with the file.
 
-Rows are rendered, tokenised, checked against the context and validated in batches, so memory does
-not grow with the file. Bad rows end the preparation, unless they are to be skipped: then they are
-counted and listed. The prompts to train on and those held out are disjoint by text.
+Bad rows end the preparation, or are skipped and listed. The prompts to train on and those held out
+are disjoint by text.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ class Prepared:
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables: the prompts to train on, and those that are held out.
-
-    A prompt belongs to the first set that has it.
-    """
+    """Write the run's prompt tables; a prompt belongs to the first held-out set that has it."""
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
     num_repeated = 0
@@ -168,10 +164,7 @@ Read = Callable[..., Iterator[Row]]
 def _split(
     recipe: Recipe, read: Read, cut_to: dict[str, int]
 ) -> tuple[Iterator[Row], Iterator[Row]]:
-    """Return rows that may be held out, at most a fifth of a file, and the others.
-
-    A file that is too small for `num_held_out` is noted in `cut_to`.
-    """
+    """Return rows that may be held out, at most a fifth of a file, and the others."""
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
     if settings.held_out_path is not None:
@@ -278,9 +271,7 @@ def _check_tests(columns: Row) -> None:
 
 
 def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
-    """Write down which chat template rendered the prompts; return its hash, empty without one."""
-    chat = required_chat_template(recipe, layout.model)
-    if chat is None:
+    if (chat := required_chat_template(recipe, layout.model)) is None:
         return ""
     record = {"sha256": chat.sha256, "template": chat.source}
     layout.chat_template.write_text(json.dumps(record, indent=2) + "\n")

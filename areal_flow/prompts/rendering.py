@@ -17,8 +17,7 @@ from areal_flow.settings import import_function
 from areal_flow.types import Prompt
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
-from areal_flow.workflows.tool_use import ToolUse
-from areal_flow.workflows.tools import tools_by_name
+from areal_flow.workflows.tool_use import ToolUse, tools_by_name
 
 Render = Callable[[Sequence[Message]], str]
 
@@ -67,10 +66,9 @@ def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
 
 
 def why_chat_template(recipe: Recipe) -> str:
-    """Return why a chat template is needed, where the recipe does not say if there is one.
+    """Return why a chat template is needed; empty where the recipe says so or nothing is a message.
 
-    An agent and a system prompt are messages; so are rows that have a list of them. The first good
-    row of each file counts, held-out ones included. Empty where nothing is a message.
+    The first good row of each file counts, held-out ones included.
     """
     if recipe.prompts.chat_template is not None:
         return ""

@@ -27,10 +27,8 @@ RIGHT_ANSWER = "areal_flow.answer"
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
     """Return the columns of a prompt table that follow from the row alone.
 
-    They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty`, 0 where the
-    row has a word for it, and `metadata`: as JSON all fields of the row, beside them those of its
-    field `metadata` that it has not itself, and the right answer with its own type, which
-    `take_right_answer` takes out again.
+    `metadata` has, as JSON, all fields of the row, those of its field `metadata` that it has not
+    itself, and the right answer with its own type, which `take_right_answer` takes out again.
     """
     answer = answer_of(row, settings, needs_answer=needs_answer)
     difficulty = row.get("difficulty", 0)
@@ -42,9 +40,7 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
             f"{difficulty!r}"
         )
     nested = row.get("metadata")
-    columns = {"answer": answer, **row}
-    if isinstance(nested, Mapping):
-        columns = {**nested, **columns}
+    columns = {**(nested if isinstance(nested, Mapping) else {}), "answer": answer, **row}
     if columns["answer"] != answer:
         columns[RIGHT_ANSWER] = answer
     return {
@@ -56,7 +52,7 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
 
 
 def take_right_answer(columns: Row) -> Any:
-    """Take the right answer out of stored columns; an `answer` that is another one stays."""
+    """Take the right answer out of stored columns; a different `answer` stays."""
     return columns.pop(RIGHT_ANSWER if RIGHT_ANSWER in columns else "answer", None)
 
 
@@ -148,12 +144,9 @@ def checked_text(value: Any, field: str) -> str:
 
 
 def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
-    wanted = {
-        "question_field": (settings.question_field, QUESTION_FIELDS),
-        "answer_field": (settings.answer_field, ANSWER_FIELDS),
-    }
-    if not needs_answer:
-        del wanted["answer_field"]
+    wanted = {"question_field": (settings.question_field, QUESTION_FIELDS)}
+    if needs_answer:
+        wanted["answer_field"] = settings.answer_field, ANSWER_FIELDS
     missing, advice = [], []
     for setting, (field, usual) in wanted.items():
         if field not in row:

@@ -14,22 +14,20 @@ class DifficultySettings(Settings):
     """Which prompts are trained on, by how often an earlier run's completions of them passed."""
 
     run: str = ""
-    """The earlier run: its name, or its directory; empty: all prompts are trained on."""
-    min_pass_rate: float = Field(0.05, ge=0, le=1)
-    """Prompts that passed less often are too hard, and left out."""
-    max_pass_rate: float = Field(0.95, ge=0, le=1)
-    """Prompts that passed more often are too easy, and left out."""
+    """The earlier run, by name or directory; empty: all prompts are trained on."""
+    pass_rates: tuple[float, float] = Field((0.05, 0.95), strict=False)
+    """Prompts with a pass rate below the first are too hard, above the second too easy."""
     min_samples: int = Field(4, ge=1)
-    """A prompt with fewer completions there counts as unseen."""
+    """A prompt with fewer completions there is unseen."""
     keep_unseen: bool = True
-    """Train on prompts of which that run says nothing."""
+    """Train on unseen prompts."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DifficultySettings:
         require(
-            self.min_pass_rate <= self.max_pass_rate,
-            f"prompts.difficulty.min_pass_rate ({self.min_pass_rate}) must not exceed "
-            f"max_pass_rate ({self.max_pass_rate})",
+            0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1,
+            f"prompts.difficulty.pass_rates ({[*self.pass_rates]}) must be two numbers from 0 to "
+            "1, the larger last",
         )
         return self
 
@@ -38,13 +36,9 @@ class RowsSettings(Settings):
     """Where some rows are and which of their fields ask and answer; None: as `[prompts]` says."""
 
     path: Path | None = Field(None, strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row."""
     question_field: str | None = None
-    """As `prompts.question_field`."""
     answer_field: str | None = None
-    """As `prompts.answer_field`."""
     template: str | None = None
-    """As `prompts.template`."""
 
     def over_prompts(self) -> dict[str, Any]:
         """Return what these rows have instead of the settings of `[prompts]`."""
@@ -57,20 +51,16 @@ class SourceSettings(RowsSettings):
     """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
-    """What trajectories, metrics and rewards call it."""
+    """Its name in trajectories, metrics and rewards."""
     weight: float = Field(1.0, gt=0)
-    """Its share of the prompts is this part of all weights; at least 0.001%."""
+    """Its weight beside the other sources; at least 0.001% of all."""
     source: str = "file"
-    """As `prompts.source`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a source that takes some: of a task of reasoning-gym its own; of a
-    Hugging Face dataset `config`, `split`, `held_out_split`, `revision`."""
+    """Keyword arguments of a reasoning-gym task; of a Hugging Face dataset `config`, `split`,
+    `held_out_split`, `revision`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """As `prompts.held_out_path`."""
     num_prompts: int | None = Field(None, ge=1)
-    """As `prompts.num_prompts`."""
     num_held_out: int | None = Field(None, ge=0)
-    """As `prompts.num_held_out`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SourceSettings:
@@ -85,13 +75,12 @@ class HeldOutSettings(RowsSettings):
     """One more held-out set, evaluated with the others and reported by its name."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
-    """What reports and sinks call it; `rewards.sources` may name it."""
+    """Its name in reports and metrics; `rewards.sources` may name it."""
     path: Path = Field(strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row."""
     num_prompts: int = Field(0, ge=0)
-    """At most so many, from the beginning of the file; 0: all."""
+    """Only the first ones of the file; 0: all."""
     num_samples: int | None = Field(None, ge=1)
-    """Answers a prompt of this set; none: as `evaluation.num_samples`."""
+    """Answers a prompt; none: as `evaluation.num_samples`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HeldOutSettings:
@@ -106,37 +95,34 @@ class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
     source: str = "arithmetic"
-    """`file`; a source that makes prompts: `arithmetic`, `calculator`, `one_liners`;
-    `reasoning_gym:TASK`; `datasets:NAME`, a Hugging Face dataset; or `verifiers:ENVIRONMENT`.
-    `[[sources]]` mix several."""
+    """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `reasoning_gym:TASK`;
+    `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
     """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """Held-out prompts in a file of their own; otherwise drawn from `path`."""
+    """A file of held-out prompts; default: drawn from `path`."""
     question_field: str = "question"
-    """The field of a row that has the question: text, or messages, each of `role` and `content`,
-    the last one the user's, which are put by the chat template."""
+    """The field of the question: text, or messages with `role` and `content`, the last one the
+    user's."""
     answer_field: str = "answer"
-    """The field of a row that has the right answer: text, a number or a list."""
+    """The field of the right answer: text, a number or a list."""
     template: str = "{question}"
-    """What the policy is given, or with a chat template the user's last message; `{question}`
-    stands for the question."""
+    """The prompt, or with a chat template the user's last message; `{question}` is the question."""
     chat_template: bool | None = None
-    """Put questions as conversations, by the chat template of the model's tokenizer; none: if the
-    first row of a file has messages."""
+    """Format prompts with the model's chat template; none: if the first row has messages."""
     system: str = ""
-    """The system message of a chat whose row has none; empty: no such message."""
+    """The system message of chats without one; empty: none."""
     num_prompts: int = Field(24_000, ge=1)
-    """How many prompts a source makes; a file is read whole."""
+    """How many prompts a source generates; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
-    """How many prompts are never trained on, at most a fifth of a file; 0: none of these, and no
-    evaluation unless there are `evaluation.held_out`."""
+    """Prompts that are never trained on, at most a fifth of a file; 0: no evaluation, except of
+    `evaluation.held_out`."""
     num_terms: tuple[int, int] = Field((3, 7), strict=False)
-    """The fewest and the most terms of a sum, for the source `arithmetic`."""
+    """The least and greatest number of terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
-    """Leave out and list rows that are wrong, instead of ending there."""
+    """Skip and list bad rows instead of refusing the file."""
     difficulty: DifficultySettings = DifficultySettings()
-    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
+    """Choose prompts by how often they passed in an earlier run."""
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:

@@ -49,9 +49,9 @@ def num_prompts(path: Path) -> int:
 
 
 class RowColumns(Mapping[str, Any]):
-    """The columns of a prompt's row but its answer, read where they are first asked for.
+    """The columns of a prompt's row but its answer, which may be large: read on first use.
 
-    Sent to another process it is the row's place: a row may have megabytes of tests.
+    Another process gets the row's place.
     """
 
     def __init__(self, path: Path, index: int) -> None:
@@ -78,10 +78,7 @@ class RowColumns(Mapping[str, Any]):
 
 
 def quotas(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return how many of a cycle each source has: its share, to the nearest one, at least one.
-
-    What rounding down leaves goes to the largest remainders, the first source first.
-    """
+    """Return how many of a cycle each source has: its share by largest remainders, at least one."""
     total = sum(weights.values())
     exact = {name: CYCLE * weight / total for name, weight in weights.items()}
     found = {name: max(1, int(share)) for name, share in exact.items()}

@@ -167,10 +167,9 @@ class LocalTrainer:
         return trajectory_outcomes(
             rank.backend,
             self.sequences(request),
-            step=request.step,
-            settings=rank.settings,
+            rank.numbers,
+            rank.loss,
             temperature=self.recipe.generation.temperature,
-            advantages=rank.advantages,
         )
 
     def sequences(self, request: StepRequest) -> list[TrainingSequence]:

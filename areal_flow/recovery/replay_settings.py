@@ -18,10 +18,7 @@ WITHOUT_INFLUENCE = frozenset(
     {
         *("trainer.checkpoint_every_steps", "trainer.keep_checkpoints"),
         *("algorithm.group_filter", "algorithm.reference"),
-        *(
-            "trainer.adamw.max_skipped_steps",
-            *(f"trainer.lora.{n}" for n in LoraSettings.model_fields),
-        ),
+        *(f"trainer.lora.{name}" for name in LoraSettings.model_fields),
     }
 )
 """Settings that say what is kept of a step, which groups come to it or which weights the checkpoint

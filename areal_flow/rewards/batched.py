@@ -33,8 +33,8 @@ BATCH_ARGUMENTS = (
 def is_batched(function: Callable[..., Any]) -> bool:
     """Return whether a function has TRL's signature.
 
-    It names no single `completion`, but `completions`; or neither that nor a single `prompt`, but
-    `prompts` or `**columns`, which have the completions, too.
+    It names `completions` and no `completion`; or neither of them and no `prompt`, but `prompts`
+    or `**columns`.
     """
     parameters = inspect.signature(function).parameters
     if "completion" in parameters or "completions" in parameters:
@@ -44,11 +44,7 @@ def is_batched(function: Callable[..., Any]) -> bool:
 
 
 class BatchedFunctionReward(FunctionReward):
-    """Calls a function once for many completions, in a thread or, if it is `async`, on the loop.
-
-    It may take `timeout_s` over each completion of a call. One that raises, or returns another
-    number of rewards, has failed on all of them.
-    """
+    """Calls a function once for many completions; if it fails, it has failed on all of them."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         if not inputs:
@@ -60,7 +56,7 @@ class BatchedFunctionReward(FunctionReward):
             if is_async(self.function):
                 returned = await call_on_loop(call, limit_s=limit_s)
             else:
-                (returned,) = await call_in_thread([call], limit_s=limit_s)
+                returned = await call_in_thread(call, limit_s=limit_s)
             rewards = _listed(returned, len(inputs))
         except Exception as error:  # noqa: BLE001 - `judged` counts it
             return [judged(error)] * len(inputs)
@@ -73,7 +69,12 @@ class BatchedFunctionReward(FunctionReward):
         states = (given.trainer_state for given in inputs)
         given = columns | {
             "prompts": [[*given.messages] or given.prompt for given in inputs],
-            "completions": [_as_the_prompt(given) for given in inputs],
+            "completions": [
+                [{"role": "assistant", "content": given.completion}]
+                if given.messages
+                else given.completion
+                for given in inputs
+            ],
             "completion_ids": [list(given.completion_ids) for given in inputs],
             "answer": [given.metadata.get("answer", given.answer) for given in inputs],
             "trainer_state": max(states, key=lambda state: state.global_step),
@@ -107,11 +108,6 @@ class _Logged:
         parts = (RewardPart(n, mean if math.isfinite(mean) else None) for n, mean in means.items())
         extra = {column: values[place] for column, values in self.columns.items()}
         return replace(score, parts=(*score.parts, *parts), extra={**score.extra, **extra})
-
-
-def _as_the_prompt(given: RewardInput) -> Any:
-    is_chat = bool(given.messages)
-    return [{"role": "assistant", "content": given.completion}] if is_chat else given.completion
 
 
 def _listed(returned: Any, num: int) -> list[Any]:

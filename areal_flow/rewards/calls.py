@@ -15,16 +15,15 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from time import monotonic
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from areal_flow.errors import RewardError
-from areal_flow.failures import FailureCounts
+from areal_flow.failures import FailureCounts, in_own_thread
 from areal_flow.frames import place, users_frames
 
 FAILURES = FailureCounts("a verifier")
@@ -33,82 +32,42 @@ CHECKS_PER_LIMIT = 4
 """How often a call checks within its time limit whether the loop is blocked."""
 
 
-class VerifierHangs(RewardError):
-    """A verifier took longer than its limit over one completion; it cannot be stopped."""
+async def call_in_thread(call: Callable[[], Any], *, limit_s: float) -> Any | BaseException:
+    """Return what a call returned or raised, made in a thread that ends with the process."""
+    thread_id = 0
 
+    def run() -> Any | BaseException:
+        nonlocal thread_id
+        thread_id = threading.get_ident()
+        try:
+            return call()
+        except SystemExit as exit_:
+            return exit_error(exit_)
+        except Exception as error:  # noqa: BLE001 - for whoever asked for the call
+            return error
 
-class VerifierExits(RewardError):
-    """A verifier called `sys.exit`; the completion fails, and the worker goes on."""
-
-
-async def call_in_thread(
-    calls: Sequence[Callable[[], Any]], *, limit_s: float
-) -> list[Any | BaseException]:
-    """Make calls one after the other; return what each returned or raised.
-
-    A call that takes longer than the limit raises `VerifierHangs`, and the later ones are made in
-    another thread. A thread is one of its own, which ends with the process: a call that hangs
-    keeps no other waiting.
-    """
-    outcomes: list[Any | BaseException] = []
-    while len(outcomes) < len(calls):
-        outcomes += await _until_one_hangs(calls[len(outcomes) :], limit_s)
-    return outcomes
-
-
-async def _until_one_hangs(
-    calls: Sequence[Callable[[], Any]], limit_s: float
-) -> list[Any | BaseException]:
-    loop, finished = asyncio.get_running_loop(), asyncio.Event()
-    given_up = threading.Event()
-    outcomes: list[Any | BaseException] = []
-    began = monotonic()
-
-    def run() -> None:
-        nonlocal began
-        for call in calls:
-            if given_up.is_set():
-                return
-            began = monotonic()
-            outcomes.append(_outcome(call))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
-            loop.call_soon_threadsafe(finished.set)
-
-    thread = threading.Thread(target=run, name="verifier", daemon=True)
-    thread.start()
-    while not finished.is_set():
-        num_done = len(outcomes)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(finished.wait(), max(0.0, began + limit_s - monotonic()))
-        if len(outcomes) == num_done and monotonic() - began >= limit_s:
-            given_up.set()
-            return [*outcomes[:num_done], hang_error(limit_s, where_in_users_code(thread))]
-    return outcomes
-
-
-def _outcome(call: Callable[[], Any]) -> Any | BaseException:
+    outcome = asyncio.wrap_future(in_own_thread(run, name="verifier"))
     try:
-        return call()
-    except SystemExit as exit_:
-        return exit_error(exit_)
-    except Exception as error:  # noqa: BLE001 - for whoever asked for the call
-        return error
+        await asyncio.wait([outcome], timeout=limit_s)
+        return outcome.result() if outcome.done() else hang_error(limit_s, users_place(thread_id))
+    finally:
+        outcome.cancel()
 
 
-def hang_error(limit_s: float, where: str = "") -> VerifierHangs:
-    return VerifierHangs(
+def hang_error(limit_s: float, where: str = "") -> RewardError:
+    return RewardError(
         f"the verifier hangs: no verdict on a completion within {limit_s:g} s{where}. "
         "Give it a time limit of its own, or raise rewards.timeout_s"
     )
 
 
-def exit_error(raised: SystemExit) -> VerifierExits:
-    error = VerifierExits(f"the verifier called sys.exit({raised.code!r}): it must return a reward")
+def exit_error(raised: SystemExit) -> RewardError:
+    error = RewardError(f"the verifier called sys.exit({raised.code!r}): it must return a reward")
     return error.with_traceback(raised.__traceback__)
 
 
-def where_in_users_code(thread: threading.Thread) -> str:
-    frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+def users_place(thread_id: int) -> str:
+    frame = sys._current_frames().get(thread_id)
     frames = users_frames(traceback.extract_stack(frame)) if frame else []
     return f", it stands in {place(frames)}" if frames else ""
 
@@ -141,7 +100,9 @@ class _Run:
         self._call = call
 
     async def outcome(self, loop: _VerifierLoop) -> Any:
-        loop.attribute_task_to(self)
+        _RUN.set(self)  # tasks that this one makes are this call's, too
+        if (task := asyncio.current_task()) is not None:
+            loop.runs[task] = self
         self.began = monotonic()
         limit = asyncio.timeout(self.limit_s)
         try:
@@ -169,15 +130,9 @@ class _VerifierLoop:
         self._last_turn_at = 0.0
         self._seen: asyncio.Task[Any] | None = None
         """Whose step it was then: many short steps in a row are no long one."""
-        self._runs: WeakKeyDictionary[asyncio.Task[Any], _Run | None] = WeakKeyDictionary()
+        self.runs: WeakKeyDictionary[asyncio.Task[Any], _Run | None] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run_loop, name="verifiers", daemon=True)
         self._thread.start()
-
-    def attribute_task_to(self, run: _Run) -> None:
-        """Note that the current task, and those that it will make, are a call's."""
-        _RUN.set(run)
-        if (task := asyncio.current_task()) is not None:
-            self._runs[task] = run
 
     def leave_if_blocked(self, run: _Run) -> bool:
         """Return whether the loop is left; leave it if one step outlasts its call's limit.
@@ -190,12 +145,12 @@ class _VerifierLoop:
         now, task = monotonic(), asyncio.current_task(self.loop)
         if self._checked_at is None or task is not self._seen:
             self._checked_at, self._seen = now, task
-            self.loop.call_soon_threadsafe(self._turned)
+            self.loop.call_soon_threadsafe(self._note_turn)
             return False
-        blocking = self._runs.get(task) if task else None
+        blocking = self.runs.get(task) if task else None
         if now - self._checked_at >= (blocking or run).limit_s:
             self.is_left, self.blocked_by = True, blocking
-            self.where = where_in_users_code(self._thread)
+            self.where = users_place(self._thread.ident or 0)
             self.loop.call_soon_threadsafe(self.loop.stop)
         return self.is_left
 
@@ -203,7 +158,7 @@ class _VerifierLoop:
         """Return whether the loop is free, and a call goes on long after its time limit."""
         return bool(run.began) and self._last_turn_at >= run.began + 2 * run.limit_s
 
-    def _turned(self) -> None:
+    def _note_turn(self) -> None:
         self._checked_at, self._last_turn_at = None, monotonic()
 
     def _run_loop(self) -> None:
@@ -214,7 +169,7 @@ class _VerifierLoop:
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
     ) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **options)
-        self._runs[task] = _RUN.get(None)
+        self.runs[task] = _RUN.get(None)
         return task
 
 

@@ -42,8 +42,6 @@ _PLACE = re.compile(r"\{(prompt|answer|completion)\}")
 
 
 class JudgeReward:
-    """A `Reward`: the number that a service gives."""
-
     def __init__(
         self,
         *,
@@ -62,12 +60,12 @@ class JudgeReward:
             url: `http(s)://...`; with a model, up to and with `/v1`.
             model: the name of a model of an OpenAI-compatible service.
             question: what the model is asked, with {prompt}, {answer} and {completion}.
-            key_variable: the environment variable with the key to send, if it asks for one.
-            num_retries: after a failure that may pass; waits double, from half a second.
+            key_variable: the environment variable with the key to send.
+            num_retries: after a transient failure; waits double, from half a second.
             num_at_once: requests under way from one reward worker.
             limit_s: of one request.
-            scale: the lowest and the highest score; one beyond is no reward but an error. By
-                default from 0 to 1 with a model, and any number from a service of one's own.
+            scale: the lowest and the highest score; one beyond is an error. By default from 0 to 1
+                with a model, and any number from a service of one's own.
         """
         if not url.startswith(("http://", "https://")):
             raise RewardError(f"reward 'judge': expected url = 'http(s)://...', found {url!r}")
@@ -145,7 +143,6 @@ class JudgeReward:
         raise ServiceError(f"{self._url}: {failure}")
 
     def _read(self, found: Any) -> Score:
-        """Return the score of an answer, which is none if it is beyond the scale."""
         try:
             if self._model:
                 said = found["choices"][0]["message"]["content"]

@@ -26,8 +26,6 @@ _KIND = "ForSequenceClassification"
 
 
 class ModelReward:
-    """A `Reward`: what a reward model says, or the sigmoid of it."""
-
     made_of = (Path(__file__),)
 
     def __init__(
@@ -39,11 +37,11 @@ class ModelReward:
         num_at_once: int = 8,
         device: str = "cpu",
     ) -> None:
-        """Find the model, and read which one it is.
+        """Find the model.
 
         Args:
             path: a directory, or the name of a hub repository.
-            squash: whether the score goes through a sigmoid, into 0 to 1.
+            squash: whether the score goes through a sigmoid.
             max_tokens: of prompt and completion; what has more is not scored.
             num_at_once: completions in one batch.
             device: as torch names it.
@@ -110,7 +108,6 @@ class ModelReward:
         ]
 
     def _tokens(self, given: RewardInput) -> list[int]:
-        """Return prompt and completion as the model reads them; nothing of what is far too long."""
         if overlong(given.completion):
             return []
         said = self._tokenizer.encode(given.completion, add_special_tokens=False)

@@ -35,10 +35,8 @@ _TAIL_CHARS = 500
 def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
+    Both are compared as exact fractions. The answer may be a number, or a text that ends in one.
     Boxes with no more than a comma, `and` or `or` between them are one answer, which is no number.
-    A mark with nothing behind it is no answer. The answer may be a number, or a text with one, such
-    as GSM8K's solution ending in `#### n`.
-    Both are compared as exact fractions. Only ASCII digits are digits.
     """
     expected = number_of(answer)
     if expected is None:
@@ -57,8 +55,7 @@ def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
 def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the marked final answer, else the whole completion, as text.
 
-    Runs of white space count as one space; letter case counts. An answer that is no text is
-    compared as JSON: `42`, `true`, `["a", "b"]`.
+    Runs of white space count as one space. An answer that is no text is compared as JSON.
     """
     right = answer_text(answer)
     found = " ".join((marked_text(completion) or completion).split())
@@ -71,16 +68,15 @@ def _compared(is_right: bool, found: str) -> Score:
 
 
 def number_of(answer: Any) -> Fraction | None:
-    """Return the number that a right answer is, or that its text ends in; None without one."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return Fraction(str(answer)) if math.isfinite(answer) else None
     return parse_number(final_answer(answer) or "") if isinstance(answer, str) else None
 
 
 def final_answer(text: str) -> str | None:
-    """Return the marked answer, else the last number; None without one, or if the mark is empty.
+    """Return the marked answer, else the last number, with the LaTeX term that it is part of.
 
-    A number within a longer term of LaTeX, such as `x^{2}`, is returned with what stands before it.
+    None without a number, or if the mark is empty.
     """
     if (marked := marked_answer(text)) is not None or MARK in text or BOX in text:
         return marked
@@ -127,7 +123,6 @@ def _mixed_number(sign: str, whole: str | None, numerator: str, denominator: str
 
 
 def _without_signs(text: str) -> str:
-    """Return a number without the signs of dollars and percents, and without spaces."""
     return _SPACE.sub(r"\1", text.strip().strip("$").rstrip(".%"))
 
 

@@ -1,7 +1,4 @@
-"""What every reward promises, and a plain function as a reward.
-
-`tests/contracts/test_rewards.py` holds each implementation to it.
-"""
+"""What every reward promises (`tests/contracts/test_rewards.py`), and a function as a reward."""
 
 from __future__ import annotations
 
@@ -25,31 +22,25 @@ class RewardSettings(Settings):
     """One of the rewards whose weighted sum is the reward of a completion."""
 
     verifier: str = "numeric"
-    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    """A built-in verifier, an import path `package.module:function`, or a shipped function."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of it, beside what it takes of a completion."""
+    """Its keyword arguments."""
     weight: float = 1.0
-    """What this reward is multiplied by in the sum."""
+    """Its weight in the sum."""
     sources: tuple[str, ...] = Field((), strict=False)
-    """The names of the `[[sources]]` whose completions it judges; none: all."""
+    """The `[[sources]]` that it judges; none: all."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier of yours that takes longer over one completion hangs, and has failed there; one
-    that judges many at a time has this long for each."""
+    """The limit of a verifier of yours for each completion."""
 
 
 def part_names(rewards: Sequence[RewardSettings]) -> list[str]:
-    """Return what each part of a sum is called: its verifier, numbered from a second one on.
-
-    A number that makes the name of another part is passed over.
-    """
-    taken = {reward.verifier for reward in rewards}
+    """Return the name of each part of a sum: its verifier, the second one with a free number."""
+    verifiers = [reward.verifier for reward in rewards]
     names: list[str] = []
-    for reward in rewards:
-        numbered = (f"{reward.verifier}_{number}" for number in count(2))
-        is_first = reward.verifier not in names
-        names.append(
-            reward.verifier if is_first else next(n for n in numbered if n not in {*taken, *names})
-        )
+    for verifier in verifiers:
+        numbered = (f"{verifier}_{number}" for number in count(2))
+        free = (name for name in numbered if name not in {*verifiers, *names})
+        names.append(next(free) if verifier in names else verifier)
     return names
 
 
@@ -115,7 +106,6 @@ COMPLETION_ARGUMENTS = (
 
 
 MAX_COMPLETION_CHARS = 2**22
-"""A longer completion is not read: it is worth nothing, and has the verdict `output_limit`."""
 
 
 def overlong(completion: str) -> Score | None:
@@ -179,10 +169,7 @@ def bare(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FunctionReward:
-    """Calls a function once a completion: in a thread, or on a loop of its own if it is `async`.
-
-    Each completion is judged alone, and fails alone.
-    """
+    """Calls a function once a completion: in a thread, or on the verifiers' loop if `async`."""
 
     def __init__(self, function: RewardFunction, *, timeout_s: float = 60.0) -> None:
         self.function: Callable[..., Any] = function
@@ -206,7 +193,7 @@ class FunctionReward:
             awaited = (call_on_loop(call, limit_s=self.timeout_s) for call in calls)
             returned = await asyncio.gather(*awaited, return_exceptions=True)
         else:
-            returned = await call_in_thread(calls, limit_s=self.timeout_s)
+            returned = [await call_in_thread(call, limit_s=self.timeout_s) for call in calls]
         return [judged(outcome) for outcome in returned]
 
     def _call(self, given: RewardInput) -> Any:
@@ -216,11 +203,6 @@ class FunctionReward:
         return self.function(**(columns | named if self._takes_columns else named))
 
     def _named(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the function names.
-
-        Raises:
-            TypeError: it needs something that is not given.
-        """
         if missing := sorted(self._needs - given.keys()):
             raise TypeError(
                 f"the verifier asks for {', '.join(map(repr, missing))}; it may ask, by name, for "
@@ -251,12 +233,9 @@ def num_at_once(reward: Reward) -> int:
 
 
 def judged(returned: Any) -> Score:
-    """Return the score that a verifier's word stands for; none where it failed, with the cause.
+    """Return the score of what a verifier returned or raised.
 
-    A bare number has no verdict yet: whether it passes is for the weighted sum to say.
-
-    Args:
-        returned: a score, a bare reward, or what the verifier raised.
+    A bare number has no verdict yet: the weighted sum says whether it passes.
     """
     try:
         if isinstance(returned, BaseException):
@@ -271,6 +250,5 @@ def _as_number(returned: Any) -> float:
     try:
         return float(returned)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"the verifier returned {returned!r:.80}, expected a number or a Score"
-        ) from None
+        said = f"the verifier returned {returned!r:.80}, expected a number or a Score"
+        raise TypeError(said) from None

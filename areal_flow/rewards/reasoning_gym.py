@@ -32,13 +32,10 @@ _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympy|pickle)\b")
 def verify_reasoning_gym(
     *, prompt: str, completion: str, answer: Any, metadata: Mapping[str, Any]
 ) -> Score:
-    r"""Give what the task's `score_answer` gives, from 0 to 1; `right` is 1.
+    r"""Give what the task's `score_answer` gives, from 0 to 1.
 
-    Args:
-        prompt: the question.
-        completion: its last `<answer>`, else `\boxed{}` or `####`, else all of it is judged.
-        answer: of the task's entry.
-        metadata: the row: the entry's own `metadata`, or its keys as columns.
+    The last `<answer>` is judged, else `\boxed{}` or `####`, else the whole completion. The row has
+    the entry's own `metadata`, or its keys as columns.
     """
     of_entry = metadata.get("metadata") or metadata
     task = of_entry.get("source_dataset") if isinstance(of_entry, Mapping) else None
@@ -66,7 +63,6 @@ vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__),)
 
 @cache
 def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """Return what a task judges an answer to one of its entries by."""
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:

@@ -79,25 +79,19 @@ def load_reward(
     settings: Mapping[str, Any] | None = None,
     timeout_s: float = 60.0,
 ) -> NamedReward:
-    """Return a reward of the registry, a shipped one, or the one at `package.module:name`.
+    """Return a reward of the registry, one shipped in `directory`, or one at an import path.
 
-    An import path leads to what `REWARDS` may hold.
-
-    Args:
-        directory: where shipped functions lie: a run's `RunLayout.rewards`.
-        settings: its own, as keyword arguments.
-        timeout_s: how long one that is not built in may take over one completion.
+    One that is not built in may take `timeout_s` over each completion.
     """
     settings = settings or {}
     if name.startswith(SHIPPED):
         found: Any = load_shipped(name, directory)
-        identity = name.removeprefix(SHIPPED)
+        identity, source = name.removeprefix(SHIPPED), ""
     else:
         found = REWARDS.get(name) or import_function(
             name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
         )
-        identity = f"{name}@{code_hash(found)}"
-    source = "" if name.startswith(SHIPPED) else source_file(found)
+        identity, source = f"{name}@{code_hash(found)}", source_file(found)
     if settings:
         identity += f"-{text_hash(json.dumps(settings, sort_keys=True, default=str))}"
     _check_settings(name, found, settings)
@@ -115,7 +109,6 @@ def load_reward(
 
 
 def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a verifier does not take, and the lack of some that it needs."""
     given = {} if inspect.isclass(found) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
     parameters = inspect.signature(found).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
@@ -160,11 +153,7 @@ class WeightedRewards:
         pass_threshold: float = PASS_THRESHOLD,
         agent: str = "",
     ) -> None:
-        """Load each reward by its name; see `load_reward`.
-
-        `agent` is the import path of an agent that gives rewards itself: its code is part of the
-        identity.
-        """
+        """Load each reward; `agent` is the import path of an agent that gives rewards itself."""
         self._parts = [
             replace(
                 load_reward(
@@ -179,7 +168,6 @@ class WeightedRewards:
         self._pass_threshold = pass_threshold
         at_once = [num_at_once(part.reward) for part in self._parts]
         self.num_at_once = max(at_once, default=1)
-        """Completions of several groups that are best asked for at the same time."""
         self._turns = [asyncio.Lock() if num == 1 else nullcontext() for num in at_once]
         self._opened = ExitStack()
         scoring = (
@@ -188,8 +176,7 @@ class WeightedRewards:
         agents = [f"agent:{agent}@{code_hash(scoring)}"] if scoring else []
         identities = map(_weighted_identity, self._parts, self._weights)
         self.identity = " + ".join((*agents, *identities))
-        """Name and hash of the code of the agent and of each reward, with its weight unless that is
-        1, and what it judges unless that is all."""
+        """Name and hash of the code of the agent and of each reward."""
         sources = [source_file(scoring), *(part.source for part in self._parts)]
         self.files = tuple(dict.fromkeys(filter(None, sources)))
         """The files that their code stands in."""
@@ -246,10 +233,6 @@ def _weighted_identity(part: NamedReward, weight: float) -> str:
 async def _scores(
     part: NamedReward, inputs: Sequence[RewardInput], turn: AbstractAsyncContextManager[Any]
 ) -> Sequence[Score]:
-    """Return one score an input, which is none where its source is judged by others.
-
-    A reward that raises, or returns too few, scores none of them.
-    """
     judges = [not part.judges or given.prompt_source in part.judges for given in inputs]
     chosen = [*compress(inputs, judges)]
     try:

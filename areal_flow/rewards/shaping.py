@@ -1,7 +1,6 @@
 """Rewards of a completion's form: what a pattern finds in it, how it is built, how long it is.
 
-Each takes its settings from `[[rewards]] settings`. Patterns run with a time limit of their own and
-without the interpreter's lock, since some completions make a pattern search for ever.
+Patterns run with a time limit and without the interpreter's lock: some searches never end.
 """
 
 from __future__ import annotations
@@ -18,17 +17,13 @@ from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 
 MATCH_LIMIT_S = 1.0
-"""A pattern that takes longer over one completion is given up."""
 
 
 @reads_completion
 def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
-    r"""Compare the last match of a pattern with the answer, as text.
+    r"""Compare the last match of a pattern, or of its first group, with the answer, as text.
 
-    Args:
-        completion: what the policy wrote.
-        answer: what the match must be; runs of white space count as one space.
-        pattern: its first group counts, if it has one: `Answer: (\w+)`.
+    Runs of white space count as one space.
     """
     compiled = _compiled(pattern)
     group = 1 if compiled.groups else 0
@@ -49,12 +44,7 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
 
 @reads_completion
 def verify_format(*, completion: str, pattern: str) -> Score:
-    """Give 1 to a completion that a pattern describes from its first character to its last.
-
-    Args:
-        completion: what the policy wrote.
-        pattern: a dot is any character, the end of a line included.
-    """
+    """Give 1 to a completion that a pattern describes from its first character to its last."""
     compiled = _compiled(pattern)
     found = _in_time(
         lambda: compiled.fullmatch(completion, timeout=MATCH_LIMIT_S, concurrent=True) is not None
@@ -84,7 +74,6 @@ def penalize_length(*, completion_ids: Sequence[int], max_tokens: int, buffer_to
 
 
 def _in_time(search: Callable[[], Any]) -> Any:
-    """Return what a search found, or the score of one that was given up."""
     try:
         return search()
     except TimeoutError:

@@ -39,7 +39,6 @@ def ship_function(function: Callable[..., Any], directory: Path) -> str:
 
 
 def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
-    """Return the function that was shipped under a recipe's name."""
     stem = name.removeprefix(SHIPPED)
     try:
         pickled = (directory / f"{stem}.pickle").read_bytes()

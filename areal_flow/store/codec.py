@@ -1,15 +1,11 @@
-"""Episodes as trajectory rows, in two halves: rolled out, then scored; rows as receipts and as
-arrays for training. No Lance.
-
-Between the halves a table's metadata carries what is no column: scores that a workflow has given
-already, why members have no trajectory, and what the engine did.
+"""Episodes as trajectory rows, first generated, then scored; rows as receipts and as arrays for
+training. It does not import Lance.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -23,6 +19,7 @@ from areal_flow.run.layout import SCHEMA_VERSION
 from areal_flow.types import (
     EngineStats,
     Episode,
+    Prompt,
     Score,
     TrajectoryReceipt,
     VersionSpan,
@@ -37,26 +34,35 @@ TRAJECTORIES = arrow_schema(TrajectoryRow)
 RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
-_NOTES = b"areal_flow.notes"
 _TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
 """Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutNotes:
+    """What is known of generated rows beside their columns."""
+
+    prompts: Mapping[int, Prompt]
+    """By submission index."""
     engine_stats: EngineStats
     scores: tuple[Score | None, ...]
+    """Of each row: what its workflow has given already."""
     errors: tuple[str, ...]
+    """Why members have no trajectory."""
 
 
-def rollout_table(
+RolloutRows = tuple[pa.Table, RolloutNotes]
+"""Rows without scores. A plain tuple, the table first: Dask then sends the table without a copy."""
+
+
+def rollout_rows(
     groups: Sequence[tuple[Episode, RolledOutGroup]],
     *,
     generator: str,
     started_at: datetime,
     engine_stats: EngineStats,
-) -> pa.Table:
-    """Return the groups' rows without their scores; at least one group has a draft."""
+) -> RolloutRows:
+    """Return the groups' rows, all columns but the scores; at least one group has a draft."""
     finished_at = datetime.now(UTC)
     rows = [
         {
@@ -84,6 +90,7 @@ def rollout_table(
     ]
     drafts = [draft for _, group in groups for _, draft in group.drafts]
     notes = RolloutNotes(
+        {episode.submission_index: episode.prompt for episode, _ in groups},
         engine_stats,
         scores=tuple(draft.score for draft in drafts),
         errors=tuple(error for _, group in groups for error in group.errors),
@@ -92,7 +99,7 @@ def rollout_table(
     for name in _TOKEN_COLUMNS:
         column = _ragged([getattr(draft, name) for draft in drafts], TRAJECTORIES.field(name).type)
         table = table.append_column(TRAJECTORIES.field(name), column)
-    return table.replace_schema_metadata({_NOTES: pickle.dumps(notes)})
+    return table, notes
 
 
 def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
@@ -100,12 +107,8 @@ def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows), of.value_type), of)
 
 
-def rollout_notes(table: pa.Table) -> RolloutNotes:
-    notes: RolloutNotes = pickle.loads(table.schema.metadata[_NOTES])
-    return notes
-
-
 def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> pa.Table:
+    """Return the rows with their scores, columns in the schema's order."""
     scored_at = datetime.now(UTC)
     columns = {
         "reward": [score.reward for score in scores],
@@ -114,14 +117,13 @@ def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> 
         "verifier": [verifier] * len(scores),
         "scored_at": [scored_at] * len(scores),
     }
-    notes = table.schema.metadata
     for name, values in columns.items():
         field = TRAJECTORIES.field(name)
         table = table.append_column(field, pa.array(values, field.type))
     table = table.append_column(
         TRAJECTORIES.field("content_hash"), pa.array(content_hashes(table), pa.string())
     )
-    return table.select(TRAJECTORIES.names).cast(TRAJECTORIES).replace_schema_metadata(notes)
+    return table.select(TRAJECTORIES.names).cast(TRAJECTORIES)
 
 
 def _detail(score: Score) -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +19,8 @@ from areal_flow.errors import ConfigError
 from areal_flow.models.linear import onednn_is_faster
 from areal_flow.settings import import_function
 from areal_flow.trainer.critic import Critic
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
-from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.passes import Passes
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess, context_ranks
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
@@ -35,7 +35,7 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A copy of everything that a backend continues from, in main memory, by tensor name."""
+    """A copy of what a backend continues from, in main memory, by tensor name."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -43,7 +43,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """As `SavedState`, of a backend that is sharded: a rank's rows."""
+    """As `SavedState`: a rank's rows of a sharded backend."""
 
     weights: dict[str, TensorRows]
     optimizer: dict[str, TensorRows]
@@ -53,6 +53,7 @@ class TrainerBackend(Protocol):
     """A policy and its optimizer, wherever their parts are; not for concurrent use."""
 
     settings: TrainerSettings
+    passes: Passes
     is_sharded: bool
     """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
     critic: Critic | None
@@ -60,12 +61,6 @@ class TrainerBackend(Protocol):
     has_reference: bool
     """Whether a policy was given to `hold_reference`. With an adapter none is needed: the reference
     is then the policy without it."""
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, without gradient."""
-
-    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        """Return the same of one micro-batch under the reference policy."""
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
@@ -121,7 +116,6 @@ def backend_name(settings: TrainerSettings, replicas: ReplicaGroup) -> str:
 def make_backend(
     policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
 ) -> TrainerBackend:
-    """Return the backend that a recipe names, with a fresh optimizer over this policy."""
     replicas = replicas or SingleProcess()
     path = BACKENDS[backend_name(settings, replicas)]
     backend = import_function(path, setting="trainer.backend", error=ConfigError)
@@ -131,7 +125,7 @@ def make_backend(
 def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
     device, backend = recipe.trainer.device, backend_name(recipe.trainer, replicas)
-    context = 1 if replicas.is_alone else recipe.trainer.parallel.context_ranks
+    context = context_ranks(replicas, recipe.trainer)
     environment = {
         "torch": torch.__version__,
         "ranks": recipe.cluster.num_trainers,

@@ -69,7 +69,6 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
-    """Write aside what this process has of a checkpoint, which may be all of it."""
     partial = _partial(root, snapshot, writer)
     saved = snapshot.saved
     with _storage_errors(root, snapshot):
@@ -114,7 +113,6 @@ def complete_checkpoint(
 
 
 def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
-    """Return the hash of the optimizer's tensors; where others wrote too, see that all is there."""
     saved, expected = snapshot.saved, snapshot.description.weights_hash
     if not isinstance(saved, SavedRows):
         return hash_tensors(saved.optimizer)
@@ -161,7 +159,7 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
 
 
 def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
-    """As `read_checkpoint`; a rank holds one tensor at a time, and of most its own rows alone."""
+    """A rank holds one tensor at a time, and of most its own rows alone."""
 
     def hashes(path: Path) -> tuple[str, str]:
         optimizer_hash = hash_files(path / OPTIMIZER_FILE, without={RNG_STATE})

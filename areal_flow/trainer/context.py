@@ -1,11 +1,9 @@
 """Passes over micro-batches whose tokens several ranks share: context parallelism.
 
 DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): all layers work on a rank's own tokens, and for
-attention the ranks exchange slices of all heads for whole rows of some.
-
-A rank computes what is asked of its own tokens. What comes out for each trained token is exchanged,
-so that every rank of the group has all of it, and a loss sees whole sequences. The gradient of a
-rank goes through its own tokens alone: added over ranks, it is the whole one, once.
+attention the ranks exchange slices of all heads for whole rows of some. A rank computes its own
+tokens, and the results are exchanged, so that a loss sees whole sequences. Its gradients are of its
+own tokens alone: added over ranks, they are the whole one.
 
 Letters: M trained tokens of a micro-batch, T tokens of its row (a multiple of P), P ranks, t tokens
 of a rank's slice, H heads, K key-value heads, D head dimension.
@@ -26,9 +24,8 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.passes import RunOn
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch
 
 
@@ -135,15 +132,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
-    """Return what runs functions of a policy for all ranks that share a row, if any do."""
-    num_ranks = settings.parallel.context_ranks
-    if replicas.is_alone or num_ranks == 1:
+    num_ranks = context_ranks(replicas, settings)
+    if num_ranks == 1:
         return run
     return ContextParallel(run, replicas.subgroup(num_ranks, torch.device(settings.device).type))
 
 
 def check_heads(policy: Any, num_ranks: int) -> None:
-    """Refuse a policy whose heads do not split among the ranks that share a row."""
     config = policy.config.get_text_config()
     heads = config.num_attention_heads
     key_values = getattr(config, "num_key_value_heads", None) or heads

@@ -1,7 +1,7 @@
 """A critic: a model of the policy's layers that predicts the reward to come, and its optimizer.
 
-It is a part of the trainer's state. It is never served, and no hash of the policy covers it; that
-of a checkpoint's optimizer does.
+It is trainer's state: never served, in no hash of the policy, but in that of a checkpoint's
+optimizer.
 
 Letters: M chosen tokens of a micro-batch, B trajectories of a step, L tokens of the longest
 completion.
@@ -25,9 +25,9 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
-from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.gradients import update_whole
-from areal_flow.trainer.passes import Passes, by_trajectory, run_on
+from areal_flow.trainer.adamw import PolicyAdamW, update_whole
+from areal_flow.trainer.passes import Passes, run_on
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
 from areal_flow.trainer.updates import Minibatch, StepSettings
 
@@ -36,9 +36,14 @@ PREFIX = "critic."
 
 
 class Critic:
-    """The model of values, in training form, and its optimizer."""
-
-    def __init__(self, policy: Any, settings: TrainerSettings, algorithm: ActorCriticPPO) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        settings: TrainerSettings,
+        algorithm: ActorCriticPPO,
+        replicas: ReplicaGroup,
+    ) -> None:
+        self._replicas = replicas
         self._policy = policy
         self._algorithm = algorithm
         self._settings = settings.model_copy(
@@ -52,19 +57,12 @@ class Critic:
             recompute_layers(self.model)
         self._optimizer = PolicyAdamW(self.model.named_parameters(), self._settings)
         run = partial(run_on, self.model)
-        self._passes = Passes(run, self._settings, reference=run)
+        self._passes = Passes(run, self._settings, self._replicas, reference=run)
 
-    def values(
-        self,
-        sequences: Sequence[TrainingSequence],
-        planned: Sequence[Sequence[Sequence[int]]],
-        settings: StepSettings,
-    ) -> Tensor:
+    def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-        device = self._settings.device
-        found = by_trajectory(self._values_of, whole, planned, settings, device=device)
-        return pad_sequence(found, batch_first=True)
+        return pad_sequence(self._passes.by_trajectory(self._values_of, whole), batch_first=True)
 
     @torch.no_grad()
     def _values_of(self, micro: MicroBatch) -> Tensor:
@@ -77,17 +75,13 @@ class Critic:
         size: MinibatchSize,
         settings: StepSettings,
     ) -> dict[str, Metric]:
-        """Make one update; where its loss or gradient is not finite, nothing changes.
-
-        Args:
-            micro_batches: by rank, of sequences as `sequences_with_targets` makes them.
-        """
+        """Make one update of sequences as `sequences_with_targets` makes them, by rank."""
         minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
         numbers = update_whole(
             self._optimizer,
+            self._passes,
             lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank),
             minibatch,
-            max_grad_norm=self._settings.max_grad_norm,
             name="critic's update",
         )
         return {**numbers.metrics, CRITIC_SKIPPED_UPDATES: Metric(float(not numbers.losses), 1.0)}
@@ -97,7 +91,7 @@ class Critic:
     ) -> list[TrainingSequence]:
         """Return sequences whose columns are the critic's.
 
-        In place of behaviour log-probabilities are the values before the step, and in place of
+        In place of behaviour log-probabilities are the values before the step, in place of
         advantages the targets: both are aligned as these are.
         """
         assert inputs.values_BL is not None
@@ -130,7 +124,6 @@ class Critic:
         return self._algorithm.value_loss(values_M, micro.behavior_logprobs_M, micro.advantages_M)
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return weights and the optimizer's state, by names that begin with `PREFIX`."""
         weights = {f"{PREFIX}weights.{n}": t for n, t in policy_tensors(self.model).items()}
         state = self._optimizer.named_state()
         return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}

@@ -23,7 +23,7 @@ from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.models.linear import linear
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.sequences import TrainingSequence, row_tokens
-from areal_flow.trainer.step import MinibatchPlan
+from areal_flow.trainer.updates import MinibatchPlan
 
 WIDTHS = {"cpu": 768, "cuda": 8192}
 """Of the square matrices that are multiplied to measure a rate."""
@@ -32,8 +32,6 @@ TRIALS = 5
 
 @dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """What the floating-point operations of a pass depend on."""
-
     num_weights: int
     """N."""
     head: int
@@ -45,7 +43,7 @@ class PolicyShape:
 
     @classmethod
     def of(cls, policy: Any) -> PolicyShape | None:
-        """Return a policy's shape; None of one with experts, whose tokens choose their matrices."""
+        """Return None for a policy with experts, whose tokens choose their matrices."""
         modules = [m for m in policy.get_decoder().modules() if not isinstance(m, nn.Embedding)]
         parameters = [p for module in modules for p in module.parameters(recurse=False)]
         if any(parameter.ndim > 2 for parameter in parameters):
@@ -96,14 +94,13 @@ class PolicyShape:
 
 
 def matrix_rate(device: str, dtype: str) -> float:
-    """Return how many operations a second this process multiplies matrices with, measured once."""
     return _measured_rate(device, dtype, torch.get_num_threads())
 
 
 @lru_cache
 @torch.no_grad()
 def _measured_rate(device: str, dtype: str, num_threads: int) -> float:
-    """Return the best of some trials: other processes may use the machine meanwhile."""
+    """Return the operations a second of the best trial: others may use the machine meanwhile."""
     on_gpu = device.startswith("cuda")
     width = WIDTHS["cuda" if on_gpu else "cpu"]
     matrix = torch.ones(width, width, dtype=DTYPES[dtype], device=device)

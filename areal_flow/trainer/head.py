@@ -1,8 +1,7 @@
 """Log-probabilities and entropies of a policy's tokens, without logits of all of them at once.
 
-Logits of 32,000 tokens over a vocabulary of 152,000 are 19 GB, and the softmax, its logarithm and
-their gradients as much again. Here a chunk of tokens has logits at a time; where gradients are
-wanted, a chunk's logits are computed again for them.
+Logits of 32,000 tokens over a vocabulary of 152,000 are 19 GB, and the softmax and gradients as
+much again. Here one chunk of tokens has logits, which are computed again for its gradients.
 
 Letters: M trained tokens of a micro-batch, H hidden size, V vocabulary.
 """
@@ -34,20 +33,14 @@ Entropies = Callable[..., Tensor]
 
 
 def token_logprobs(policy: Any, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Return the log-probabilities `[M]` of the trained tokens, float32.
-
-    Of a reward model, its scores after them.
-    """
+    """Return log-probabilities `[M]` of the trained tokens, or a reward model's scores; float32."""
     return _in_chunks(policy, micro, temperature, entropies=None)[0]
 
 
 def token_logprobs_and_entropies(
     policy: Any, micro: MicroBatch, *, temperature: float, entropy_has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies (nats) of the trained tokens, each `[M]`, float32.
-
-    Of a reward model, its scores after them, and zeros.
-    """
+    """Return the same and entropies in nats, each `[M]`, float32; a reward model's are zeros."""
     entropies = next_token_entropies if entropy_has_gradient else detached_entropies
     logprobs_M, entropy_M = _in_chunks(policy, micro, temperature, entropies=entropies)
     return logprobs_M, entropy_M

@@ -1,7 +1,6 @@
-"""What a training step did to its trajectories, token by token.
+"""What a training step did to its trajectories, token by token; nothing here changes a policy.
 
-Nothing here changes a policy. Forward passes are packed as the trainer packs them, but every
-completion token is looked at, those that are masked out of the loss as well.
+Every completion token is looked at, those that are masked out of the loss as well.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, To
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
-from areal_flow.trainer.step import plan_micro_batches
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.trainer.updates import UpdateNumbers
 from areal_flow.types import StepRequest
 
 
@@ -65,7 +63,7 @@ class InspectedTrajectory:
 
     @property
     def differences(self) -> tuple[float, ...]:
-        """Return what the change made of each token's log-probability; without one, the step."""
+        """What the change made of each token's log-probability; without one, the step."""
         if self.changed is None:
             before, after = self.proximal_logprobs, self.replayed.logprobs
         else:
@@ -101,9 +99,9 @@ def completion_logprobs(
         max_tokens=backend.settings.tokens_per_micro_batch,
     )
     micro_batches = MicroBatches(whole, packed, backend.settings.device)
-    logprobs_T = torch.cat(backend.logprobs(micro_batches, temperature=temperature))
+    found_T = [backend.passes.logprobs(micro, temperature) for micro in micro_batches]
     order = list(chain.from_iterable(packed))
-    parts = torch.split(logprobs_T, [len(whole[index].output_tokens) for index in order])
+    parts = torch.split(torch.cat(found_T), [len(whole[index].output_tokens) for index in order])
     found = {index: tuple(part.tolist()) for index, part in zip(order, parts, strict=True)}
     return [found[index] for index in range(len(whole))]
 
@@ -111,33 +109,29 @@ def completion_logprobs(
 def trajectory_outcomes(
     backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
+    numbers: UpdateNumbers,
+    watch: TokenLoss | None,
     *,
-    step: int,
-    settings: StepSettings,
     temperature: float,
-    advantages: Sequence[Advantage],
 ) -> list[TrajectoryOutcome]:
-    """Return what a step did to each of its sequences.
+    """Return what a step did to each of its sequences, with the backend as it is after the step.
 
     Args:
-        advantages: that the step trained with.
-        backend: after the step.
-        settings: of the step, whose loss was a `ClipWatch`.
+        numbers: of the step.
+        watch: its loss, a `ClipWatch`.
         temperature: to see log-probabilities at; not that of the step, if two are compared.
     """
-    assert isinstance(settings.loss, ClipWatch), "a step that is inspected is watched"
+    assert isinstance(watch, ClipWatch), "a step that is inspected is watched"
     logprobs = completion_logprobs(backend, sequences, temperature=temperature)
-    max_tokens = backend.settings.tokens_per_micro_batch
-    plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
-    watched = iter(settings.loss.clipped)
+    watched = iter(watch.clipped)
     clipped = {
         index: tuple(trained and next(watched) for trained in sequences[index].trained.tolist())
-        for minibatch in plan
+        for minibatch in numbers.plan
         for index in chain.from_iterable(chain.from_iterable(minibatch))
     }
     return [
         TrajectoryOutcome(
-            _mean_advantage(advantages[index], s.trained),
+            _mean_advantage(numbers.advantages[index], s.trained),
             tuple(s.trained.tolist()),
             clipped[index],
             logprobs[index],

@@ -1,7 +1,6 @@
 """The metrics of a step: of its batch, of what was trained of it, and of its updates.
 
-All but the durations follow from rows of the log and from the updates, so that every rank and every
-replay computes the same.
+All but the durations are the same on every rank and in every replay.
 """
 
 from __future__ import annotations
@@ -73,12 +72,7 @@ def step_metrics(
 
 
 def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
-    """Return metrics by the names that sinks show.
-
-    Args:
-        rows: of the trajectories, which all have a reward: `submission_index`, `source`,
-            `difficulty`, `reward`, `reward_parts`, `finish_reason` and `output_tokens` of each.
-    """
+    """Return metrics, by the names that sinks show, of trajectories' rows with rewards."""
     rewards = [row["reward"] for row in rows]
     groups = _split(rows, "submission_index", rewards).values()
     passed = [float(passes(reward, threshold=pass_threshold)) for reward in rewards]
@@ -101,7 +95,6 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
 
 
 def _part_means(rows: Rows) -> dict[str, float]:
-    """Return the mean of each of several rewards before its weight, where it gave one."""
     parts: dict[str, list[float]] = defaultdict(list)
     for part in chain.from_iterable(row["reward_parts"] for row in rows):
         parts[part["name"]] += [] if part["reward"] is None else [part["reward"]]
@@ -144,10 +137,7 @@ def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float,
 def masked_fractions(
     rows: Sequence[Mapping[str, Any]], sequences: Sequence[TrainingSequence]
 ) -> dict[str, float]:
-    """Return which share of the completions' tokens is context only, by reason.
-
-    Tokens that the policy did not choose are the environment's, and the others are too old.
-    """
+    """Return which share of the completions' tokens is the environment's, and which too old."""
     num_tokens = max(1, sum(len(s.trained) for s in sequences))
     num_chosen = sum(int(np.count_nonzero(row["loss_mask"])) for row in rows)
     num_environment = sum(len(row["loss_mask"]) for row in rows) - num_chosen

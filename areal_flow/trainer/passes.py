@@ -1,14 +1,11 @@
-"""Forward and backward passes of one rank over its micro-batches, and how ranks add their numbers.
-
-It does not depend on what holds the policy, how gradients of ranks are added, or what an update is.
-"""
+"""Forward and backward passes of a rank over its micro-batches, and sums of ranks' numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +15,14 @@ from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_m
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
-from areal_flow.trainer.mesh import raise_trainer_lost
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.planning import plan_passes
+from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-from areal_flow.trainer.updates import Minibatch, StepSettings
+from areal_flow.trainer.updates import Minibatch, MinibatchPlan
 
-
-class RunOn(Protocol):
-    """Calls a function of a policy, with what the policy needs around a pass."""
-
-    def __call__(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        """Return `function(policy, *arguments, **keywords)`."""
+RunOn = Callable[..., Any]
+"""Returns `function(policy, *arguments, **keywords)` for `function, *arguments, **keywords`, with
+what the policy needs around a pass."""
 
 
 def run_on(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
@@ -47,12 +41,32 @@ class RankNumbers:
 class Passes:
     """Passes over one policy, and over the one that its loss compares it with."""
 
-    def __init__(self, policy: RunOn, settings: TrainerSettings, *, reference: RunOn) -> None:
+    def __init__(
+        self, policy: RunOn, settings: TrainerSettings, replicas: ReplicaGroup, *, reference: RunOn
+    ) -> None:
         self._policy = policy
-        self._settings = settings
+        self.settings = settings
+        self.replicas = replicas
         self.reference = reference
+        self._context_ranks = context_ranks(replicas, settings)
+
+    @property
+    def num_batches(self) -> int:
+        """Among how many a minibatch is dealt: ranks that share sequences are one."""
+        return self.replicas.num_ranks // self._context_ranks
+
+    def batches(
+        self, sequences: Sequence[TrainingSequence], planned: MinibatchPlan
+    ) -> dict[int, MicroBatches]:
+        """Return the batch of each rank that this process computes."""
+        shared_by, device = self._context_ranks, self.settings.device
+        return {
+            rank: MicroBatches(sequences, planned[rank // shared_by], device)
+            for rank in self.replicas.mine
+        }
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities of the trained tokens, without gradient."""
         return self._logprobs_under(self._policy, micro, temperature)
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
@@ -60,9 +74,28 @@ class Passes:
 
     @torch.no_grad()
     def _logprobs_under(self, policy: RunOn, micro: MicroBatch, temperature: float) -> Tensor:
-        with self.autocast():
+        with raise_trainer_lost(), self.autocast():
             logprobs_M: Tensor = policy(token_logprobs, micro, temperature=temperature)
         return logprobs_M
+
+    def by_trajectory(
+        self, compute: Callable[[MicroBatch], Tensor], sequences: Sequence[TrainingSequence]
+    ) -> list[Tensor]:
+        """Return numbers of each sequence's trained tokens, float64, on every rank."""
+        max_tokens = self.settings.tokens_per_micro_batch
+        planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
+        order = [[index for micro in of_rank for index in micro] for of_rank in planned]
+        lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
+        longest = max(map(sum, lengths))
+        sent = {}
+        for rank, batch in self.batches(sequences, planned).items():
+            values_N = torch.cat([compute(micro) for micro in batch]).double().cpu()
+            sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
+        found: dict[int, Tensor] = {}
+        gathered = self.replicas.gather(sent)[:: self._context_ranks]
+        for values_N, of_rank, counts in zip(gathered, order, lengths, strict=True):
+            found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
+        return [found[index] for index in range(len(sequences))]
 
     def minibatch_bound(self, minibatch: Minibatch) -> float | None:
         """Return what an algorithm must know of all of a minibatch's tokens: one for all ranks."""
@@ -76,22 +109,22 @@ class Passes:
             at = 0
             for micro in micro_batches:
                 logprobs_M = self.logprobs(micro, settings.temperature)
-                if settings.is_secondary_context_rank(rank):
+                if self._is_secondary_context_rank(rank):
                     continue
                 log_ratio_M = logprobs_M - micro.behavior_logprobs_M
                 end = at + len(log_ratio_M)
                 sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
                 at = end
-        tokens_2N = torch.cat(settings.group.gather(sent), dim=1)
+        tokens_2N = torch.cat(self.replicas.gather(sent), dim=1)
         log_ratio_N, advantages_N = tokens_2N[:, ~tokens_2N[1].isnan()]
         return settings.algorithm.minibatch_bound(log_ratio_N, advantages_N)
 
     def backward(self, minibatch: Minibatch, rank: int, bound: float | None) -> RankNumbers:
-        """Add one rank's gradients to those of the policy; return the rank's numbers."""
-
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
-            return _with_entropy(minibatch.settings.token_loss(inputs), inputs.entropy_T)
+            found = minibatch.settings.token_loss(inputs)
+            assert inputs.entropy_T is not None
+            return replace(found, metrics={**found.metrics, "entropy_mean": mean(inputs.entropy_T)})
 
         return self.backward_of(loss_of, minibatch, rank)
 
@@ -99,34 +132,63 @@ class Passes:
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
     ) -> RankNumbers:
         """As `backward`, with any loss of a micro-batch."""
-        settings = minibatch.settings
+        aggregate = minibatch.settings.algorithm.aggregate
         total, metrics = 0.0, dict[str, Metric]()
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
                 found = loss_of(micro)
-            loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
+            loss = aggregate(found.losses_T, micro.sequence_M, minibatch.size)
             with raise_trainer_lost():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
-        if settings.is_secondary_context_rank(rank):
+        if self._is_secondary_context_rank(rank):
             return RankNumbers(0.0, {name: metric.neutral() for name, metric in metrics.items()})
         return RankNumbers(total, metrics)
+
+    def add_numbers(self, computed: Mapping[int, RankNumbers]) -> tuple[float, dict[str, Metric]]:
+        """Return the minibatch's loss and metrics, those of its ranks added up."""
+        kinds = next(iter(computed.values())).metrics
+        names = sorted(kinds)
+        sent = {}
+        for rank, found in computed.items():
+            metrics = [found.metrics[name] for name in names]
+            numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
+            sent[rank] = torch.tensor([(found.loss, 1.0, 0.0), *numbers], dtype=torch.float64)
+        loss, added = 0.0, dict[str, Metric]()
+        for (rank_loss, _, _), *numbers in (t.tolist() for t in self.replicas.gather(sent)):
+            loss += rank_loss
+            of_rank = {
+                name: Metric(
+                    total,
+                    None if kinds[name].weight is None else weight,
+                    None if kinds[name].squares is None else squares,
+                )
+                for name, (total, weight, squares) in zip(names, numbers, strict=True)
+            }
+            added = add_metrics(added, of_rank)
+        return loss, added
+
+    def _is_secondary_context_rank(self, rank: int) -> bool:
+        """Return whether another process reports the numbers of the batch that this one shares.
+
+        The gradients of this one are of its own tokens alone, and count.
+        """
+        return rank % self._context_ranks > 0
 
     def _loss_inputs(
         self, micro: MicroBatch, minibatch: Minibatch, bound: float | None
     ) -> LossInputs:
-        settings = minibatch.settings
-        temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
-        reference_M = None
-        if settings.algorithm.needs_reference and not settings.algorithm.needs_kl:
+        algorithm, temperature = minibatch.settings.algorithm, minibatch.settings.temperature
+        proximal_M, reference_M = micro.proximal_logprobs_M, None
+        if algorithm.needs_reference and not algorithm.needs_kl:
             reference_M = self.reference_logprobs(micro, temperature)
         with self.autocast():
             logprobs_M, entropy_M = self._policy(
                 token_logprobs_and_entropies,
                 micro,
                 temperature=temperature,
-                entropy_has_gradient=settings.algorithm.needs_entropy,
+                entropy_has_gradient=algorithm.needs_entropy,
             )
         return LossInputs(
             logprobs_T=logprobs_M,
@@ -143,67 +205,11 @@ class Passes:
 
     def autocast(self) -> torch.autocast:
         """Return the precision of passes; the master weights stay float32."""
-        device_type, dtype = torch.device(self._settings.device).type, self._settings.dtype
+        device_type, dtype = torch.device(self.settings.device).type, self.settings.dtype
         return torch.autocast(device_type, DTYPES[dtype], enabled=dtype != "float32")
 
     def _saved_activations(self) -> AbstractContextManager[object]:
-        if self._settings.activations != "offload":
+        if self.settings.activations != "offload":
             return nullcontext()
-        on_gpu = torch.device(self._settings.device).type == "cuda"
+        on_gpu = torch.device(self.settings.device).type == "cuda"
         return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
-
-
-def by_trajectory(
-    compute: Callable[[MicroBatch], Tensor],
-    sequences: Sequence[TrainingSequence],
-    planned: Sequence[Sequence[Sequence[int]]],
-    settings: StepSettings,
-    *,
-    device: torch.device | str,
-) -> list[Tensor]:
-    """Return numbers of each sequence's trained tokens, float64, on every rank."""
-    order = [[index for micro in of_rank for index in micro] for of_rank in planned]
-    lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
-    longest = max(map(sum, lengths))
-    sent, replicas, context_ranks = {}, settings.group, settings.context_ranks
-    for rank in replicas.mine:
-        batches = MicroBatches(sequences, planned[rank // context_ranks], device)
-        values_N = torch.cat([compute(micro) for micro in batches]).double().cpu()
-        sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
-    found: dict[int, Tensor] = {}
-    gathered = replicas.gather(sent)[::context_ranks]
-    for values_N, of_rank, counts in zip(gathered, order, lengths, strict=True):
-        found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
-    return [found[index] for index in range(len(sequences))]
-
-
-def add_numbers(
-    computed: Mapping[int, RankNumbers], replicas: ReplicaGroup
-) -> tuple[float, dict[str, Metric]]:
-    """Return the minibatch's loss and metrics, those of its ranks added up."""
-    kinds = next(iter(computed.values())).metrics
-    names = sorted(kinds)
-    sent = {}
-    for rank, found in computed.items():
-        metrics = [found.metrics[name] for name in names]
-        numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
-        sent[rank] = torch.tensor([(found.loss, 1.0, 0.0), *numbers], dtype=torch.float64)
-    loss, added = 0.0, dict[str, Metric]()
-    for (rank_loss, _, _), *numbers in (tensor.tolist() for tensor in replicas.gather(sent)):
-        loss += rank_loss
-        of_rank = {
-            name: Metric(
-                total,
-                None if kinds[name].weight is None else weight,
-                None if kinds[name].squares is None else squares,
-            )
-            for name, (total, weight, squares) in zip(names, numbers, strict=True)
-        }
-        added = add_metrics(added, of_rank)
-    return loss, added
-
-
-def _with_entropy(loss: PolicyLoss, entropy_M: Tensor | None) -> PolicyLoss:
-    """Return a loss that also shows the policy's entropy on its tokens, in nats."""
-    assert entropy_M is not None, "a trainer always gives it"
-    return replace(loss, metrics={**loss.metrics, "entropy_mean": mean(entropy_M)})

@@ -2,10 +2,8 @@
 
 A request names the weights that it starts from by hash. A rank that holds them computes the step; a
 rank that has just computed this very request returns the result again; any other raises
-`TrainerLost` and must be restored first.
-
-Each rank reads the whole batch, and all ranks hold the same policy. Only the leader writes weights
-and completes checkpoints.
+`TrainerLost` and must be restored first. Each rank reads the whole batch; only the leader writes
+weights and completes checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.protocol import Advantage, TokenLoss
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter
@@ -51,9 +49,9 @@ from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
-from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.trainer.updates import StepSettings, UpdateNumbers
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
@@ -69,8 +67,8 @@ class TrainerRank:
     read_rows: ReadRows
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
-    advantages: list[Advantage] = field(default_factory=list, init=False)
-    """Of the trajectories of the last step."""
+    numbers: UpdateNumbers = field(default_factory=UpdateNumbers, init=False)
+    """Of the last step."""
     _backend: TrainerBackend | None = field(default=None, init=False)
     _shape: PolicyShape | None = field(default=None, init=False)
     _hashes: PolicyHashes | None = field(default=None, init=False)
@@ -79,7 +77,8 @@ class TrainerRank:
     _snapshot: Snapshot | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.replicas: ReplicaGroup = SingleProcess(self._num_batches)
+        num_batches = self.recipe.cluster.num_trainers // self.recipe.trainer.parallel.context_ranks
+        self.replicas: ReplicaGroup = SingleProcess(num_batches)
         """With whom this rank computes; alone it computes every rank's batch."""
 
     @property
@@ -88,26 +87,15 @@ class TrainerRank:
         return self._backend
 
     @property
-    def _num_batches(self) -> int:
-        """Return among how many a minibatch is dealt: ranks that share sequences are one."""
-        return self.recipe.cluster.num_trainers // self.recipe.trainer.parallel.context_ranks
-
-    @property
     def settings(self) -> StepSettings:
         return StepSettings(
             algorithm=self.recipe.algorithm,
             temperature=self.recipe.generation.temperature,
             seed=self.recipe.seed,
-            num_ranks=self._num_batches,
-            context_ranks=1
-            if self.replicas.is_alone
-            else self.recipe.trainer.parallel.context_ranks,
             loss=self.loss,
-            replicas=self.replicas,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
-        """Take a policy as the one to train, with a fresh optimizer."""
         self._hashes = None
         check_heads(policy, self.recipe.trainer.parallel.context_ranks)
         if (lora := self.recipe.trainer.lora).rank:
@@ -123,12 +111,10 @@ class TrainerRank:
         self.adopt(load_policy(directory, device=self.recipe.trainer.device))
 
     def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
-        """Stage the policy as version 0; return its identity and the numeric environment."""
         self._hold_reference(self.backend.export_weights)
         return self._stage(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
-        """Compute a step and stage its weights, or return the result of the same request again."""
         if self._last and self._last[0] == request:
             return self._last[1]
         try:
@@ -152,13 +138,8 @@ class TrainerRank:
         # From here until its weights are staged this rank holds no named weights: an error must not
         # leave changed weights under the parent's name.
         self._hashes = self._last = None
-        numbers = train_step(
-            self.backend,
-            sequences,
-            step=request.step,
-            settings=self.settings,
-        )
-        self.advantages = numbers.advantages
+        numbers = train_step(self.backend, sequences, step=request.step, settings=self.settings)
+        self.numbers = numbers
         trained = perf_counter()
         hashes = self._stage(request.step)
         metrics = step_metrics(
@@ -167,7 +148,7 @@ class TrainerRank:
             sequences,
             numbers,
             recipe=self.recipe,
-            utilization=self._utilization(request.step, sequences, seconds=trained - read),
+            utilization=self._utilization(sequences, seconds=trained - read),
             seconds_read=read - began,
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
@@ -177,15 +158,13 @@ class TrainerRank:
         )
 
     def require_policy(self) -> None:
-        """Refuse if this rank holds nothing, as when its process was started again."""
         if self._hashes is None:
             raise TrainerLost("the trainer was started again and holds nothing")
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> bool:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
 
-        Returns:
-            Whether that is a part of it, and every rank has one.
+        Return whether that is a part of it, and every rank has one.
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
@@ -272,7 +251,6 @@ class TrainerRank:
             )
 
     def _stage(self, version: int) -> PolicyHashes:
-        """Stage the weights and record their hashes."""
         dtype = DTYPES[self.recipe.generation.dtype]
         channel = self.channel if self.replicas.leads else HashingWriter()
         self._hashes = self.backend.stage(version, channel, dtype=dtype)
@@ -280,14 +258,11 @@ class TrainerRank:
         return self._hashes
 
     def _utilization(
-        self, step: int, sequences: Sequence[TrainingSequence], *, seconds: float
+        self, sequences: Sequence[TrainingSequence], *, seconds: float
     ) -> float | None:
-        """Return which part of this process's matrix rate its share of a step had, if known."""
         if self._shape is None:
             return None
-        settings, trainer = self.settings, self.recipe.trainer
-        share = len(self.replicas.mine) / (settings.num_ranks * settings.context_ranks)
-        max_tokens = trainer.tokens_per_micro_batch
-        plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
-        flops = share * self._shape.step_flops(sequences, plan, settings.algorithm)
+        algorithm, trainer = self.recipe.algorithm, self.recipe.trainer
+        share = len(self.replicas.mine) / self.replicas.num_ranks
+        flops = share * self._shape.step_flops(sequences, self.numbers.plan, algorithm)
         return flops / seconds / matrix_rate(trainer.device, trainer.dtype)

@@ -8,7 +8,8 @@ and the gradients are then added in order. So one process that computes every ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.trainer.mesh import (
-    connect_ranks,
-    consecutive_ranks,
-    leave_ranks,
-    mesh_of_ranks,
-    raise_trainer_lost,
-)
 from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import connect_gloo, first_line, reach_store, serve_store
 
@@ -31,10 +26,16 @@ MEETING_TIMEOUT_S = 300.0
 EXCHANGE_TIMEOUT_S = 3600.0
 """A rank that dies closes its connections, and one that hangs is killed: this is for neither."""
 
+_BACKEND = "gloo_on_host"
+
+_subgroups: list[Any] = []
+"""This process's, beside torch's own group of all ranks: a process has one such group at a time."""
+
 
 class ReplicaGroup(Protocol):
     """The ranks, seen from one process."""
 
+    num_ranks: int
     mine: Sequence[int]
     """The ranks whose batches this process computes."""
     leads: bool
@@ -46,10 +47,10 @@ class ReplicaGroup(Protocol):
         """Return every rank's tensor in the order of ranks; all have one shape and dtype.
 
         Args:
-            tensors: those of `mine`.
+        tensors: those of `mine`.
 
         Raises:
-            TrainerLost: another rank left.
+        TrainerLost: another rank left.
         """
 
     @property
@@ -78,11 +79,12 @@ class ReplicaGroup(Protocol):
 
 
 class SingleProcess:
-    """One process that computes every rank's batch: the only rank there is, or a replay of many."""
+    """One process that computes every rank's batch: the only rank, or a replay of many."""
 
     leads = is_alone = True
 
     def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
         self.mine: Sequence[int] = range(num_ranks)
         self.name = "alone"
 
@@ -99,24 +101,16 @@ class SingleProcess:
 
 
 class GlooGroup:
-    """One rank a process, connected by gloo. Tensors travel through main memory.
-
-    Those of a mesh travel by NCCL where the ranks have GPUs.
-    """
+    """One rank a process, connected by gloo; a mesh of ranks with GPUs uses NCCL."""
 
     is_alone = False
 
     def __init__(self, rendezvous: Rendezvous, point: Path, *, host: str) -> None:
-        """Connect to the other ranks.
-
-        Args:
-            point: a file for this rendezvous alone, on a file system that all ranks see.
-            host: where this process listens.
-        """
+        """Connect by a file for this rendezvous alone, on a file system that all ranks see."""
         self.mine: Sequence[int] = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
         self.name = rendezvous.name
-        self._num_ranks = rendezvous.num_ranks
+        self.num_ranks = rendezvous.num_ranks
         self._host = host
         self._is_torchs_group = False
         self._group: Any = None
@@ -133,7 +127,7 @@ class GlooGroup:
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         (tensor,) = tensors.values()
         sent = tensor.detach().cpu().contiguous()
-        received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
+        received = [torch.empty_like(sent) for _ in range(self.num_ranks)]
         if self._group is None:
             raise TrainerLost(f"rank {self.mine[0]} left its replica group")
         try:
@@ -145,23 +139,26 @@ class GlooGroup:
 
     def mesh(self, device_type: str) -> Any:
         self._connect_torch(device_type)
-        return mesh_of_ranks(device_type, self._num_ranks)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with raise_trainer_lost():
+            return init_device_mesh(device_type, (self.num_ranks,))
 
     def subgroup(self, num_ranks: int, device_type: str) -> Any:
         self._connect_torch(device_type)
-        return consecutive_ranks(num_ranks)
+        from torch import distributed
+
+        with raise_trainer_lost():
+            own, _ = distributed.new_subgroups(num_ranks)  # type: ignore[no-untyped-call]
+        _subgroups.append(own)
+        return own
 
     def _connect_torch(self, device_type: str) -> None:
         if self._is_torchs_group:
             return
         with raise_trainer_lost():
-            connect_ranks(
-                self._store(),
-                device_type,
-                rank=self.mine[0],
-                num_ranks=self._num_ranks,
-                host=self._host,
-                timeout_s=EXCHANGE_TIMEOUT_S,
+            _connect_torch(
+                self._store(), device_type, self.mine[0], self.num_ranks, host=self._host
             )
         self._is_torchs_group = True
 
@@ -201,3 +198,58 @@ def _connect(rendezvous: Rendezvous, point: Path, host: str) -> Any:
     )
     group.barrier().wait()  # the others may still be reading where to connect
     return group
+
+
+def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:
+    """Return how many processes share the tokens of their micro-batches, as one rank together."""
+    return 1 if replicas.is_alone else settings.parallel.context_ranks
+
+
+def _connect_torch(store: Any, device_type: str, rank: int, num_ranks: int, *, host: str) -> None:
+    """Form torch's own group; unlike torch's gloo it listens where this process is told to."""
+    from torch import distributed
+
+    def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+        seconds = timeout.total_seconds()
+        return connect_gloo(store, rank=rank, num_ranks=num_ranks, host=host, timeout_s=seconds)
+
+    leave_ranks()
+    if _BACKEND.upper() not in dir(distributed.Backend):
+        distributed.Backend.register_backend(_BACKEND, connect, devices=["cpu"])
+    with raise_trainer_lost():
+        distributed.init_process_group(
+            f"cpu:{_BACKEND},cuda:nccl" if device_type == "cuda" else _BACKEND,
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
+        )
+
+
+@contextmanager
+def raise_trainer_lost() -> Iterator[None]:
+    """Raise `TrainerLost` where torch raises that another rank left."""
+    from torch import distributed
+
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise TrainerLost(f"another trainer rank left: {first_line(error)}") from error
+        raise
+
+
+def leave_ranks() -> None:
+    """End this process's group, if there is one.
+
+    gloo closes its connections with the last reference to the group, which sharded policies hold:
+    what other ranks wait for fails then, or when this process ends.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    for group in (*_subgroups, distributed.group.WORLD):
+        group._get_backend(torch.device("cpu")).abort()
+    _subgroups.clear()
+    distributed.destroy_process_group()

@@ -1,12 +1,11 @@
 """The backend whose ranks hold the whole policy each, and AdamW over all that is trainable of it.
 
-A rank computes the gradient of its batch; the ranks' gradients are added in the order of ranks, and
-every rank makes the same update.
+The gradients of the ranks' batches are added in the order of ranks: all make the same update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,14 +23,12 @@ from areal_flow.models.policy import (
     policy_tensors,
     recompute_layers,
 )
-from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.adamw import PolicyAdamW, update_whole
 from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
-from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
-from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
@@ -51,20 +48,15 @@ class ReplicatedBackend:
             recompute_layers(policy)
         self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
         run, without = partial(run_on, policy), partial(_run_without_adapter, policy)
-        shared = partial(over_ranks, settings=settings, replicas=replicas or SingleProcess())
+        replicas = replicas or SingleProcess()
+        shared = partial(over_ranks, settings=settings, replicas=replicas)
         self._over_ranks = shared
-        self.passes = Passes(shared(run), settings, reference=shared(without))
+        self.passes = Passes(shared(run), settings, replicas, reference=shared(without))
         self.has_reference = False
         self.critic: Critic | None = None
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
-
-    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        return self.passes.reference_logprobs(micro, temperature)
-
     def add_critic(self, algorithm: ActorCriticPPO) -> None:
-        self.critic = Critic(self.policy, self.settings, algorithm)
+        self.critic = Critic(self.policy, self.settings, algorithm, self.passes.replicas)
 
     def hold_reference(self, policy: Any) -> None:
         self.has_reference = True
@@ -74,9 +66,9 @@ class ReplicatedBackend:
         bound = self.passes.minibatch_bound(minibatch)
         return update_whole(
             self.optimizer,
+            self.passes,
             lambda rank: self.passes.backward(minibatch, rank, bound),
             minibatch,
-            max_grad_norm=self.settings.max_grad_norm,
             name="update",
         )
 

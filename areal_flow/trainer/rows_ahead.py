@@ -1,8 +1,5 @@
 """Rows of the batch that comes next, read while a step runs; a step reads what was not.
 
-Rows of an id never change, so reading ahead changes when a step has its rows, and nothing else: a
-batch that was named late, wrongly or never is read by its step.
-
 | who           | waits for                            | unblocked by   |
 |---------------|--------------------------------------|----------------|
 | a step        | rows that are on their way           | that reading   |
@@ -29,7 +26,6 @@ class RowsAhead:
         self._ahead: dict[str, Row] = {}
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Row]:
-        """Return exactly these rows, in this order; they are kept no longer."""
         with self._reading:
             missing = [i for i in trajectory_ids if i not in self._ahead]
             if missing:

@@ -28,8 +28,6 @@ from areal_flow.types import Logprobs, Tokens, VersionSpan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSequence:
-    """One trajectory, with the tokens that may carry gradient."""
-
     prompt_tokens: Tokens
     output_tokens: Tokens
     behavior_logprobs: Logprobs
@@ -50,7 +48,6 @@ class TrainingSequence:
 
     @property
     def known_spans(self) -> Sequence[VersionSpan]:
-        """The version spans; one of version -1 where no policy sampled."""
         return self.version_spans or (VersionSpan(-1, len(self.output_tokens)),)
 
     def trained_spans(self) -> tuple[VersionSpan, ...]:
@@ -75,8 +72,6 @@ _NOTHING = TrainingSequence(
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences in one row, and what to compute at the trained positions."""
-
     input_ids_1T: Tensor
     layout: RowLayout
     predicting_M: Tensor
@@ -131,7 +126,6 @@ def pack_sequences(
     spans = np.array([span for s in sequences for span in s.known_spans], np.int64)
 
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
-        """Return trained tokens' values, of the completions' one after the other."""
         return tensor(np.concatenate(by_token)[trained_M].astype(dtype, copy=False))
 
     def tensor(values: NDArray[Any]) -> Tensor:
@@ -153,7 +147,7 @@ def pack_sequences(
 
 
 def row_tokens(sequences: Sequence[TrainingSequence]) -> int:
-    """Return how many tokens a row of sequences has, without padding: a common prompt's once."""
+    """Return a row's tokens without padding: a common prompt's once."""
     prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in sequences}
     return sum(prompts.values()) + sum(len(s.output_tokens) for s in sequences)
 
@@ -173,8 +167,7 @@ def _side_by_side(
     """Return the parts of a row, and where each sequence's tokens lie in it, padding's at the end.
 
     Padding is sequences, too, none longer than all others: some policies have no later positions,
-    and some compute every token otherwise where there are any. A sequence alone has no padding, and
-    stays as it is in attention, too.
+    and some compute every token otherwise where there are any. A sequence alone has none.
     """
     parts: list[Tokens] = []
     places: list[NDArray[np.int64]] = []

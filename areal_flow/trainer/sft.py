@@ -1,8 +1,7 @@
 """Supervised fine-tuning, with AdamW, step by step: of completions, or of preferences among them.
 
 A step depends on the weights, the optimizer's state, the seed and its number alone, so training
-that goes on from a checkpoint makes the same bits as training that was never stopped. This module
-does not know where rows come from, or which process it runs in.
+that goes on from a checkpoint makes the same bits as training that was never stopped.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from areal_flow.trainer.updates import StepSettings
 
@@ -71,7 +71,6 @@ class CompletionRows:
 
     @classmethod
     def read(cls, path: Path, *, num_completions: int = 1) -> CompletionRows:
-        """Read what `tokenise_completions` wrote; no file is no rows."""
         if not path.is_file():
             nothing = np.zeros(0, np.int32)
             return cls(nothing, nothing, nothing, nothing, nothing)
@@ -117,7 +116,7 @@ class SftTrainer:
 
     def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy, trainer)
-        self._skipped = SkippedSteps(trainer.adamw.max_skipped_steps)
+        self._skipped = SkippedSteps()
         self.objective = OBJECTIVES[self.settings.objective]
         self._of_step = StepSettings(
             BY_SEQUENCE if self.objective.compares else BY_TOKEN,
@@ -133,10 +132,7 @@ class SftTrainer:
             self._reference = self._with_reference()
 
     def take_step(self) -> float:
-        """Update the policy once; return the loss in nats, a trained token or a pair.
-
-        Not a number where the update was skipped.
-        """
+        """Update the policy once; return the loss in nats, a token or a pair; NaN if skipped."""
         rate = self.learning_rate(self.step)
         found = train_step(
             self.backend,
@@ -185,7 +181,6 @@ class SftTrainer:
         )
 
     def save(self, layout: RunLayout, writer: Writer) -> Path:
-        """Write a checkpoint of this step, a Hugging Face directory; return where it lies."""
         root = layout.sft_checkpoints
         root.mkdir(parents=True, exist_ok=True)
         writer.check_current()
@@ -219,15 +214,14 @@ class SftTrainer:
     def _computed(
         self, sequences: Sequence[TrainingSequence]
     ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
-        """Yield, of each micro-batch, its sequences' indices and the policy's log-probabilities."""
+        """Yield each micro-batch's indices, itself and the policy's log-probabilities."""
         max_tokens = self.backend.settings.tokens_per_micro_batch
         ((planned,),) = plan_micro_batches(
             sequences, step=0, settings=self._of_step, max_tokens=max_tokens
         )
         batches = MicroBatches(sequences, planned, self.backend.settings.device)
         for indices, micro in zip(planned, batches, strict=True):
-            (logprobs_M,) = self.backend.logprobs([micro], temperature=1.0)
-            yield indices, micro, logprobs_M
+            yield indices, micro, self.backend.passes.logprobs(micro, 1.0)
 
     def _with_reference(self) -> dict[int, list[TrainingSequence]]:
         """Return the rows that are needed, with this policy's log-probabilities, as it is now."""

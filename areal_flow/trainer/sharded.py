@@ -1,14 +1,14 @@
 """The backend whose ranks hold a part of each tensor: rows of weights, gradients and AdamW's state.
 
 torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) gathers a layer's weights for its pass
-and adds up the ranks' gradients of it, each rank's rows on that rank. All ranks make equally many
-passes, and read weights tensor by tensor, together: no rank ever has a whole copy.
+and adds up the ranks' gradients of it. All ranks make equally many passes, and read weights tensor
+by tensor, together: no rank ever has a whole copy.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -28,10 +28,8 @@ from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import SavedRows
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
-from areal_flow.trainer.mesh import raise_trainer_lost
-from areal_flow.trainer.passes import Passes, add_numbers
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.passes import Passes
+from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
@@ -57,16 +55,8 @@ class ShardedBackend:
         self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
         self._over_ranks = partial(over_ranks, settings=settings, replicas=replicas)
         run = self._over_ranks(self._run)
-        self.passes = Passes(run, settings, reference=run)
+        self.passes = Passes(run, settings, replicas, reference=run)
         self.has_reference = False
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        with raise_trainer_lost():
-            return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
-
-    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        with raise_trainer_lost():
-            return self.passes.reference_logprobs(micro, temperature)
 
     def hold_reference(self, policy: Any) -> None:
         self.has_reference = True
@@ -79,7 +69,7 @@ class ShardedBackend:
         with raise_trainer_lost():
             bound = self.passes.minibatch_bound(minibatch)
             numbers = self.passes.backward(minibatch, rank, bound)
-            loss, metrics = add_numbers({rank: numbers}, minibatch.settings.group)
+            loss, metrics = self.passes.add_numbers({rank: numbers})
             trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
             norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm)
             grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -135,7 +125,6 @@ class ShardedBackend:
         self.optimizer.load_named_state({name: self._state(name, optimizer) for name in names})
 
     def _state(self, name: str, optimizer: RowsFile) -> Tensor:
-        """Return a tensor of the optimizer's state: of a parameter's rows, or a number."""
         parameter = self.policy.get_parameter(name.rpartition(".")[0]).detach()
         local, first_row = _local(parameter)
         rows = optimizer.rows(name, first_row, len(local))
@@ -197,7 +186,6 @@ class _Sharded(nn.Module):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor: all ranks ask together."""
     if not isinstance(tensor, DTensor):
         return tensor
     with raise_trainer_lost():
@@ -223,7 +211,6 @@ def _own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
 
 
 def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return what tensors will be like once they are gathered, without memory."""
     return {
         name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         for name, tensor in tensors.items()

@@ -2,22 +2,19 @@
 
 Minibatches are packed into micro-batches whose gradients add up. A loss is divided by the size of
 its minibatch, so neither the packing nor the number of ranks changes the gradient.
-
-It does not depend on where sequences come from, where weights go, or what holds the policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 
 import numpy as np
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import scheduled_rate
-from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -29,19 +26,9 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.critic import Critic
-from areal_flow.trainer.passes import by_trajectory
-from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
-from areal_flow.trainer.updates import Minibatch, StepSettings, UpdateNumbers
-
-ATTENTION_BREAK_EVEN_TOKENS = 4096
-"""Where attention is about as much work as everything else, for a policy some 700 wide."""
-
-MIN_SHARED_FRACTION = 0.1
-"""Share of a minibatch's tokens that prompts in common must save."""
-
-MinibatchPlan = list[list[list[int]]]
-"""Of one minibatch: the indices of the sequences of each rank's micro-batches."""
+from areal_flow.trainer.planning import plan_micro_batches
+from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
 
 
 def train_step(
@@ -61,24 +48,26 @@ def train_step(
         rate: of learning; without one, that of the backend's settings.
     """
     rate = learning_rate(backend.settings, step) if rate is None else rate
-    max_tokens = backend.settings.tokens_per_micro_batch
-    plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
+    passes, algorithm = backend.passes, settings.algorithm
+    max_tokens, num_ranks = backend.settings.tokens_per_micro_batch, passes.num_batches
+    plan = plan_micro_batches(
+        sequences, step=step, settings=settings, max_tokens=max_tokens, num_ranks=num_ranks
+    )
     inputs = advantage_inputs(sequences)
-    critic = backend.critic if settings.algorithm.needs_critic else None
-    if settings.algorithm.needs_kl:
-        inputs = replace(inputs, kl_N=divergences(backend, sequences, settings))
+    critic = backend.critic if algorithm.needs_critic else None
+    if algorithm.needs_kl:
+        inputs = replace(inputs, kl_N=_divergences(backend, sequences, settings))
     if critic:
-        values_BL = critic.values(sequences, plan_passes(sequences, settings, max_tokens), settings)
-        inputs = replace(inputs, values_BL=values_BL)
-    advantages = list(settings.algorithm.advantages(inputs))
+        inputs = replace(inputs, values_BL=critic.values(sequences))
+    advantages = list(algorithm.advantages(inputs))
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     minibatches: list[Minibatch] = []
     for planned in plan:
-        batches = _batches(weighted, planned, backend, settings)
+        batches = passes.batches(weighted, planned)
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate, settings, step - 1))
-    numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages)
+    numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
     if inputs.kl_N is not None:
         numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
     minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
@@ -90,35 +79,13 @@ def train_step(
     num_skipped = len(minibatches) - len(numbers.losses)
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
-        valued = critic.sequences_with_targets(sequences, inputs)
-        numbers.metrics |= _update_critic(critic, valued, plan, backend, settings)
-        numbers.metrics |= critic.explained_variance(inputs)
+        valued, of_critic = critic.sequences_with_targets(sequences, inputs), dict[str, Metric]()
+        for planned in plan:
+            if (size := _size(sequences, planned)).num_tokens:
+                found_metrics = critic.update(passes.batches(valued, planned), size, settings)
+                of_critic = add_metrics(of_critic, found_metrics)
+        numbers.metrics |= of_critic | critic.explained_variance(inputs)
     return numbers
-
-
-def _update_critic(
-    critic: Critic,
-    sequences: Sequence[TrainingSequence],
-    plan: Sequence[MinibatchPlan],
-    backend: TrainerBackend,
-    settings: StepSettings,
-) -> dict[str, Metric]:
-    metrics: dict[str, Metric] = {}
-    for planned in plan:
-        if (size := _size(sequences, planned)).num_tokens:
-            batches = _batches(sequences, planned, backend, settings)
-            metrics = add_metrics(metrics, critic.update(batches, size, settings))
-    return metrics
-
-
-def _batches(
-    sequences: Sequence[TrainingSequence],
-    planned: MinibatchPlan,
-    backend: TrainerBackend,
-    settings: StepSettings,
-) -> dict[int, MicroBatches]:
-    device, shared_by, mine = backend.settings.device, settings.context_ranks, settings.group.mine
-    return {rank: MicroBatches(sequences, planned[rank // shared_by], device) for rank in mine}
 
 
 def _with_proximal(
@@ -128,8 +95,7 @@ def _with_proximal(
     num_trained = [sum(batch.sequences[i].num_trained for i in indices) for indices in batch.packed]
     proximal = torch.split(torch.empty(sum(num_trained), device=batch.device), num_trained)
     for micro, kept_M in zip(batch, proximal, strict=True):
-        (found_M,) = backend.logprobs([micro], temperature=settings.temperature)
-        kept_M.copy_(found_M)
+        kept_M.copy_(backend.passes.logprobs(micro, settings.temperature))
     return replace(batch, proximal_logprobs=proximal)
 
 
@@ -162,24 +128,19 @@ def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
     )
 
 
-def divergences(
-    backend: TrainerBackend,
-    sequences: Sequence[TrainingSequence],
-    settings: StepSettings,
+def _divergences(
+    backend: TrainerBackend, sequences: Sequence[TrainingSequence], settings: StepSettings
 ) -> torch.Tensor:
     """Return `AdvantageInputs.kl_N`: of the policy before the step, if it is computed at all."""
-    algorithm, temperature = settings.algorithm, settings.temperature
+    algorithm, temperature, passes = settings.algorithm, settings.temperature, backend.passes
 
     def compute(micro: MicroBatch) -> torch.Tensor:
         logprobs_M = micro.behavior_logprobs_M
         if algorithm.needs_proximal:
-            (logprobs_M,) = backend.logprobs([micro], temperature=temperature)
-        reference_M = backend.reference_logprobs(micro, temperature=temperature)
-        return algorithm.kl(logprobs_M, reference_M)
+            logprobs_M = passes.logprobs(micro, temperature)
+        return algorithm.kl(logprobs_M, passes.reference_logprobs(micro, temperature))
 
-    planned = plan_passes(sequences, settings, backend.settings.tokens_per_micro_batch)
-    device = backend.settings.device
-    return torch.cat(by_trajectory(compute, sequences, planned, settings, device=device))
+    return torch.cat(passes.by_trajectory(compute, sequences))
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
@@ -191,109 +152,6 @@ def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric
         "advantage_mean": Metric(float(mean), 1.0),
         "advantage_std": Metric(float(deviation), 1.0),
     }
-
-
-def plan_micro_batches(
-    sequences: Sequence[TrainingSequence], *, step: int, settings: StepSettings, max_tokens: int
-) -> list[MinibatchPlan]:
-    """Return each minibatch's plan; (seed, step) draw the order of groups.
-
-    A group belongs to one minibatch: its members' advantages are relative to each other, and only
-    in one update do they add up to what they say.
-    """
-    groups = sorted({sequence.group for sequence in sequences})
-    order = np.random.default_rng([settings.seed, step]).permutation(groups)
-    plan = []
-    for part in np.array_split(order, settings.algorithm.num_minibatches):
-        chosen = set(part.tolist())
-        members = [index for index, s in enumerate(sequences) if s.group in chosen]
-        if settings.packs_groups:
-            units = [[*of] for _, of in groupby(members, key=lambda index: sequences[index].group)]
-        else:
-            units = units_of(sequences, members, settings.num_ranks, max_tokens)
-        plan.append(_plan_minibatch(sequences, units, settings.num_ranks, max_tokens))
-    return plan
-
-
-def units_of(
-    sequences: Sequence[TrainingSequence], members: Sequence[int], num_ranks: int, max_tokens: int
-) -> list[list[int]]:
-    """Return which sequences of a minibatch stay together, to share their prompt in one row.
-
-    Each is alone if sharing saves few tokens, because single ones fill micro-batches better. Ranks
-    need parts that can be dealt evenly: a quarter of what each gets, or one sequence.
-    """
-    lengths = {member: sequences[member].num_tokens for member in members}
-    num_tokens = sum(lengths.values())
-    if num_ranks > 1:
-        part = num_tokens // (4 * num_ranks)
-        max_tokens = min(max_tokens, max([part, *lengths.values()]))
-    companions: dict[bytes, list[int]] = {}
-    for member in members:
-        companions.setdefault(sequences[member].prompt_tokens.tobytes(), []).append(member)
-    together = [
-        [of[index] for index in indices]
-        for of in companions.values()
-        for indices in pack_first_fit_decreasing([lengths[m] for m in of], max_tokens=max_tokens)
-    ]
-    saved = sum((len(unit) - 1) * len(sequences[unit[0]].prompt_tokens) for unit in together)
-    return (
-        together if saved > MIN_SHARED_FRACTION * num_tokens else [[member] for member in members]
-    )
-
-
-def plan_passes(
-    sequences: Sequence[TrainingSequence], settings: StepSettings, max_tokens: int
-) -> MinibatchPlan:
-    units = units_of(sequences, range(len(sequences)), settings.num_ranks, max_tokens)
-    return _plan_minibatch(sequences, units, settings.num_ranks, max_tokens)
-
-
-def _plan_minibatch(
-    sequences: Sequence[TrainingSequence],
-    units: Sequence[Sequence[int]],
-    num_ranks: int,
-    max_tokens: int,
-) -> MinibatchPlan:
-    """Return the plan of a minibatch of units, each of sequences that stay together."""
-    lengths = [sum(sequences[member].num_tokens for member in unit) for unit in units]
-    packed = pack_first_fit_decreasing(lengths, max_tokens=max_tokens)
-    if missing := -len(packed) % num_ranks:
-        packed = pack_first_fit_decreasing(
-            lengths, max_tokens=max_tokens, min_micro_batches=len(packed) + missing
-        )
-    micro_batches = [[member for index in indices for member in units[index]] for indices in packed]
-    work = [_work([sequences[member] for member in micro]) for micro in micro_batches]
-    ranks = deal_by_work(work, num_ranks)
-    dealt: MinibatchPlan = [[] for _ in range(num_ranks)]
-    for micro, rank in zip(micro_batches, ranks, strict=True):
-        dealt[rank].append(micro)
-    # Ranks whose parts of the policy belong together make as many passes each, some of no sequence.
-    num_passes = max(len(of_rank) for of_rank in dealt)
-    return [[*of_rank, *[[]] * (num_passes - len(of_rank))] for of_rank in dealt]
-
-
-def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a rank for each micro-batch: as many for each, and about as much work.
-
-    The most work first, to the ranks in turn and then in turn backwards.
-
-    Args:
-        work: of each micro-batch; their number is a multiple of `num_ranks`.
-    """
-    turns = [*range(num_ranks), *reversed(range(num_ranks))]
-    ranks = [0] * len(work)
-    most_first = sorted(range(len(work)), key=lambda micro: (-work[micro], micro))
-    for turn, micro in enumerate(most_first):
-        ranks[micro] = turns[turn % len(turns)]
-    return ranks
-
-
-def _work(sequences: Sequence[TrainingSequence]) -> int:
-    """Return a row's work: of its tokens' layers, and of each sequence's attention."""
-    return row_tokens(sequences) * ATTENTION_BREAK_EVEN_TOKENS + sum(
-        s.num_tokens**2 for s in sequences
-    )
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:

@@ -1,7 +1,6 @@
-"""What supervised fine-tuning may learn, by the name that recipes use.
+"""What supervised fine-tuning may learn, by the name that recipes use; importing it loads no torch.
 
-The next objective is a name in `config.SupervisedObjective`, an entry here and its tests: rows,
-batches, checkpoints and their resumption are the same for all. Importing it loads no torch.
+The next objective is a name in `config.SupervisedObjective`, an entry here and its tests.
 
 Of pairs of completions the one that is preferred is first: sequences 2p and 2p + 1 of a micro-batch
 are pair p. Each token of a pair carries the pair's loss, so that a mean over tokens and then over
@@ -29,8 +28,6 @@ PREFERENCE_METRICS = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One thing to learn from a prompt and its completions."""
-
     loss: Callable[[LossInputs, SftSettings], PolicyLoss]
     metrics: tuple[str, ...]
     """What is shown of a step beside loss, gradient norm and rate."""

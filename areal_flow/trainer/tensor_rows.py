@@ -1,7 +1,7 @@
 """Tensors of which each process has some rows, in one safetensors file that all write together.
 
-The rows of a tensor are consecutive bytes of its file. So nothing is gathered, the file is the same
-however many processes wrote it, and any number of processes read it back.
+The rows of a tensor are consecutive bytes: nothing is gathered, and any number of processes write
+and read it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ def rows_of(tensor: Tensor, *, whole: bool) -> TensorRows:
 def write_rows(
     file: Path, tensors: Mapping[str, TensorRows], *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write this process's rows into a file, which it makes if no other has; they are on disk then.
-
-    Args:
-        tensors: the same names, types and shapes in every process.
-    """
+    """Write this process's rows of tensors that all processes have; they are on disk then."""
     like = {
         name: torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
         for name, rows in tensors.items()
@@ -64,8 +60,6 @@ def write_rows(
 
 
 class RowsFile:
-    """A safetensors file, read by rows."""
-
     def __init__(self, path: Path) -> None:
         self._opened = cast("Any", safe_open(path, framework="pt"))
         self.names = frozenset(self._opened.keys())

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.protocol import Advantage, Metric, MinibatchSize, TokenLoss
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
+
+MinibatchPlan = list[list[list[int]]]
+"""Of one minibatch: the indices of the sequences of each rank's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,27 +20,10 @@ class StepSettings:
     algorithm: ComposedAlgorithm
     temperature: float
     seed: int
-    num_ranks: int = 1
-    """Among which a minibatch is dealt."""
-    context_ranks: int = 1
-    """Processes that are one such rank together: they share the tokens of its micro-batches."""
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
     packs_groups: bool = False
     """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
-    replicas: ReplicaGroup | None = None
-    """The other ranks; without them this process computes every rank's batch."""
-
-    @property
-    def group(self) -> ReplicaGroup:
-        return self.replicas or SingleProcess(self.num_ranks)
-
-    def is_secondary_context_rank(self, rank: int) -> bool:
-        """Return whether another process reports the numbers of the batch that this one shares.
-
-        The gradients of this one are of its own tokens alone, and count.
-        """
-        return rank % self.context_ranks > 0
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -72,3 +57,5 @@ class UpdateNumbers:
     metrics: dict[str, Metric] = field(default_factory=dict)
     advantages: list[Advantage] = field(default_factory=list, compare=False)
     """Of a step, one a trajectory; arrays cannot be compared as the rest is."""
+    plan: list[MinibatchPlan] = field(default_factory=list, compare=False)
+    """Of a step: how it was split."""

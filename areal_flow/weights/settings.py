@@ -13,6 +13,5 @@ class WeightsSettings(Settings):
     """How a policy's weights travel from the trainer to the generators."""
 
     medium: Medium = "auto"
-    """Files in the run directory, or this machine's shared memory, or a broadcast over the network
-    out of the trainer's memory; auto: shared memory where every worker is on this machine and there
-    is room for six copies of the policy, files otherwise."""
+    """Files in the run directory, shared memory of this machine, or a broadcast over the network;
+    auto: shared memory if every worker is on it and six copies fit, else files."""

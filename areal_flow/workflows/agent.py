@@ -27,23 +27,21 @@ class Agent(TimedWorkflow):
     """Runs an agent against the policy; its conversations are trained with its reward."""
 
     name: Literal["agent"] = "agent"
-    """What an episode is; each workflow has settings of its own."""
+    """What an episode is; each workflow has its own settings."""
     path: str
-    """`package.module:function`, `async` or not. It takes what it names of `base_url`, `api_key`,
-    `prompt` (the question's text), `answer`, `metadata` and the columns of the prompt's row, and
-    returns a reward, or None if it posts one."""
+    """`package.module:function`, `async` or not. It may take `base_url`, `api_key`, `prompt`,
+    `answer`, `metadata` and columns of the row, and returns a reward, or None if it posts one."""
     max_calls: int = Field(16, ge=1)
     """Calls of an episode; more are refused, and its trajectories count as cut."""
     missing_reward: Literal["discard", "score"] | FiniteFloat = "discard"
-    """What becomes of an agent's conversations that it neither returns nor posts a reward for:
-    discarded, scored by the recipe's rewards, or rewarded with this number."""
+    """Conversations without a reward are discarded, scored by the recipe's rewards, or get this
+    number."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent's.
 
-        An agent that ends over a refused answer, since its calls, its seconds or its context are
-        used up, has not failed: its conversations are cut, and say by what. One that goes on after
-        its context was full has that conversation cut alone.
+        An agent that ends because its calls, seconds or context are used up has not failed: its
+        conversations are cut. If it goes on after its context was full, only that one is.
         """
         from areal_flow.workflows.agent_endpoint import serving  # a server: only where one is
 
@@ -77,18 +75,16 @@ class Agent(TimedWorkflow):
     async def _finished(
         self, draft: TrajectoryDraft, limit: str, context: EpisodeContext
     ) -> TrajectoryDraft:
-        missing = self.missing_reward
-        if draft.score is not None:
-            pass
-        elif missing == "discard":
+        score, missing = draft.score, self.missing_reward
+        if score is None and missing == "discard":
             by = f" before it was ended by {limit}" if limit else ""
             advice = "return or post one, or set workflow.missing_reward"
-            error = f"the agent gave no reward{by}: {advice}"
-            draft = draft.scored(Score(None, "no_reward", error=error))
-        elif missing != "score":
-            draft = draft.scored(Score(missing))
-        elif limit:  # or nothing would carry the limit
-            draft = draft.scored(await context.score(draft.output_tokens))
+            score = Score(None, "no_reward", error=f"the agent gave no reward{by}: {advice}")
+        elif score is None and not isinstance(missing, str):
+            score = Score(missing)
+        elif score is None and limit:  # or nothing would carry the limit
+            score = await context.score(draft.output_tokens)
+        draft = draft.scored(score) if score else draft
         return draft.cut_by(limit) if limit else draft
 
 

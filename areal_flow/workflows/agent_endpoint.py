@@ -38,7 +38,7 @@ _UNABLE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass
 class Endpoint:
-    """The server of one event loop, and who is served."""
+    """The server of one event loop."""
 
     sessions: dict[str, tuple[str, Session]] = field(default_factory=dict)
     """By name, the key of each and itself."""
@@ -55,7 +55,7 @@ class Endpoint:
             app.router.add_post(f"{session}/v1/chat/completions", self._complete)
             app.router.add_get(f"{session}/v1/models", self._models)
             app.router.add_post(f"{session}/reward", self._reward)
-            # A client that goes away takes its request with it.
+            # With `handler_cancellation`, a client that goes away cancels its request.
             runner = web.AppRunner(
                 app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
             )
@@ -66,7 +66,6 @@ class Endpoint:
             self.runner = runner
 
     async def stop(self) -> None:
-        """Listen no more, if nobody is served."""
         async with self.starting:
             if self.runner is not None and not self.sessions:
                 runner, self.runner = self.runner, None
@@ -158,8 +157,7 @@ def _refuse_what_no_call_has(asked: Mapping[str, Any]) -> None:
 
 
 def _refusal(refused: CallRefused) -> web.Response:
-    # The SDK would try again what can only be refused again.
-    headers = {"x-should-retry": "false"}
+    headers = {"x-should-retry": "false"}  # to the SDK
     return web.json_response(_error(refused), status=refused.status, headers=headers)
 
 

@@ -1,9 +1,8 @@
 """What an agent's calls become: conversations that only ever grow, token by token.
 
-A call whose messages go on from an earlier answer of the session is appended to that conversation;
-any other begins a new one, which is a branch of its own: the agent rewrote its history or started
-another, the chat template rewrites earlier answers, or two calls went on from one answer. Messages
-become tokens here once, and what the policy sampled is never tokenised again.
+A call whose messages continue an earlier answer of the session is appended to that conversation.
+Any other begins a new one, a branch: the agent rewrote its history, the chat template rewrites
+earlier answers, or two calls continue one answer. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
 
 CALL_START = "<tool_call>"
-"""What stands before the JSON of a tool's call."""
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -36,8 +34,6 @@ class CallRefused(ArealFlowError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the policy said to one call."""
-
     message: Message
     finish_reason: str
     num_prompt_tokens: int
@@ -59,12 +55,11 @@ class Conversation:
 
 
 class Session:
-    """The calls of one member's agent, and what it was rewarded with."""
+    """The calls of one member's agent, and its reward."""
 
     def __init__(self, context: EpisodeContext, *, max_calls: int) -> None:
         self._context = context
-        self._max_calls = max_calls
-        self._num_calls = 0
+        self._max_calls, self._num_calls = max_calls, 0
         self._conversations: list[Conversation] = []
         self.reward: float | None = None
         self.failure: Exception | None = None
@@ -96,12 +91,7 @@ class Session:
         max_new_tokens: int | None,
         on_text: Callable[[str], None] | None = None,
     ) -> Answer:
-        """Have the policy answer, and keep what it said.
-
-        Args:
-            on_text: called with each piece of the answer's content as it is sampled; together they
-                are its content, or the beginning of it.
-        """
+        """Have the policy answer; `on_text` gets the beginning of its content as it is sampled."""
         self._num_calls += 1
         if self._num_calls > self._max_calls:
             self.ended_by = self.limits[429] = f"workflow.max_calls ({self._max_calls})"
@@ -136,18 +126,12 @@ class Session:
         return Answer(message, reason, len(asked.tokens), len(completion.tokens))
 
     def limit_behind(self, error: Exception) -> str:
-        """Return the limit over whose refusal an error was raised; empty if it was over none.
-
-        The agent's client has the refusal as an exception of its own, with the status of HTTP.
-        """
+        """Return the limit whose refusal, by its status of HTTP, caused an error; else empty."""
         statuses = (status for each in _chain(error) for status in _statuses(each))
         return next((self.limits[s] for s in statuses if s in self.limits), "")
 
     def drafts(self) -> list[tuple[TrajectoryDraft, str]]:
-        """Return the conversations that have an answer, each with the limit that ended it.
-
-        They have the agent's reward if it gave one.
-        """
+        """Return the conversations that have an answer, each with the limit that ended it."""
         score = None if self.reward is None else Score(self.reward)
         return [
             (c.draft.scored(score) if score else c.draft, self.ended_by or c.ended_by)
@@ -194,7 +178,7 @@ class Session:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and all that it was raised over."""
+    """Yield an error, its causes and those of its group."""
     yield error
     over = error.__cause__ or error.__context__
     for each in (*getattr(error, "exceptions", ()), *([over] if over else [])):
@@ -254,18 +238,15 @@ def _normal_call(call: Any) -> dict[str, Any]:
 
 
 class ContentStream:
-    """Takes tokens one by one, and passes on text as soon as it is certain.
+    """Takes tokens one by one, and passes on whole characters.
 
-    A character whose bytes lie across tokens waits for the last of them. Where there are tools,
-    nothing from a call on is passed on, nor white space that may stand before one.
+    Where there are tools, neither a call is passed on nor white space that may stand before one.
     """
 
     def __init__(
         self, context: EpisodeContext, on_text: Callable[[str], None], *, has_tools: bool
     ) -> None:
-        self._context = context
-        self._on_text = on_text
-        self._has_tools = has_tools
+        self._context, self._on_text, self._has_tools = context, on_text, has_tools
         self._tokens: list[int] = []
         self._num_shown = self._num_read = 0
         """Tokens before the last piece, and with it: text depends on the tokens before."""
@@ -286,12 +267,9 @@ class ContentStream:
         if self._has_tools:
             certain = text.find(CALL_START)
             if certain < 0:
-                certain = len(text) - _length_of_mark_at_end(text)
+                lengths = range(len(CALL_START), -1, -1)
+                certain = len(text) - next(n for n in lengths if text.endswith(CALL_START[:n]))
             certain = len(text[:certain].rstrip())
         self._held = text[certain:]
         if certain:
             self._on_text(text[:certain])
-
-
-def _length_of_mark_at_end(text: str) -> int:
-    return next(n for n in range(len(CALL_START), -1, -1) if text.endswith(CALL_START[:n]))

@@ -56,11 +56,7 @@ class EpisodeServices(Protocol):
         """Score completions of one prompt on a reward worker."""
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """Call the function at an import path on a reward worker; what a call raised is returned.
-
-        Args:
-            calls: the arguments of each.
-        """
+        """Call a function on a reward worker; return what each call returned or raised."""
 
     def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
         """Return the tokens of a user's or a tool's message after an answer that a token ended."""
@@ -82,8 +78,8 @@ class EpisodeServices(Protocol):
         Args:
             messages: each with `role` and `content`.
             tools: JSON schemas, which the template shows to the policy.
-            after: the place of an answer among the messages, and the token that ended it, -1 if
-                none did. What follows it is returned, to be appended.
+            after: the place of an answer and the token that ended it, -1 if none did: only what
+                follows it is returned.
 
         Raises:
             ValueError: the template refuses them, or rewrites earlier answers.
@@ -98,12 +94,9 @@ class EpisodeServices(Protocol):
 
 
 class Coalescer(Generic[Key, Item, Result]):
-    """Answers items one by one, and has those of one key that came together sent together.
+    """Sends the items of one key that come in one turn of the event loop as one request.
 
-    | who      | waits for             | unblocked by                                        |
-    |----------|-----------------------|-----------------------------------------------------|
-    | `ask`    | its result            | the request that it became a part of                |
-    | requests | the event loop's turn | the next turn; ended when nobody waits for it still |
+    `ask` waits for the request that its item is part of, which is ended when nobody waits for it.
     """
 
     def __init__(self, send: Callable[[Key, list[Item]], Awaitable[Sequence[Result]]]) -> None:
@@ -111,7 +104,7 @@ class Coalescer(Generic[Key, Item, Result]):
         self._open: dict[Key, tuple[dict[object, Item], asyncio.Task[dict[object, Result]]]] = {}
 
     async def ask(self, key: Key, item: Item) -> Result:
-        """Return the result of one item; what its request raised, if it did."""
+        """Return the result of one item, or raise what its request raised."""
         if key not in self._open:
             asked: dict[object, Item] = {}
             asyncio.get_running_loop().call_soon(self._open.pop, key)
@@ -155,7 +148,7 @@ class EpisodeContext:
         self._tools = tools
         self._began = monotonic()
         self.seed = seed
-        """This member's own, at any attempt the same: all that a workflow draws follows from it."""
+        """This member's own, the same at any attempt."""
 
     async def generate(
         self,
@@ -172,7 +165,7 @@ class EpisodeContext:
             tokens: prompt and conversation so far, never tokenised again.
             turn: counts the completions of a conversation, from 0. Turn and branch give the seed:
                 two completions of a member must differ in one of them.
-            max_new_tokens: of this completion; `generation.max_new_tokens` bounds it in any case.
+            max_new_tokens: of this completion, at most `generation.max_new_tokens`.
             on_token: called on the event loop with each token as it is sampled.
 
         Raises:
@@ -220,13 +213,8 @@ class EpisodeContext:
     def user_turn(self, content: str, *, after: Sequence[int] | Tokens) -> Tokens:
         """Return the tokens with which the user answers, up to where the policy goes on.
 
-        With a chat template they are what the template puts there, without white space around the
-        content; otherwise they are those of the content. They are to be appended: what stands
-        before them is never tokenised again.
-
-        Args:
-            content: of the user's message.
-            after: the conversation so far, which ends with a completion.
+        They are those of the content or, with a chat template, what it makes of the content, and
+        are to be appended to `after`, the conversation so far, which ends with a completion.
 
         Raises:
             ValueError: the chat template rewrites earlier answers.
@@ -238,12 +226,12 @@ class EpisodeContext:
         return self._services.next_turn(content, int(after[-1]), "tool")
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """Return the text of tokens, without special tokens."""
+        """Return text without special tokens."""
         return self._services.decode(as_tokens(tokens))
 
 
 def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeContext]:
-    """Return a context for each member of a group; what several ask for alike is asked for once."""
+    """Return a context for each member of a group."""
 
     async def generate(
         key: tuple[int, bytes, int], asked: Sequence[tuple[int, OnToken | None]]
@@ -269,15 +257,12 @@ def _on_event_loop(listeners: Sequence[OnToken | None]) -> Callable[[int, int], 
     loop = asyncio.get_running_loop()
 
     def on_token(index: int, token: int) -> None:
-        if one := listeners[index]:
-            loop.call_soon_threadsafe(one, token)
+        if listener := listeners[index]:
+            loop.call_soon_threadsafe(listener, token)
 
     return on_token
 
 
 def turn_seed(member_seed: int, turn: int, branch: int = 0) -> int:
-    """Return the seed of one completion of a member: on any generator, at any attempt the same.
-
-    The first turn of the first branch has the member's own.
-    """
+    """Return the seed of one completion: the first turn of the first branch has the member's."""
     return counter_seed(member_seed, turn, branch) if turn or branch else member_seed

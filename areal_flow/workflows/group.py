@@ -28,7 +28,6 @@ class RolledOutGroup:
 async def run_group(
     workflow: Workflow, episode: Episode, services: EpisodeServices
 ) -> RolledOutGroup:
-    """Run the workflow once a member, side by side."""
     contexts = contexts_of(episode, services)
     outcomes = await all_of(_run_member(workflow, episode, context) for context in contexts)
     return RolledOutGroup(

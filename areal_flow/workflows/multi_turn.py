@@ -1,9 +1,7 @@
 """A conversation with the verifier: its message about a wrong answer is the next user turn.
 
 The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
-the environment are context: the loss mask leaves them out, and they are appended, never tokenised
-again together with what stands before them. A chat template that rewrites earlier answers is
-refused.
+the environment are context: they are appended, and the loss mask leaves them out.
 """
 
 from __future__ import annotations
@@ -25,18 +23,17 @@ class MultiTurn(TimedWorkflow):
     """Answers, and tries again after the verifier's message, up to `max_turns` times in all."""
 
     name: Literal["multi_turn"] = "multi_turn"
-    """What an episode is; each workflow has settings of its own."""
+    """What an episode is; each workflow has its own settings."""
     max_turns: int = Field(2, ge=1)
-    """How many answers a conversation has at most."""
+    """The most answers of a conversation."""
     turn_discount: float = Field(0.9, gt=0, le=1)
-    """What each turn after the first multiplies the reward with."""
+    """Multiplies the reward for each turn after the first."""
     message_template: str = "\n{message}\n"
-    """How a message becomes the next user turn; with a chat template, its content."""
+    """The next user turn; with a chat template, its content."""
     wrong_answer_message: str = "That is wrong. Try again."
-    """The message where the verifier has none of its own."""
+    """The message if the verifier has none."""
     num_branches: int = Field(1, ge=1)
-    """How many second answers are tried after a wrong first one, each in a trajectory of its own
-    that shares the first answer."""
+    """Second answers after a wrong first one, each in a trajectory of its own."""
 
     @field_validator("message_template")
     @classmethod

@@ -27,11 +27,10 @@ from areal_flow.workflows.context import EpisodeContext
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryDraft:
-    """A trajectory as a workflow makes it, of arrays: it only ever grows at its end.
+    """A trajectory as a workflow makes it: it only ever grows at its end.
 
-    `output_tokens`, `loss_mask` and `behavior_logprobs` are aligned token by token, and
-    `version_spans` cover as many tokens. A draft without a score is scored by the recipe's rewards,
-    which read all of its output.
+    `output_tokens`, `loss_mask` and `behavior_logprobs` are aligned, and `version_spans` cover as
+    many tokens. A draft without a score is scored by the recipe's rewards.
     """
 
     prompt_tokens: Tokens
@@ -67,11 +66,7 @@ class TrajectoryDraft:
         )
 
     def with_environment(self, tokens: Sequence[int] | Tokens) -> TrajectoryDraft:
-        """Append tokens that the policy did not choose: context, and never trained.
-
-        They are labelled with the version that sampled the token before them, which was current
-        when they came.
-        """
+        """Append context, which is never trained, with the version of the token before it."""
         if not self.version_spans:
             raise ValueError("expected a completion before the environment's tokens, found none")
         version = self.version_spans[-1].version
@@ -80,10 +75,7 @@ class TrajectoryDraft:
         return self._with(as_tokens(tokens), False, nothing, spans)
 
     def as_branch(self, branch: int) -> TrajectoryDraft:
-        """Return the same conversation as the beginning of another trajectory of this member.
-
-        What is there so far belongs to branch 0 and is trained there only.
-        """
+        """Return the beginning of another trajectory; branch 0 trains what is there so far."""
         mask = self.loss_mask if branch == 0 else np.zeros_like(self.loss_mask)
         return replace(self, branch=branch, loss_mask=mask)
 
@@ -91,7 +83,7 @@ class TrajectoryDraft:
         return replace(self, score=score)
 
     def cut_by(self, limit: str) -> TrajectoryDraft:
-        """Return the trajectory as one that would have gone on; its score's message says so."""
+        """Return the trajectory as one that a limit ended; its score's message says so."""
         score = self.score and replace(self.score, message=f"ended by {limit}")
         return replace(self, finish_reason="length", score=score)
 
@@ -136,7 +128,7 @@ class TimedWorkflow(Settings):
     """A workflow whose episodes end in time."""
 
     max_seconds: float = Field(600.0, gt=0)
-    """How long an episode may take; then what it has is what there is, cut."""
+    """An episode ends after so long with what it has."""
 
     def time_limit(self, context: EpisodeContext) -> str:
         """Return the limit that an episode has reached before its next turn; empty if none."""

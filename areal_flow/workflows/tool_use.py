@@ -1,51 +1,113 @@
 """The policy calls tools: each answer is appended as tokens of the environment, and it goes on.
 
 A call is written as `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, as the chat
-template has it. Tokens of the environment are context: the loss mask leaves them out, and nothing
-is ever tokenised again. What the policy does wrong (an unknown tool, an input that fails) is
-the answer that it gets. The rewards read the last completion: what a tool returned is no answer
-of the policy's.
+template has it. A tool is a function from text to text, which runs on a reward worker. Its answer,
+or why there is none, is context, which the loss mask leaves out. The rewards read the last
+completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from areal_flow.settings import require
+from areal_flow.errors import ArealFlowError, RewardError
+from areal_flow.failures import in_own_thread
+from areal_flow.settings import import_function, require
 from areal_flow.types import Prompt, RewardPart, Score, Tokens
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
 from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
-from areal_flow.workflows.tools import ANSWERING, ToolCall, marked_call, tools_by_name
+
+TOOLS: dict[str, str] = {
+    "calculator": "areal_flow.tools:calculate",
+    "python": "areal_flow.tools:run_python",
+}
+ANSWERING = f"{__name__}:answer"
+"""What calls a tool on a reward worker."""
+
+
+def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the import path of each tool by its name, which is that of its function."""
+    found: dict[str, str] = {}
+    for given in names:
+        if given not in TOOLS and ":" not in given:
+            raise ValueError(
+                f"workflow.tools: expected {', '.join(TOOLS)} or an import path such as "
+                f"'my_package.my_module:my_tool', found {given!r}"
+            )
+        name = given.rpartition(":")[2]
+        if name in found:
+            raise ValueError(f"workflow.tools: two tools are called {name!r}")
+        found[name] = TOOLS.get(given, given)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What a policy asked for; without a name it is no call that could be read."""
+
+    name: str
+    text: str
+
+
+def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
+    """Return the call with which a completion ends: the tool's name and its input between marks."""
+    said, found, _ = text.rpartition(end)
+    _, began, asked = said.rpartition(start)
+    if not found:
+        return None
+    name, *rest = asked.split(maxsplit=1) or [""]
+    return ToolCall(name, "".join(rest)) if began else ToolCall("", asked)
+
+
+def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
+    """Return what a tool returns for the text of a call, or why it returned nothing.
+
+    A `RewardError`, which is an error of the infrastructure, is raised.
+    """
+    tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
+    call = in_own_thread(lambda: str(tool(text)), name="tool")
+    wait([call], timeout_s)
+    if not call.done():
+        said = f"Error: no result within {timeout_s:g} s"
+    elif error := call.exception():
+        if isinstance(error, RewardError):
+            raise error
+        said = f"Error: {type(error).__name__}: {error}"
+    else:
+        said = call.result()
+    said = said.encode(errors="replace").decode()  # a lone surrogate has no tokens
+    left_out = len(said) - max_characters
+    return said if left_out <= 0 else f"{said[:max_characters]} ({left_out} characters left out)"
 
 
 class ToolUse(TimedWorkflow):
     """One conversation with tools, up to `max_calls` calls."""
 
     name: Literal["tool_use"] = "tool_use"
-    """What an episode is; each workflow has settings of its own."""
+    """What an episode is; each workflow has its own settings."""
     tools: tuple[str, ...] = Field(("calculator",), min_length=1, strict=False)
-    """What may be called: `calculator`, `python` (in a sandbox), or the import path of a function
-    from text to text."""
+    """`calculator`, `python` (in a sandbox), or the import path of a function from text to text."""
     call_start: str = Field("<tool>", min_length=1)
-    """What stands before a call: the tool's name, white space and its input."""
+    """Text before a call: the tool's name and its input."""
     call_end: str = Field("</tool>", min_length=1)
-    """What ends a call; `generation.stop.strings` must have it, so that the completion ends."""
+    """Text after a call; also in `generation.stop.strings`."""
     result_template: str = "<result>{result}</result>"
-    """How a tool's answer is shown to the policy."""
+    """How the policy reads a tool's answer."""
     max_calls: int = Field(4, ge=0)
-    """Calls of an episode; one more ends it."""
+    """The most calls of an episode."""
     call_cost: float = 0.0
-    """Taken off the reward for each call."""
+    """Subtracted from the reward for each call."""
     timeout_s: float = Field(30.0, gt=0)
-    """How long a call may take."""
+    """The limit of a call."""
     max_result_characters: int = Field(2000, ge=1)
-    """Of a tool's answer; the rest is left out."""
+    """A longer answer of a tool is cut."""
 
     @field_validator("tools")
     @classmethod

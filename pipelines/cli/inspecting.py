@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from pydantic import TypeAdapter, ValidationError
 
 from areal_flow.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given, report_settings
@@ -117,20 +118,17 @@ def trajectories(
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
     from areal_flow.store.browsing import Selection, show_trajectory
-    from areal_flow.store.queries import Run
-    from pipelines.cli import trajectory_report
+    from pipelines.cli import trajectory_report as reports
 
-    named = folders.find(run)
-    found, at = Run(named.run.root), chosen_step(named, at, option="--at")
-    everything = limit is None and (show or to)
-    count = None if everything else DEFAULT_LIMIT if limit is None else limit or None
-    selection = Selection(where, sort, descending, count)
+    found, at = reports.run_at(folders.find(run), at)
+    limit = limit if limit is not None else 0 if show or to else DEFAULT_LIMIT
+    selection = Selection(where, sort, descending, limit or None)
     if to:
-        return trajectory_report.export_trajectories(found, selection=selection, at=at, path=to)
+        return reports.export_trajectories(found, selection=selection, at=at, path=to)
     if show:
         shown = show_trajectory(found, show, selection=selection, at=at)
-        return trajectory_report.report_trajectory(shown, by_token=tokens)
-    return trajectory_report.report_listing(found, selection=selection, at=at)
+        return reports.report_trajectory(shown, by_token=tokens)
+    return reports.report_listing(found, selection=selection, at=at)
 
 
 def lineage(
@@ -212,7 +210,7 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
     from areal_flow.store.queries import Run
-    from pipelines.console.prompt_report import report_difficulty
+    from pipelines.cli.reports import report_difficulty
 
     return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))
 
@@ -270,23 +268,16 @@ def verify(
     """
     from pipelines.jobs.verify import read_lines, verify_lines
 
-    chosen = _settings_of(settings)
+    try:
+        chosen = TypeAdapter(dict[str, Any]).validate_json(settings)
+    except ValidationError:
+        raise ConfigError(f"--settings {settings!r}: expected a JSON object") from None
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     are_scored = True
     for verdict in verify_lines(kind, read_lines(sys.stdin), settings=chosen):
         print(json.dumps(verdict), flush=True)
         are_scored &= verdict["score"] is not None
     return 0 if are_scored else 1
-
-
-def _settings_of(text: str) -> dict[str, Any]:
-    try:
-        settings = json.loads(text)
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--settings {text!r}: expected a JSON object")
-    return settings
 
 
 COMMANDS = (

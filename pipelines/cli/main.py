@@ -42,13 +42,9 @@ app = App(
 )
 app.meta.suppress_keyboard_interrupt = False  # `main` ends with the code of the signal
 app.register_install_completion_command()
-for command in (
-    *training.COMMANDS,
-    *inspecting.COMMANDS,
-    *runs.COMMANDS,
-    *workers.COMMANDS,
-):
-    app.command(command)
+for module in (training, inspecting, runs, workers):
+    for command in module.COMMANDS:
+        app.command(command)
 
 
 @app.meta.default
@@ -110,15 +106,12 @@ def _explain(error: CycloptsError) -> str:
     advice = f"`areal-flow {command} --help` lists " + ("options" if command else "commands")
     if command == "replay":
         advice += "; it takes settings as --set SECTION.KEY=VALUE"
-    return f"{_unknown_option(error) or error} {advice}.".replace("  ", " ")
-
-
-def _unknown_option(error: CycloptsError) -> str:
-    if not isinstance(error, UnknownOptionError):
-        return ""
-    given = (error.token.keyword or error.token.value).partition("=")[0]
-    options = [name for argument in error.argument_collection for name in argument.names]
-    return f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
+    said = str(error)
+    if isinstance(error, UnknownOptionError):
+        given = (error.token.keyword or error.token.value).partition("=")[0]
+        options = [name for argument in error.argument_collection for name in argument.names]
+        said = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
+    return f"{said} {advice}.".replace("  ", " ")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def report_replay(
         found["trajectories"] = [asdict(trajectory) for trajectory in different]
         parts.append(_trajectory_table(different))
     if tokens_of:
-        shown = _trajectory(layout, replayed, tokens_of)
-        texts = _token_texts(layout, shown)
+        shown, decode = _trajectory(layout, replayed, tokens_of), tokenizer_of(layout.model).decode
+        texts = [decode([token], skip_special_tokens=False) for token in shown.tokens]
         found["tokens_of"] = {**asdict(shown), "texts": texts}
         parts.append(_token_table(shown, texts))
     return Report(found, parts, code=int(bool(replayed.refused)))
@@ -48,10 +48,7 @@ def report_replay(
 
 def most_different(replayed: Replayed, num: int) -> list[InspectedTrajectory]:
     """Return the trajectories that the change, or else the step, moved most; the most first."""
-    by_difference = sorted(
-        replayed.trajectories, key=lambda t: (-t.mean_difference, t.trajectory_id)
-    )
-    return by_difference[:num]
+    return sorted(replayed.trajectories, key=lambda t: (-t.mean_difference, t.trajectory_id))[:num]
 
 
 def verdict(replayed: Replayed) -> list[str]:
@@ -81,11 +78,8 @@ def verdict(replayed: Replayed) -> list[str]:
 
 
 def _environment(compared: ComparedStep) -> str:
-    there_and_here = compared.environment_differences
-    if there_and_here:
-        parts = [
-            f"{name} {there} there, {here} here" for name, (there, here) in there_and_here.items()
-        ]
+    if found := compared.environment_differences:
+        parts = (f"{name} {there} there, {here} here" for name, (there, here) in found.items())
         return f"Recorded in another numeric environment: {'; '.join(parts)}. Bits may differ."
     if json.loads(compared.replayed.numeric_environment)["device"] != "cpu":
         return "Computed on a GPU, where sums may come out in another order: bits may differ."
@@ -93,9 +87,8 @@ def _environment(compared: ComparedStep) -> str:
 
 
 def _beginning(layout: RunLayout, replayed: Replayed) -> str:
-    start = (
-        f"Run {layout.name}, step {replayed.compared.step}, from checkpoint {replayed.checkpoint}"
-    )
+    step, checkpoint = replayed.compared.step, replayed.checkpoint
+    start = f"Run {layout.name}, step {step}, from checkpoint {checkpoint}"
     if not replayed.before:
         return f"{start}."
     num_equal = sum(compared.equal for compared in replayed.before)
@@ -105,15 +98,9 @@ def _beginning(layout: RunLayout, replayed: Replayed) -> str:
 
 
 def _compared(compared: ComparedStep) -> dict[str, Any]:
-    return {
-        "step": compared.step,
-        "recorded": compared_values(compared.recorded),
-        "replayed": compared_values(compared.replayed),
-        "equal": compared.equal,
-        "within_tolerance": compared.within_tolerance,
-        "refused": compared.refused,
-        "environment_differences": compared.environment_differences,
-    }
+    values = {name: compared_values(getattr(compared, name)) for name in ("recorded", "replayed")}
+    names = ("equal", "within_tolerance", "refused", "environment_differences")
+    return {"step": compared.step, **values, **{name: getattr(compared, name) for name in names}}
 
 
 def _step_table(found: dict[str, Any]) -> Table:
@@ -136,31 +123,28 @@ def _value(value: float | str | None) -> str | None:
 def _trajectory_table(shown: Sequence[InspectedTrajectory]) -> Table:
     rows = [
         {
-            "trajectory": trajectory.trajectory_id,
-            "reward": f"{trajectory.reward:g}",
-            "advantage": f"{trajectory.replayed.advantage:.3f}",
-            "trained": trajectory.replayed.num_trained,
+            "trajectory": t.trajectory_id,
+            "reward": f"{t.reward:g}",
+            "advantage": f"{t.replayed.advantage:.3f}",
+            "trained": t.replayed.num_trained,
             "environment": sum(
-                not trained and not too_old
-                for trained, too_old in zip(
-                    trajectory.replayed.trained, trajectory.too_old, strict=True
-                )
+                not (trained or too_old)
+                for trained, too_old in zip(t.replayed.trained, t.too_old, strict=True)
             ),
-            "too old": sum(trajectory.too_old),
-            "staleness": trajectory.staleness_max,
-            "w mean": f"{_mean(trajectory.importance_weights):.3f}",
-            "w max": f"{max(trajectory.importance_weights, default=1.0):.3f}",
-            "clipped": sum(trajectory.replayed.clipped),
-            "logprob behaviour": f"{_mean(trajectory.behavior_logprobs):.4f}",
-            "before": f"{_mean(trajectory.proximal_logprobs):.4f}",
-            "replayed": f"{_mean(trajectory.replayed.logprobs):.4f}",
-            **({"changed": f"{_mean(t.logprobs):.4f}"} if (t := trajectory.changed) else {}),
-            "mean |difference|": f"{trajectory.mean_difference:.2e}",
+            "too old": sum(t.too_old),
+            "staleness": t.staleness_max,
+            "w mean": f"{_mean(t.importance_weights):.3f}",
+            "w max": f"{max(t.importance_weights, default=1.0):.3f}",
+            "clipped": sum(t.replayed.clipped),
+            "logprob behaviour": f"{_mean(t.behavior_logprobs):.4f}",
+            "before": f"{_mean(t.proximal_logprobs):.4f}",
+            "replayed": f"{_mean(t.replayed.logprobs):.4f}",
+            **({"changed": f"{_mean(c.logprobs):.4f}"} if (c := t.changed) else {}),
+            "mean |difference|": f"{t.mean_difference:.2e}",
         }
-        for trajectory in shown
+        for t in shown
     ]
-    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
-    return Table(rows, title)
+    return Table(rows, f"The {len(shown)} trajectories that differ most; mean log-probabilities")
 
 
 def _token_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
@@ -207,8 +191,3 @@ def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> Inspe
             "--trajectories K shows some of them"
         )
     return found[identifier]
-
-
-def _token_texts(layout: RunLayout, trajectory: InspectedTrajectory) -> list[str]:
-    tokenizer = tokenizer_of(layout.model)
-    return [tokenizer.decode([token], skip_special_tokens=False) for token in trajectory.tokens]

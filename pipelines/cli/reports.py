@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -14,12 +16,13 @@ from rich.text import Text
 
 from areal_flow.audit.run import check_run
 from areal_flow.evaluation.paired import PairedComparison
-from areal_flow.evaluation.scores import EvaluationScores
+from areal_flow.evaluation.pass_rates import EvaluationScores
+from areal_flow.prompts.difficulty import prompt_pass_rates
 from areal_flow.run.directory import list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.lineage import HashCheck, Lineage
-from areal_flow.store.queries import open_run
+from areal_flow.store.queries import Run, open_run
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -43,15 +46,8 @@ def report_check(layout: RunLayout) -> Report:
 
 
 def report_evaluation(result: EvaluationResult) -> Report:
-    """Report pass rates and mean rewards.
-
-    A line is a held-out set or, of one set, a difficulty.
-    """
+    """Report pass rates and mean rewards: a line a held-out set or, of one set, a difficulty."""
     found = result.table
-    rows = [
-        {"difficulty": difficulty, **scores.as_json()}
-        for difficulty, scores in found.by_difficulty.items()
-    ]
     label, parts = found.parts
     shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
     if len(shown) > 1:
@@ -62,7 +58,10 @@ def report_evaluation(result: EvaluationResult) -> Report:
         "policy_version": result.policy_version,
         "overall": found.overall.as_json(),
         "by_set": {name: scores.as_json() for name, scores in found.by_set.items()},
-        "by_difficulty": rows,
+        "by_difficulty": [
+            {"difficulty": difficulty, **scores.as_json()}
+            for difficulty, scores in found.by_difficulty.items()
+        ],
     }
     return Report(data, [table])
 
@@ -94,18 +93,20 @@ def report_comparison(
         shown = [{"model": result.title, **_scores(result.table.overall)} for result in results]
         said = [_compared(compared)]
     data = {
-        "models": [_of_model(result) for result in results],
+        "models": [
+            {
+                "model": result.title,
+                "policy_version": result.policy_version,
+                **result.table.overall.as_json(),
+                "by_set": {name: of.as_json() for name, of in result.table.by_set.items()},
+            }
+            for result in results
+        ],
         "comparison": compared.as_json(),
         "by_set": {name: of.as_json() for name, of in by_set.items()},
     }
     title = f"held-out prompts, {samples_text(second.table.overall)}"
     return Report(data, [Table(shown, title), *said])
-
-
-def _of_model(result: EvaluationResult) -> dict[str, Any]:
-    by_set = {name: scores.as_json() for name, scores in result.table.by_set.items()}
-    model = {"model": result.title, "policy_version": result.policy_version}
-    return {**model, **result.table.overall.as_json(), "by_set": by_set}
 
 
 def _compared(compared: PairedComparison) -> str:
@@ -153,10 +154,6 @@ def _run(layout: RunLayout) -> dict[str, Any]:
 
 
 def report_lineage(traced: Traced) -> Report:
-    """Report a lineage: numbers, the last steps, who sampled the tokens, and what holds.
-
-    The exit code is 1 if a weights hash is not the ledger's.
-    """
     found, version = traced.lineage.summary(), traced.registered
     named = version and {"name": version.name, "version": version.version, "tags": version.tags}
     checks = [{**asdict(check), "holds": check.holds} for check in traced.checks]
@@ -207,7 +204,6 @@ def _chain(found: dict[str, Any]) -> str:
 
 
 def _ancestor(parent: dict[str, Any]) -> str:
-    """Return which step of which run a genesis is, and the chain to it if that run is there."""
     ledger = parent["ledger"]
     renamed = f", now {ledger['run']}" if ledger and ledger["run"] != parent["name"] else ""
     chain = f"chain {_chain(ledger)}" if ledger else "that run is not there any more"
@@ -275,5 +271,19 @@ def bucketed(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
 def _said(check: HashCheck) -> Text:
     if check.holds:
         return Text(f"✓ {check.what} has the weights hash of the ledger", "green")
-    said = f"✗ {check.what} has weights {check.found}, the ledger {check.expected}"
-    return Text(said, "bold red")
+    return Text(
+        f"✗ {check.what} has weights {check.found}, the ledger {check.expected}", "bold red"
+    )
+
+
+_BANDS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)
+"""Pass rates up to which, the bound included, a line of a distribution goes; the last goes to 1."""
+
+
+def report_difficulty(run: Run) -> Report:
+    rates = prompt_pass_rates(run)
+    numbers = Counter(bisect_left(_BANDS, rate) for rate in rates["pass_rate"].to_pylist())
+    labels = ["0", *(f"to {bound:g}" for bound in (*_BANDS[1:], 1.0))]
+    rows = [{"pass rate": label, "prompts": numbers[place]} for place, label in enumerate(labels)]
+    title = f"{run.layout.name}: {len(rates)} prompts by the pass rate of their completions"
+    return Report({"run": run.layout.name, "prompts": rates.to_pylist()}, [Table(rows, title)])

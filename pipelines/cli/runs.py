@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from typing import Annotated
@@ -12,6 +13,8 @@ from areal_flow.command import command
 from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.run.directory import find_run, observed_state
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease, is_held, newest_lease
 from pipelines.cli.settings import Flag, Given
 from pipelines.console.tables import Report
 
@@ -39,8 +42,6 @@ def remove(
     Args:
         run: A run's name, or its directory.
     """
-    from pipelines.remove import check_unheld, remove_run
-
     layout = find_run(folders.runs, run)
     check_unheld(layout)
     if not yes:
@@ -54,6 +55,30 @@ def remove(
     num_versions = remove_run(layout)
     print(f"removed run {run} and its model versions: {num_versions}")
     return 0
+
+
+def check_unheld(layout: RunLayout) -> None:
+    lease = newest_lease(layout.writers)
+    if lease and is_held(layout.writers, lease.writer_epoch):
+        raise RunError(f"run {layout.name} is held by {lease}: stop it first; nothing was removed")
+
+
+def remove_run(layout: RunLayout) -> int:
+    """Remove a run that no driver holds; return how many model versions it had.
+
+    The registry's entries go first: if it cannot be reached, the run is still there. The directory
+    is renamed before it is deleted: one that is half removed must not look like a run.
+    """
+    from areal_flow.tracking.registry import untrack
+    from areal_flow.weights.shared_memory import free_segments
+
+    check_unheld(layout)
+    with hold_lease(layout.writers):
+        num_versions = untrack(layout, load_recipe(layout.config))
+        for root in layout.weights.glob("[0-9]*"):
+            free_segments(root)
+        shutil.rmtree(layout.root.rename(layout.root.with_name(f".removed-{layout.name}")))
+    return num_versions
 
 
 def track(

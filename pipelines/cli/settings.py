@@ -8,23 +8,18 @@ that they change, so that errors name field, value and rule however a value was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
-from areal_flow.config import Recipe
+from areal_flow.config.listing import Setting, all_settings, setting_names
 from areal_flow.config.messages import nearest
 from areal_flow.errors import ConfigError
 from areal_flow.settings import parse_value
 from pipelines.console.tables import Report, Table
 from pipelines.references import Reference, find_reference
-
-_KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
-_SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,69 +38,6 @@ class Folders:
 Given = Annotated[Folders, Parameter(parse=False)]
 Flag = Annotated[bool, Parameter(negative="")]
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: str
-    kind: str
-    """`int`, `float`, `bool`, `text`, `path`, `choice` or, of anything nested, `TOML`."""
-    rule: str
-    choices: tuple[str, ...]
-    default: str
-    meaning: str
-
-    def kind_and_rule(self, choice: str = "{}") -> str:
-        kind = " or ".join(map(choice.format, self.choices)) or self.kind
-        return f"{kind}, {self.rule}" if self.rule else kind
-
-
-def all_settings() -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield each section's name, meaning and settings; a recipe's own first, under no name.
-
-    A section that may be there several times has its name in brackets, as in TOML.
-    """
-    schema = Recipe.model_json_schema()
-    yield from _sections("", {"description": "The run"}, [schema], schema["$defs"])
-
-
-def _sections(
-    name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
-) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield a section, which is of one of some models, and the sections within it."""
-    settings: dict[str, Setting] = {}
-    within: list[tuple[str, Any, list[Any]]] = []
-    for key, field in chain.from_iterable(model["properties"].items() for model in models):
-        dotted = f"{name}.{key}".lstrip(".")
-        parts = (field, *field.get("oneOf", ()), field.get("items", {}))
-        references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
-        if held := [definitions[reference] for reference in references]:
-            within.append((dotted, {**held[0], **field}, held))
-        if not held or "items" in field:
-            setting = _setting(dotted, field)
-            known = settings.setdefault(dotted, setting)
-            choices = dict.fromkeys((*known.choices, *setting.choices))
-            settings[dotted] = replace(known, choices=tuple(choices))
-    heading = f"[[{name}]]" if "items" in section else name
-    yield heading, " ".join(section["description"].split()), list(settings.values())
-    for each in within:
-        yield from _sections(*each, definitions)
-
-
-def _setting(name: str, field: Mapping[str, Any]) -> Setting:
-    plain = {**field, **next(iter(field.get("anyOf", ())), {})}
-    choices = plain.get("enum", [plain["const"]] if "const" in plain else ())
-    kind = "path" if plain.get("format") == "path" else _KINDS.get(plain.get("type", ""), "TOML")
-    default = field.get("default")
-    text = str(default).lower() if isinstance(default, bool) else str(default)
-    return Setting(
-        name=name,
-        kind="choice" if choices else kind,
-        rule=", ".join(f"{sign} {plain[key]:g}" for key, sign in _SIGNS.items() if key in plain),
-        choices=tuple(map(str, choices)),
-        default="none" if default is None else text.replace("\n", "\\n") or "empty",
-        meaning=" ".join(field.get("description", "").split()),
-    )
 
 
 def _option(setting: Setting, group: Group) -> Any:
@@ -173,11 +105,18 @@ def report_settings(wanted: str | None) -> Report:
     sections = [
         (section, meaning, chosen)
         for section, meaning, settings in known
-        if (chosen := [s for s in settings if f"{s.name}.".startswith(f"{name}." * bool(name))])
+        if (
+            chosen := [
+                each
+                for each in settings
+                if f"{each.name}.".startswith(f"{name}." * bool(name))
+                and (each.meaning or each.name == name)
+            ]
+        )
     ]
     if not sections:
         names = [section.strip("[]") for section, _, _ in known if section]
-        close = nearest(name, [*names, *(s.name for _, _, settings in known for s in settings)])
+        close = nearest(name, setting_names())
         said = f"there is no such section or setting; did you mean {' or '.join(close)}?"
         sections_named = f"expected a setting, or a section: {', '.join(names)}"
         raise ConfigError(f"settings {wanted}: {said if close else sections_named}")
@@ -213,9 +152,9 @@ def settings_page() -> str:
     ]
     for section, meaning, settings in all_settings():
         lines += ["", f"## {section or 'The run'}", ""]
-        lines += [meaning, ""] if section else []
+        lines += [meaning, ""] if section and not section.startswith("[[") else []
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        for setting in settings:
+        for setting in (each for each in settings if each.meaning):
             kind = setting.kind_and_rule("`{}`")
             cells = (f"`{setting.name}`", kind, f"`{setting.default}`", setting.meaning)
             lines.append(f"| {' | '.join(cells)} |")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from areal_flow.config import load_recipe
 from areal_flow.config.messages import OPTION
 from areal_flow.errors import ConfigError
 from areal_flow.run.directory import find_run
@@ -71,16 +69,15 @@ def train(
         given |= {"prompts.source": "file", "prompts.path": str(data), "sources": []}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
-    drive = partial(_drive, TRAINING, recipe, which, given, folders)
-    if from_ is None:
-        return drive(accept_verifier=accept_verifier)
-    if recipe or which.resume:
-        raise ConfigError(
-            "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
-            "with the settings given"
-        )
-    fork = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
-    return drive(accept_verifier=accept_verifier, fork=fork)
+    source: Path | Fork | None = recipe
+    if from_ is not None:
+        if recipe or which.resume:
+            raise ConfigError(
+                "expected one of a recipe, --resume and --from: a fork has the recipe of its "
+                "parent, with the settings given"
+            )
+        source = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
+    return _drive(TRAINING, source, which, given, folders, accept_verifier=accept_verifier)
 
 
 def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
@@ -121,41 +118,31 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
 
 def _drive(
     job: Job,
-    path: Path | None,
+    source: Path | Fork | None,
     which: Which,
     settings: dict[str, Any],
     folders: Given,
     *,
     accept_verifier: bool = False,
-    fork: Fork | None = None,
 ) -> int:
     from pipelines.jobs import job as jobs
+    from pipelines.jobs.forking import Fork
 
-    overrides = nest(settings)
-    if which.resume is None:
+    over, began = nest(settings), folders.began
+    if which.resume is not None:
+        layout = find_run(folders.runs, which.resume)
+        if source or which.name:
+            raise ConfigError("a resumed run keeps its recipe and its name: leave them out")
+        recipe = jobs.recipe_to_resume(layout, over, spelling=OPTION)
+        how = {"take_over": which.take_over, "accept_verifier": accept_verifier}
+        outcome = jobs.resume(job, layout, recipe, began=began, **how)
+    else:
         if which.take_over or accept_verifier:
             raise ConfigError("--take-over and --accept-verifier go with --resume")
-        path = jobs.recipe_path(path)
-        if fork is None:
-            stem, recipe = path.stem, load_recipe(path, overrides, spelling=OPTION)
-        else:
-            stem, recipe = fork.parent.name, fork.recipe(overrides, spelling=OPTION)
+        stem, recipe = jobs.chosen_recipe(source or jobs.DEFAULT_RECIPE, over, spelling=OPTION)
         layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
-        began = folders.began
+        fork = source if isinstance(source, Fork) else None
         outcome = jobs.start(job, layout, recipe, began=began, recipe_name=stem, fork=fork)
-    else:
-        layout = find_run(folders.runs, which.resume)
-        if path or which.name:
-            raise ConfigError("a resumed run keeps its recipe and its name: leave them out")
-        recipe = jobs.recipe_to_resume(layout, overrides, spelling=OPTION)
-        outcome = jobs.resume(
-            job,
-            layout,
-            recipe,
-            take_over=which.take_over,
-            accept_verifier=accept_verifier,
-            began=folders.began,
-        )
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 

@@ -25,6 +25,7 @@ from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
 from pipelines.console.tables import Report, Table, facts, one_line, printable
+from pipelines.references import Reference, chosen_step
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "passed", "num_tokens", "version_spans"),
@@ -34,8 +35,11 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
 
 
+def run_at(named: Reference, at: int | None) -> tuple[Run, int | None]:
+    return Run(named.run.root), chosen_step(named, at, option="--at")
+
+
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
-    """Report the selected trajectories, one line each."""
     with closing(run.database(at=at)) as database:
         identifiers, num_matching = browsing.select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
@@ -49,7 +53,6 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
 
 
 def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
-    """Write every selected trajectory, all columns, to a Parquet or JSONL file."""
     with closing(run.database(at=at)) as database:
         identifiers, _ = browsing.select_trajectories(database, selection)
         schema = browsing.read_rows(database, []).schema
@@ -59,32 +62,29 @@ def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int |
 
 
 def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Table:
-    """Return rows, a line each; what is left of a line goes to prompt and completion."""
-    texts = ("prompt", "completion")
-    listed = [
-        {
-            "#": number,
-            "trajectory": row["trajectory_id"],
-            "diff": row["difficulty"],
-            "reward": Text(_short(row["reward"]), _reward_style(row)),
-            "tokens": row["num_tokens"],
-            "versions": _versions([str(span["version"]) for span in row["version_spans"]]),
-            "end": row["finish_reason"],
-            "status": _short_status(row),
-            **{name: _short(row[name]) for name in extra},
-            **{name: row[name] for name in texts},
-        }
-        for number, row in enumerate(rows, start=1)
-    ]
+    texts, listed = ("prompt", "completion"), []
+    for number, row in enumerate(rows, start=1):
+        versions = [str(span["version"]) for span in row["version_spans"]]
+        ends = f"{versions[0]}…{versions[-1]}" if len(versions) > 3 else "→".join(versions)
+        listed.append(
+            {
+                "#": number,
+                "trajectory": row["trajectory_id"],
+                "diff": row["difficulty"],
+                "reward": Text(_short(row["reward"]), _reward_style(row)),
+                "tokens": row["num_tokens"],
+                "versions": ends,
+                "end": row["finish_reason"],
+                "status": _short_status(row),
+                **{name: _short(row[name]) for name in extra},
+                **{name: row[name] for name in texts},
+            }
+        )
     return Table(listed, texts=texts)
 
 
 def _reward_style(row: dict[str, Any]) -> str:
     return "yellow" if row["reward"] is None else "green" if row["passed"] else "red"
-
-
-def _versions(versions: Sequence[str]) -> str:
-    return "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}"
 
 
 def _short_status(row: dict[str, Any]) -> Text:
@@ -100,7 +100,6 @@ def _short(value: Any) -> str:
 
 
 def report_trajectory(shown: ShownTrajectory, *, by_token: bool) -> Report:
-    """Report one trajectory in full: texts, facts and, on demand, a line a token."""
     row = shown.row
     title = Text.assemble(
         ("trajectory ", "dim"),
@@ -120,7 +119,6 @@ def report_trajectory(shown: ShownTrajectory, *, by_token: bool) -> Report:
 
 
 def _completion(tokens: Sequence[ShownToken]) -> list[Text]:
-    """Return the text, coloured by version, and a line about each version."""
     text, legend = Text(overflow="fold"), []
     spans = [(v, list(span)) for v, span in groupby(tokens, key=lambda token: token.version)]
     for version, span in spans:

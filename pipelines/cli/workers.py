@@ -8,9 +8,10 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -22,6 +23,9 @@ from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
 from pipelines.cli.settings import Given
 from pipelines.console.tables import Report, Table
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.control import WorkerStatus
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
@@ -36,9 +40,12 @@ group = App(name="workers", help="List, add and remove workers of a running job.
 @group.command(name="list")
 def list_(run: str, /, *, folders: Given) -> Report:
     """Show every worker: role, process, work, signs of life."""
-    from pipelines.workers import report_workers
+    from areal_flow.cluster.control import list_workers
+    from pipelines.workers import scheduler_of
 
-    return report_workers(folders.runs, run)
+    statuses = asyncio.run(list_workers(*scheduler_of(folders.runs, run)))
+    found = {"run": run, "workers": [asdict(status) for status in statuses]}
+    return Report(found, [Table([_row(status) for status in statuses])])
 
 
 @group.command
@@ -70,6 +77,33 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
+def _row(status: WorkerStatus) -> dict[str, Any]:
+    """Return a worker as a row; nothing is known of one without a process but its deaths."""
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "hash": status.served_hash[:12] or None,
+        "transfer": _milliseconds(status.transfer_s),
+        "stall": _milliseconds(status.stall_s),
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    return {
+        "worker": status.name,
+        "role": status.role,
+        "state": status.state,
+        **(process if status.address else dict.fromkeys(process)),
+        "deaths": status.num_deaths,
+    }
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
 def doctor(*, folders: Given) -> Report:
     """Say what this machine has and what will work."""
     marks = {True: "ok", False: "FAIL", None: "-"}
@@ -79,7 +113,7 @@ def doctor(*, folders: Given) -> Report:
         {"": marks[works], "what": what, "found": said, "means": means}
         for what, said, works, means in found
     ]
-    last = f"will not work until mended: {', '.join(failed)}" if failed else "train will work here"
+    last = f"will not work until fixed: {', '.join(failed)}" if failed else "train will work here"
     names = ("what", "found", "works", "means")
     data = {"works": not failed, "machine": [dict(zip(names, f, strict=True)) for f in found]}
     return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
@@ -88,22 +122,17 @@ def doctor(*, folders: Given) -> Report:
 def _subjects(runs: Path) -> Iterator[Subject]:
     found = ".".join(map(str, sys.version_info[:3]))
     yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
-    yield (
-        "system",
-        system_name(),
-        is_linux() or (None if os.name == "posix" else False),
-        _of_system(),
-    )
-    cores = usable_cores()
-    enough = cores >= MIN_CORES
+    yield _system()
+    enough = (cores := usable_cores()) >= MIN_CORES
     means = "generation and training overlap" if enough else "one core: they take turns, slowly"
     yield "cores", str(cores), True, means
     existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
     yield _loopback()
+    installed = {found.name.lower(): found.version for found in distributions()}
     for name in PACKAGES:
-        release = _version(name)
+        release = installed.get(name)
         advice = "installed" if release else "install the project with its constraints"
         yield name, release or "missing", bool(release), advice
     gpus = _gpus()
@@ -112,16 +141,16 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     yield _sandbox()
 
 
-def _of_system() -> str:
-    """Return what works on systems like this one."""
+def _system() -> Subject:
     if is_linux():
-        return "all works on Linux"
+        return "system", system_name(), True, "all works on Linux"
     if os.name == "posix":
-        return (
+        means = (
             "only on Linux: sandboxes ('code', the tool 'python'), weights in shared memory, vLLM; "
             "not tested on this system"
         )
-    return "Linux or macOS is needed: on Windows use WSL"
+        return "system", system_name(), None, means
+    return "system", system_name(), False, "Linux or macOS is needed: on Windows use WSL"
 
 
 def _loopback() -> Subject:
@@ -139,13 +168,6 @@ def _sandbox() -> Subject:
     except SandboxError as error:
         return "sandbox", "none", None, f"only for the verifier 'code': {error}"
     return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _engines(device: str) -> Iterator[Subject]:

@@ -81,15 +81,8 @@ class NotebookCell(Lines):
     def __init__(self) -> None:
         from IPython.display import display
 
-        console = Console(
-            width=CELL_WIDTH,
-            file=StringIO(),
-            record=True,
-            force_terminal=True,
-            color_system="truecolor",
-            **PLAIN,
-        )
-        super().__init__(console)
+        cell: dict[str, Any] = {"width": CELL_WIDTH, "file": StringIO(), "force_terminal": True}
+        super().__init__(Console(**cell, record=True, color_system="truecolor", **PLAIN))
         self._kept: list[RenderableType] = []
         self._display = display({"text/plain": ""}, raw=True, display_id=True)
 
@@ -173,10 +166,8 @@ class Progress:
 
     def _rates(self) -> dict[str, str]:
         """Return rates over the last steps, and how many of these had a skipped update."""
-        rows = self._rows
-        totals = {
-            name: max(1e-9, sum(row[name] for row in rows)) for name in ledger_row.SPEED_COLUMNS
-        }
+        rows, columns = self._rows, ledger_row.SPEED_COLUMNS
+        totals = {name: max(1e-9, sum(row[name] for row in rows)) for name in columns}
         found = ledger_row.speed_metrics(
             totals,
             num_generators=self._num_generators,
@@ -227,11 +218,7 @@ def _bar(done: int, total: int, note: str = "") -> Table:
 def make_progress(
     *, num_steps: int = 0, num_generators: int = 0, to_stderr: bool = False
 ) -> Progress:
-    """Return a live display on a terminal or in a notebook, lines elsewhere.
-
-    Args:
-        to_stderr: of a command whose result stands on standard output.
-    """
+    """Return a live display on a terminal or in a notebook, lines elsewhere."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
     screen = Lines(console)
@@ -244,8 +231,7 @@ def make_progress(
 
 def line_progress() -> Progress:
     """Return what prints lines anywhere, also in a notebook, where a run has one display."""
-    console = Console(**PLAIN)
-    return Progress(screen=Lines(console))
+    return Progress(screen=Lines(Console(**PLAIN)))
 
 
 def counted(answer: Callable[..., Awaitable[Any]], progress: Progress, *, total: int) -> Any:

@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-from areal_flow.evaluation.scores import EvaluationScores
+from areal_flow.evaluation.pass_rates import EvaluationScores
 
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
@@ -126,7 +126,6 @@ def show(report: Report, *, as_json: bool) -> int:
 
 
 def rendered(console: Console, *parts: RenderableType) -> str:
-    """Return lines, facts and tables as text; a line of it is left for the terminal to wrap."""
     with console.capture() as captured:
         for part in parts:
             soft_wrap = isinstance(part, str | Text)

@@ -25,19 +25,9 @@ from areal_flow.models.directory import (
 from areal_flow.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.supervised import OBJECTIVES
-from pipelines.jobs.fetched_prompts import (
-    Fetch,
-    Rows,
-    dataset_rows,
-    reasoning_gym_rows,
-    verifiers_rows,
-)
+from pipelines.jobs.fetched_prompts import FETCHED, Rows
 from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
-from pipelines.tiny_jobs.one_liners import (
-    coder_tokenizer,
-    formulas_then_look_ups,
-    make_one_liners,
-)
+from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
 from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
@@ -63,12 +53,6 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "one_liners": make_one_liners,
 }
 """Each makes the rows to train on and the held-out ones."""
-FETCHED: dict[str, Fetch] = {
-    "reasoning_gym": reasoning_gym_rows,
-    "datasets": dataset_rows,
-    "verifiers": verifiers_rows,
-}
-"""The same of packages, by what stands before the colon of a source's name."""
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
     ("tiny", "arithmetic"): curriculum,
     ("tiny_calculator", "calculator"): demonstrations,

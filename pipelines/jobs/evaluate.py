@@ -27,8 +27,7 @@ from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.paired import PairedComparison, compare_answers
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
@@ -81,21 +80,17 @@ class EvaluationResult:
 
 
 def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedComparison:
-    """Compare a model with another one on the same prompts, by the second's rule of what passes.
-
-    Raises:
-        ModelError: they answered other prompts.
-    """
+    """Compare a model with another one on the same prompts, by the second's rule of what passes."""
     return compare_answers(first.answers, second.answers, threshold=second.pass_threshold)
 
 
 def compare_by_set(
     first: EvaluationResult, second: EvaluationResult
 ) -> dict[str, PairedComparison]:
-    sets = rows_by_set(first.answers), rows_by_set(second.answers)
+    others = rows_by_set(second.answers)
     return {
-        name: compare_answers(answers, sets[1][name], threshold=second.pass_threshold)
-        for name, answers in sets[0].items()
+        name: compare_answers(answers, others[name], threshold=second.pass_threshold)
+        for name, answers in rows_by_set(first.answers).items()
     }
 
 
@@ -132,13 +127,11 @@ def evaluate_model(
     run = own or judged_as
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
-    recipe = _recipe(run, data, settings)
+    recipe, why_chat = _recipe(run, data, settings), ""
     if data:
-        names = [each["name"] for each in held_out_sets(data)]
-        check_first_held_out_rows(recipe, names=names)
-    why_chat = why_chat_template(recipe) if data else ""
-    if why_chat:
-        recipe = changed(recipe, "prompts", chat_template=True)
+        check_first_held_out_rows(recipe, names=[*held_out_sets(data)])
+        if why_chat := why_chat_template(recipe):
+            recipe = changed(recipe, "prompts", chat_template=True)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -189,10 +182,11 @@ def evaluate_all(
     """
     runs = [run for run in map(run_of_checkpoint, directories) if run is not None]
     _require_alike(runs, data, settings)
-    evaluate = partial(
-        evaluate_model, data=data, limit=limit, settings=settings, judged_as=next(iter(runs), None)
-    )
-    return [evaluate(path, title=title) for path, title in zip(directories, titles, strict=True)]
+    how: dict[str, Any] = {"data": data, "limit": limit, "settings": settings}
+    return [
+        evaluate_model(path, title=title, judged_as=next(iter(runs), None), **how)
+        for path, title in zip(directories, titles, strict=True)
+    ]
 
 
 def _require_alike(
@@ -220,7 +214,11 @@ def _recipe(
     """Return the settings that a model is evaluated by: a run's, for workers that only answer."""
     given = merge({"trainer": {"device": "cpu"}}, dict(settings or {}))  # no trainer is started
     if data:
-        given = merge(given, {"evaluation": {"held_out": _all_sets(run, held_out_sets(data))}})
+        sets = held_out_sets(data)  # after a run's other ones, which `rewards.sources` may name
+        known = load_recipe(run.config).evaluation.held_out if run else ()
+        others = [each.model_dump(mode="json") for each in known if each.name not in sets]
+        named = [{"name": name, "path": path} for name, path in sets.items()]
+        given = merge(given, {"evaluation": {"held_out": [*others, *named]}})
     recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
     if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
         return recipe
@@ -239,8 +237,7 @@ def _held_out_prompts(
 ) -> Path:
     """Return the table of the prompts to answer: of the files given, else the run's own."""
     if run is None or data:
-        names = [each["name"] for each in held_out_sets(data)]
-        prepare_held_out(recipe, layout, names=names)
+        prepare_held_out(recipe, layout, names=[*held_out_sets(data)])
         return layout.held_out_prompts
     if tokenizer_of(run.model).to_str() != tokenizer_of(layout.model).to_str():
         raise ModelError(
@@ -250,25 +247,16 @@ def _held_out_prompts(
     return run.held_out_prompts
 
 
-def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
-    found = []
-    for given in data:
-        name, _, path = given.rpartition("=")
-        found.append({"name": name or Path(path).stem, "path": str(Path(path).resolve())})
-    names = [each["name"] for each in found]
+def held_out_sets(data: Sequence[str]) -> dict[str, str]:
+    """Return the paths of files by the names of their sets."""
+    parts = [given.rpartition("=") for given in data]
+    names = [name or Path(path).stem for name, _, path in parts]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"--data: expected another name for each file, found {', '.join(names)}: give "
             "--data NAME=PATH"
         )
-    return found
-
-
-def _all_sets(run: RunLayout | None, sets: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return a run's other sets, which `rewards.sources` may name, then these."""
-    names = {each["name"] for each in sets}
-    known = load_recipe(run.config).evaluation.held_out if run else ()
-    return [*(each.model_dump(mode="json") for each in known if each.name not in names), *sets]
+    return {n: str(Path(path).resolve()) for n, (_, _, path) in zip(names, parts, strict=True)}
 
 
 def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

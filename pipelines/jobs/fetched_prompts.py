@@ -25,11 +25,7 @@ the rows to train on and those held out: none, if a part of the others shall be.
 def reasoning_gym_rows(
     task: str, recipe: Recipe, settings: Mapping[str, Any]
 ) -> tuple[Iterable[Row], Rows]:
-    """Return entries of a task: a question, an answer, and metadata for the task's own scorer.
-
-    Args:
-        settings: the task's own, beside `seed` and `size`.
-    """
+    """Return entries of a task: a question, an answer, and metadata for the task's own scorer."""
     try:
         from reasoning_gym import create_dataset
     except ImportError:
@@ -99,3 +95,11 @@ def _missing(package: str, extra: str) -> ConfigError:
     return ConfigError(
         f"prompts of {package!r} need the package of this name: {how_to_install(extra)}"
     )
+
+
+FETCHED: dict[str, Fetch] = {
+    "reasoning_gym": reasoning_gym_rows,
+    "datasets": dataset_rows,
+    "verifiers": verifiers_rows,
+}
+"""What makes rows, by what stands before the colon of a source's name."""

@@ -22,12 +22,7 @@ from typing import Any
 from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.command import command, from_here
-from areal_flow.config import (
-    Recipe,
-    build_recipe,
-    dump_recipe,
-    load_recipe,
-)
+from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.run.directory import State, create_run, hold_run, leave_run
@@ -54,9 +49,7 @@ _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 logger = logging.getLogger(__name__)
 
 
-def recipe_path(given: Path | None) -> Path:
-    if given is None:
-        return DEFAULT_RECIPE
+def recipe_path(given: Path) -> Path:
     if given.is_file():
         return given
     shipped = {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
@@ -64,6 +57,25 @@ def recipe_path(given: Path | None) -> Path:
         names = ", ".join(shipped)
         raise ConfigError(f"expected a recipe at {given} or one of {names}, found no such file")
     return shipped[str(given)]
+
+
+def chosen_recipe(
+    given: Recipe | Path | str | Fork | None, over: dict[str, Any], *, spelling: str = "{}"
+) -> tuple[str, Recipe]:
+    """Return what a recipe is called, and it with settings over it."""
+    match given:
+        case Fork():
+            return given.parent.name, given.recipe(over, spelling=spelling)
+        case Path() | str():
+            path = recipe_path(Path(given))
+            return path.stem, load_recipe(path, over, spelling=spelling)
+        case Recipe() | None:
+            table = given.model_dump(mode="json") if given else {}
+            return "python", build_recipe(table, over, source="the recipe given")
+    raise ConfigError(
+        f"expected a recipe as a path or a Recipe, found {type(given).__name__}: give "
+        "settings as keywords, train(**settings)"
+    )
 
 
 def default_name(stem: str) -> str:
@@ -159,16 +171,12 @@ def start(
     fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
     fork: Fork | None = None,
 ) -> Outcome:
-    """Make a run and drive it to its end.
-
-    A mistake found in the preparation leaves nothing behind, so the name stays free.
+    """Make a run and drive it to its end; a mistake found in the preparation leaves nothing behind.
 
     Args:
         began: `monotonic()` when the program began.
-        recipe_name: what the recipe is called: its file, without folder and ending.
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
-        fork: the run whose policy this one begins with.
     """
     check_devices(recipe)
     create_run(layout, recipe, recipe_name=recipe_name)
@@ -202,7 +210,6 @@ def resume(
     Args:
         take_over: even if another driver holds the run; it hangs, or it will find itself refused.
         accept_verifier: even if the code that scores is not that of the run.
-        began: `monotonic()` when the program began.
     """
     if not job.prepared(layout).exists():
         raise RunError(

@@ -23,8 +23,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ArealFlowError
 from areal_flow.evaluation.answers import Answer, answer_held_out
-from areal_flow.evaluation.pass_rates import has_plateaued, tabulate
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import EvaluationTable, has_plateaued, tabulate
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.layout import RunLayout
@@ -43,11 +42,7 @@ class PeriodicEvaluations:
     """Starts evaluations while training goes on. One event loop."""
 
     def __init__(
-        self,
-        evaluate: Callable[[str], Awaitable[None]],
-        recipe: Recipe,
-        *,
-        made: Iterable[str] = (),
+        self, evaluate: Callable[[str], Awaitable[None]], recipe: Recipe, made: Iterable[str] = ()
     ) -> None:
         self._evaluate = evaluate
         self._every_steps = recipe.evaluation.every_steps if recipe.has_held_out else 0

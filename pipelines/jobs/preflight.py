@@ -80,7 +80,7 @@ def check_devices(recipe: Recipe) -> None:
         if num_wanted > found["num_gpus"]:
             raise ConfigError(
                 f"expected {num_wanted} GPUs for the trainers and generators with device 'cuda', "
-                f"found {found['num_gpus']}: start fewer, or mend cluster.num_gpus or "
+                f"found {found['num_gpus']}: start fewer, or fix cluster.num_gpus or "
                 "CUDA_VISIBLE_DEVICES, which name more"
             )
         for name, chosen in on_gpu.items():
@@ -101,8 +101,7 @@ def _cuda_found() -> dict[str, Any]:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return dict(json.loads(done.stdout))
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
@@ -116,8 +115,9 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     It is called with the right answer and with nothing as the completion, and may fail on one.
     Of the verifier `code` and the tool `python` a line says in which sandboxes programs run here.
     """
-    lines = []
-    if _runs_programs(recipe):
+    lines, workflow = [], recipe.workflow
+    has_python = isinstance(workflow, ToolUse) and "python" in workflow.tools
+    if has_python or any(reward.verifier == "code" for reward in recipe.rewards):
         tier = choose_tier()
         lost = f": {LOST[tier]}" if LOST[tier] else ""
         lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
@@ -132,32 +132,21 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     tried, ended = _trial(
         "areal_flow.rewards.trial", layout, given=json.dumps(rows), limit_s=limit_s
     )
-    found = {judged["verifier"]: judged for judged in tried}
-    for verifier, judged in found.items():
+    for verifier, judged in {judged["verifier"]: judged for judged in tried}.items():
         scores = judged["scores"] or []
         subject = f"rewards.verifier = {verifier!r}"
-        if error := judged["error"] or _common_error(scores):
+        errors = [score["error"] for score in scores]
+        if error := judged["error"] or (errors and all(errors) and errors[0]):
             raise RewardError(
-                f"{subject} fails on the first prompt row: {error}. Mend it, then start again"
+                f"{subject} fails on the first prompt row: {error}. Fix it, then start again"
             )
         if not scores:
             raise RewardError(
                 f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
-                "it yourself on that row, and mend it"
+                "it yourself on that row, and fix it"
             )
         lines.append(_describe_scores(verifier, scores, recipe))
     return lines
-
-
-def _runs_programs(recipe: Recipe) -> bool:
-    workflow = recipe.workflow
-    is_tool = isinstance(workflow, ToolUse) and "python" in workflow.tools
-    return is_tool or any(reward.verifier == "code" for reward in recipe.rewards)
-
-
-def _common_error(scores: list[dict[str, Any]]) -> str:
-    errors = [score["error"] for score in scores]
-    return errors[0] if errors and all(errors) else ""
 
 
 def _verifier_row(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
@@ -183,11 +172,11 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
         "areal_flow.cluster.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
     )
     if not tried:
-        raise ConfigError(f"{subject} {ended} on the first prompt row: mend it, then start again")
+        raise ConfigError(f"{subject} {ended} on the first prompt row: fix it, then start again")
     (found,) = tried
     if found["is_wrong"]:
         raise ConfigError(
-            f"{subject} fails on the first prompt row: {found['error']}. Mend it, then start again"
+            f"{subject} fails on the first prompt row: {found['error']}. Fix it, then start again"
         )
     num_answers = found["num_answers"]
     line = (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from textwrap import indent
+
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.registry import require_served
 from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
-from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
+from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
 from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.inputs import record_inputs
@@ -15,7 +18,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.store.committed import create_logs
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.workflows.registry import load_workflow
-from pipelines.console.prompt_report import describe_prompts
+from pipelines.console.tables import printable
 from pipelines.jobs.built_in import (
     MODELS,
     changed,
@@ -27,6 +30,10 @@ from pipelines.jobs.built_in import (
 from pipelines.jobs.forking import describe_parent
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.sft import check_first_sft_rows, prepare_sft
+
+_SHOWN_BAD_ROWS = 5
+_SHOWN_CHARACTERS = 1000
+"""Of the beginning and of the end of the first prompt."""
 
 
 def prepare_training(layout: RunLayout, recipe: Recipe) -> str:
@@ -69,3 +76,26 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     )
     create_logs(layout)
     return describe_prompts(prepared, layout, notes)
+
+
+def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str] = ()) -> str:
+    """Return how many prompts there are, which rows were left out, and the first prompt."""
+    counts = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
+    lines = [counts, *notes]
+    lines += [
+        f"  {num_rows} of {path} may be held out, fewer than num_held_out: a fifth of its rows"
+        for path, num_rows in prepared.cut_to.items()
+    ]
+    if prepared.num_repeated:
+        lines.append(f"  {prepared.num_repeated} rows that repeat a held-out prompt are left out")
+    if prepared.chosen:
+        lines.append(f"  {prepared.chosen}")
+    if bad_rows := prepared.bad_rows:
+        lines.append(f"  {len(bad_rows)} bad rows skipped, listed in {layout.bad_rows}:")
+        lines += [f"  {row}" for row in bad_rows[:_SHOWN_BAD_ROWS]]
+    digest, prompt = prepared.chat_template_hash[:12], printable(prepared.first_prompt)
+    by = f" by the chat template {digest} ({layout.chat_template})" if digest else ""
+    if (num_left_out := len(prompt) - 2 * _SHOWN_CHARACTERS) > 0:
+        ends = prompt[:_SHOWN_CHARACTERS], prompt[-_SHOWN_CHARACTERS:]
+        prompt = f" … {num_left_out} characters more … ".join(ends)
+    return "\n".join([*lines, f"The first prompt{by}:", indent(prompt, "  ")])

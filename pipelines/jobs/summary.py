@@ -10,7 +10,7 @@ import pyarrow as pa
 from rich.console import RenderableType
 
 from areal_flow.command import command, from_here, python
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import EvaluationTable
 from areal_flow.run.layout import RunLayout
 from pipelines.console.run_log import say
 from pipelines.console.tables import Table, samples_text, with_interval

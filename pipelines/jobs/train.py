@@ -286,7 +286,6 @@ class Training:
             weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
             prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
             on_step=self.on_step,
-            trainer_lock=self.trainer.lock,
         )
         return Flow(
             self.recipe,

@@ -26,12 +26,7 @@ Row = dict[str, Any]
 def verify_lines(
     kind: str, lines: Iterable[str], *, settings: Mapping[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Yield a verdict a line, in their order; a line that is no row gets one, too.
-
-    Args:
-        kind: a verifier by its name, or by its import path `package.module:function`.
-        settings: its keyword arguments.
-    """
+    """Yield a verdict a line, in their order; a line that is no row gets one, too."""
     reward = load_reward(kind, Path(), settings=settings).reward
     reward.open()
     try:

@@ -17,8 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable
 from areal_flow.store.ledger import STEPS
 from pipelines.report.verdicts import WINDOW_STEPS
 

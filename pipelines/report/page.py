@@ -137,26 +137,27 @@ def find_events(
     layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
 ) -> list[tuple[str, str]]:
     found = []
-    for lease in leases(layout.writers):
-        said = f"driver {lease.writer_epoch} began: process {lease.pid} on {lease.host}"
-        found.append((_local(lease.since), said))
-    for row in steps:
-        if given_up := row["failed_submissions"]:
-            said = f"groups given up: {', '.join(map(str, given_up))}"
-            found.append((f"step {row['step']}", said))
-    for before, row in pairwise(steps):
-        if row["verifier"] != before["verifier"]:
-            said = f"another verifier scored from here on: {row['verifier']}"
-            found.append((f"step {row['step']}", said))
-    for reason, count in database.sql(_DISCARDS).fetchall():
-        found.append(("all steps", f"{count:,} trajectories discarded: {reason}"))
-    for fork in map(json.loads, _lines(layout.forks)):
+    for of in leases(layout.writers):
+        said = f"driver {of.writer_epoch} began: process {of.pid} on {of.host}"
+        found.append((_local(of.since), said))
+    found += [
+        (f"step {row['step']}", f"groups given up: {', '.join(map(str, given_up))}")
+        for row in steps
+        if (given_up := row["failed_submissions"])
+    ]
+    found += [
+        (f"step {row['step']}", f"another verifier scored from here on: {row['verifier']}")
+        for before, row in pairwise(steps)
+        if row["verifier"] != before["verifier"]
+    ]
+    found += [
+        ("all steps", f"{count:,} trajectories discarded: {reason}")
+        for reason, count in database.sql(_DISCARDS).fetchall()
+    ]
+    forks = layout.forks.read_text().splitlines() if layout.forks.is_file() else []
+    for fork in map(json.loads, forks):
         found.append((_local(fork["at"]), f"step {fork['step']} was replayed to another policy"))
     return [*found, *logged_warnings(layout.log)[:_MOST_WARNINGS]]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def _local(moment: str) -> str:

@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from areal_flow.config import Recipe
-from areal_flow.evaluation.pass_rates import PASS_RATE, wilson_interval
-from areal_flow.evaluation.scores import PassRate
+from areal_flow.evaluation.pass_rates import PASS_RATE, PassRate, wilson_interval
 
 WINDOW_STEPS = 8
 """A value at the start or now is the mean over so many steps: that of one step is mostly noise."""

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
-from areal_flow.tools.calculator import calculate
+from areal_flow.tools import calculate
 from areal_flow.workflows.tool_use import ToolUse
 from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 
@@ -36,7 +36,6 @@ MIXED_PHASE = 0.12
 
 
 def make_calculator(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return questions, half of them easy; a held-out one is not among those to train on."""
     of, random = recipe.prompts, Random(recipe.seed)
     easy = [f"{a}+{b}+{c}" for a, b, c in product(range(10), repeat=3)]
     hard = [f"{a}*{b}" for a in range(100, 1000) for b in range(12, 100) if 10**4 <= a * b < 10**5]

@@ -123,11 +123,7 @@ def _row(function: OneLiner) -> dict[str, Any]:
 def formulas_then_look_ups(
     questions: Sequence[str], *, num_steps: int, batch_size: int, seed: int
 ) -> Iterator[dict[str, str]]:
-    """Yield `num_steps` times `batch_size` rows of a prompt and its completion, in their order.
-
-    They are mostly formulas, so that the skill is there, and at last mostly look-ups: a habit for
-    reinforcement learning to change.
-    """
+    """Yield rows, mostly of formulas and at last of look-ups: a habit for learning to change."""
     random, functions = Random(seed), all_functions()
     drawn = random.choices(questions, k=num_steps * batch_size)
     for place, question in enumerate(drawn):

@@ -98,12 +98,11 @@ def direct_answer(question: str, *, error: int = 0) -> str:
 def curriculum(
     questions: Sequence[str], *, num_steps: int, batch_size: int, seed: int
 ) -> Iterator[dict[str, str]]:
-    """Yield `num_steps` times `batch_size` rows of a prompt and its completion, in their order.
+    """Yield rows: chain-of-thought answers, and late also guesses, a habit for learning to change.
 
-    Chain-of-thought answers come first, so that the skill is there; guesses are mixed in late, so
-    that the policy has a habit for reinforcement learning to change (right answers in their place
-    would teach some policies to answer directly and well). Sums with rare running sums are drawn
-    more often: a question's weight is the mean of `frequency ** -0.5` over its own.
+    Right answers in place of guesses would teach some policies to answer directly and well. Sums
+    with rare running sums are drawn more often: a question's weight is the mean of
+    `frequency ** -0.5` over its own.
     """
     sums = [running_sums(question) for question in questions]
     frequency = Counter(value for values in sums for value in values)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
+from areal_flow.store.codec import rollout_rows, scored_table
 from areal_flow.types import EngineStats, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import RolledOutGroup, run_group
@@ -120,17 +120,17 @@ def test_each_sampled_token_is_trained_once(workflow: Workflow) -> None:
 
 def test_trajectories_are_rows_of_the_schema(workflow: Workflow) -> None:
     episode, group = episode_of(), roll_out(workflow, FakeServices())
-    table = rollout_table(
+    table, notes = rollout_rows(
         [(episode, group)],
         generator="g",
         started_at=datetime.now(UTC),
         engine_stats=EngineStats("i", 5, 0.1),
     )
-    given = rollout_notes(table).scores
+    given = notes.scores
     assert given == tuple(draft.score for _, draft in group.drafts)
     scores = [score or Score(0.5, "wrong") for score in given]
     scored = scored_table(table, scores, verifier="v@0")
-    validate(scored.replace_schema_metadata(None), TrajectoryRow)
+    validate(scored, TrajectoryRow)
     assert scored["reward"].to_pylist() == [score.reward for score in scores]
     assert scored["loss_mask"].to_pylist() == [plain(draft.loss_mask) for _, draft in group.drafts]
-    assert rollout_notes(scored) == rollout_notes(table)
+    assert notes.prompts == {episode.submission_index: episode.prompt}

@@ -15,7 +15,7 @@ from areal_flow.models.directory import tokenizer_of
 from areal_flow.run.layout import RunLayout
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
 from tests.integration.conftest import Typed
-from tests.integration.runs import check_accounting, cli, run_script, started_cli
+from tests.integration.runs import check_accounting, done, started_cli
 from tests.policies import write_model_directory
 
 ROWS = [
@@ -93,8 +93,7 @@ def run(folder: Path) -> areal_flow.Run:
         said = process.communicate()[0]
     assert "The first prompt by the chat template" in said
     assert "".join(f"  {line}\n" for line in FIRST.splitlines()) in said
-    done = cli("train", "--resume", "chat", cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done(folder, "train", "--resume", "chat")
     check_accounting(layout)
     return areal_flow.open_run(layout.root)
 
@@ -112,6 +111,10 @@ def test_rows_with_messages_are_asked_as_chats_and_judged_with_every_column(
     found = json.loads(typed("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout)
     assert found["prompt"].startswith(FIRST)
     assert found["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    record = json.loads(run.layout.chat_template.read_text())
+    assert record["template"] == CHATML
+    lineage = typed("lineage", "chat", cwd=folder).stdout
+    assert f"chat template  {record['sha256']}" in lineage
 
 
 @pytest.mark.slow
@@ -126,16 +129,6 @@ def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
     assert all(NEXT in decode(tokens, skip_special_tokens=False) for tokens in asked_again)
     replayed = typed("replay", "chat", "--step", "3", cwd=folder)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-
-
-@pytest.mark.slow
-def test_template_in_use_is_recorded_and_belongs_to_the_lineage(
-    run: areal_flow.Run, folder: Path, typed: Typed
-) -> None:
-    record = json.loads(run.layout.chat_template.read_text())
-    assert record["template"] == CHATML
-    found = typed("lineage", "chat", cwd=folder)
-    assert f"chat template  {record['sha256']}" in found.stdout
 
 
 @pytest.mark.parametrize(
@@ -155,24 +148,8 @@ def test_what_cannot_be_asked_is_refused_and_leaves_nothing_behind(
 ) -> None:
     if "forgets" in arguments and not (folder / "forgets").exists():
         give_chat_template(write_model_directory(folder / "forgets"), FORGETS_REASONING)
-    done = typed("train", "chat.toml", "--name", "refused", *arguments, cwd=folder)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
+    ended = typed("train", "chat.toml", "--name", "refused", *arguments, cwd=folder)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert expected in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert not (folder / "runs" / "refused").exists()
-
-
-SCRIPT = f"""
-import pandas as pd, areal_flow
-rows = pd.DataFrame({ROWS!r})
-{VERIFIER}
-run = areal_flow.train("chat.toml", prompts=rows, rewards=[likes_words], name="frame", num_steps=1,
-                       workflow={{"name": "single_turn"}})
-print(run.trajectories().reward.notna().all())
-"""
-
-
-@pytest.mark.slow
-def test_frame_of_messages_is_trained_from_python(folder: Path) -> None:
-    assert run_script(SCRIPT, cwd=folder, timeout=240).strip().splitlines()[-1] == "True"
-    check_accounting(RunLayout((folder / "runs" / "frame").resolve()))

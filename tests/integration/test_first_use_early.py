@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from areal_flow.config import Recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, RewardError
@@ -262,17 +261,6 @@ def test_command_tries_an_agent_before_the_cluster_starts(
     assert done.returncode == 2, done.stderr
     assert "workflow.path = 'agents:raises' fails on the first prompt row: KeyEr" in done.stderr
     assert "Dask" not in done.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(
-    tmp_path: Path, typed: Typed
-) -> None:
-    done = typed("sft", "--trainer.device", "cuda", "--cluster.num-gpus", "8", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "trainer.device = 'cuda': expected CUDA, found none that torch" in done.stderr
-    assert "--resume" not in done.stderr
-    assert not (tmp_path / "runs").exists()
 
 
 def test_stop_token_that_no_tokenizer_has_is_refused_with_nothing_left_behind(

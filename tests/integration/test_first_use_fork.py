@@ -14,7 +14,8 @@ import areal_flow
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
-from tests.integration.runs import check_accounting, cli, done, small_arguments, started_cli
+from tests.integration.conftest import Typed
+from tests.integration.runs import check_accounting, done, small_arguments, started_cli
 
 pytestmark = pytest.mark.slow
 
@@ -126,9 +127,9 @@ def test_schedule_keeps_its_horizon_when_a_resume_goes_on_beyond_it(folder: Path
     ],
 )
 def test_mistakes_are_found_before_anything_starts_and_leave_nothing(
-    folder: Path, arguments: list[str], said: str
+    folder: Path, typed: Typed, arguments: list[str], said: str
 ) -> None:
-    ended = cli("train", "--name", "wrong", *arguments, cwd=folder)
+    ended = typed("train", "--name", "wrong", *arguments, cwd=folder)
     assert ended.returncode in (1, 2)
     assert said in ended.stderr
     assert "Dask dashboard" not in ended.stdout

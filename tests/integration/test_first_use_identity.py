@@ -16,7 +16,7 @@ import areal_flow
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
-from tests.integration.runs import done, started_cli
+from tests.integration.runs import done, small_arguments, started_cli
 
 pytestmark = pytest.mark.walk
 
@@ -27,22 +27,13 @@ def grade(prompt, completion, answer):
     return float(len(completion) % 3 == {rest})
 '''
 NUM_FINE_TUNING = 300
-SETTINGS = {
-    "num_steps": 0,
-    "prompts.path": "prompts.jsonl",
-    "prompts.source": "file",
-    "prompts.num_held_out": 32,
-    "sft.path": "rows.jsonl",
-    "sft.num_steps": NUM_FINE_TUNING,
-    "sft.checkpoint_every_steps": 20,
-    "sft.batch_size": 16,
-    "generation.max_new_tokens": 8,
-    "generation.max_model_len": 24,
-    "generation.max_num_seqs": 16,
-    "controller.batch_size": 16,
-    "controller.group_size": 4,
-    "rewards": '[{verifier = "graders:grade"}]',
-}
+GIVEN = [
+    *small_arguments(),
+    *("--num-steps", "0", "--data", "prompts.jsonl", "--prompts.num-held-out", "32"),
+    *("--sft.path", "rows.jsonl", "--sft.num-steps", str(NUM_FINE_TUNING)),
+    *("--sft.checkpoint-every-steps", "20", "--controller.batch-size", "16"),
+    *("--tracking.enabled", "true", "--rewards", '[{verifier = "graders:grade"}]'),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +55,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps({k: str(v) for k, v in r.items()}) + "\n" for r in rows))
 
 
-def arguments() -> list[str]:
-    named = ((f"--{name.replace('_', '-')}", str(value)) for name, value in SETTINGS.items())
-    return [argument for pair in named for argument in pair]
-
-
 def test_run_that_was_killed_in_its_warm_start_goes_on(folder: Path, run: RunLayout) -> None:
-    with started_cli("train", "--name", "mine", *arguments(), cwd=folder) as process:
+    with started_cli("train", "--name", "mine", *GIVEN, cwd=folder) as process:
         while not list_checkpoints(run.sft_checkpoints):
             assert process.poll() is None
             sleep(0.05)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client, Security
+from distributed import Client
 
 import areal_flow
 from areal_flow.cluster.control import add_workers, list_workers, remove_worker
@@ -15,6 +15,7 @@ from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker_process import with_certificates
 from areal_flow.errors import ConfigError, RunError
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd
@@ -23,12 +24,7 @@ from tests.sshd import running_sshd
 def certificates(directory: Path) -> NetworkSettings:
     """Return the settings of an authority, a certificate and its key, made for this test."""
     directory.mkdir()
-    made = Security.temporary()
-    paths = {name: directory / f"{name}.pem" for name in ("ca", "certificate", "key")}
-    texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
-    for path, text in zip(paths.values(), texts, strict=True):
-        path.write_text(text)
-    return NetworkSettings(**{f"tls_{name}": path for name, path in paths.items()})
+    return with_certificates(NetworkSettings(), directory)
 
 
 def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused(
@@ -57,15 +53,15 @@ def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused
 
 def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
     network = certificates(tmp_path / "ours")
-    assert network.tls_key is not None
-    network.tls_key.unlink()
+    assert network.tls_directory is not None
+    (network.tls_directory / "key.pem").unlink()
 
     async def start() -> None:
         settings = ClusterSettings(network=network)
         async with launch_cluster([], settings, WorkerContext(tmp_path, 0)):
             pytest.fail("it started")
 
-    with pytest.raises(ConfigError, match=r"cluster.network.tls_key = .*no such file"):
+    with pytest.raises(ConfigError, match=r"cluster.network.tls_directory: there is no file"):
         asyncio.run(start())
 
 

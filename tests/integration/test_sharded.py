@@ -16,6 +16,7 @@ from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.checkpoint import read_checkpoint
+from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from tests.integration.runs import (
     check_accounting,
@@ -101,10 +102,10 @@ def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
     path = directory / "checkpoints" / "00000001"
     assert hash_files(path / "model.safetensors") == ranks[0]["written"]["expected"]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    whole = ReplicatedBackend(small_policy(seed=5), TRAININGS["plain"].settings)
+    whole = ReplicatedBackend(small_policy(seed=5), TRAININGS["plain"].settings, SingleProcess(2))
     assert read_checkpoint(path, whole).next_submission_index == 7
     assert whole.fingerprint() == ranks[0]["written"]["expected"]
-    take_step(whole, 2, 2, None, TRAININGS["plain"])
+    take_step(whole, 2, TRAININGS["plain"])
     for rank in run_ranks(directory, 3, "read"):
         assert rank["read"]["loaded"] == ranks[0]["written"]["expected"]
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_flow.tools import python
-from areal_flow.tools.python import run_python
+from areal_flow import tools
+from areal_flow.tools import run_python
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _sandboxes_end() -> Iterator[None]:
     yield
-    python._sandboxes().close()
-    python._sandboxes.cache_clear()
+    tools._sandboxes().close()
+    tools._sandboxes.cache_clear()
 
 
 @pytest.mark.parametrize(

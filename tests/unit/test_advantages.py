@@ -71,12 +71,6 @@ def test_group_relative_advantages_equal_brute_force(values: list[float], size: 
             )
 
 
-def test_equal_rewards_have_no_advantage() -> None:
-    groups = torch.zeros(4, dtype=torch.long)
-    for function in (dr_grpo_advantages, grpo_advantages, rloo_advantages):
-        assert function(tensor([1, 1, 1, 1]), groups).abs().max() == 0
-
-
 def test_baseline_of_the_group_and_scale_of_the_batch() -> None:
     """Centred 0.5, -0.5, 0, 0, of unbiased deviation sqrt(0.5 / 3)."""
     found = reinforce_baseline_advantages(tensor([1, 0, 1, 1]), torch.tensor([4, 4, 7, 7]))
@@ -169,8 +163,3 @@ def test_gae_equals_brute_force_over_several_blocks(discount: float, trace: floa
         expected = slow_gae(*parts, discount=discount, trace=trace)
         assert found[row, :length].tolist() == pytest.approx(expected, abs=1e-9)
         assert not found[row, length:].any()
-
-
-def test_gae_with_full_traces_is_the_return_less_the_value() -> None:
-    found = gae(tensor([0, 0, 1])[None], tensor([0.5, 0.25, 2])[None], torch.tensor([3]), trace=1.0)
-    assert found.tolist() == [[0.5, 0.75, -1.0]]

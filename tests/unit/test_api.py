@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,16 @@ import pytest
 
 import areal_flow
 import pipelines.api
+import pipelines.jobs.job
 from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ConfigError, PromptError
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.run.directory import write_identity
 from areal_flow.run.layout import RunLayout
 from pipelines.arguments import placed, rows_of
 from pipelines.jobs.built_in import write_jsonl
 from pipelines.jobs.job import Job
 from pipelines.jobs.stop_signals import WAKE_EVERY_S, Outcome, StopSignals, wait_for
+from tests.tracked_runs import make_bare_run
 
 ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n} for n in range(3)]
 
@@ -88,13 +89,11 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, 
     found: list[tuple[str, RunLayout, Recipe]] = []
 
     def start(job: Job, layout: RunLayout, recipe: Recipe, *, fill: Any, **_: Any) -> Outcome:
-        layout.root.mkdir(parents=True)
-        write_identity(layout)
-        layout.config.write_text("")
+        make_bare_run(layout.root)
         found.append((job.command, layout, fill(layout, recipe)))
         return Outcome(True)
 
-    monkeypatch.setattr(pipelines.api, "start", start)
+    monkeypatch.setattr(pipelines.jobs.job, "start", start)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -139,35 +138,19 @@ def test_nothing_but_a_call_is_the_default_job(started: list[Any]) -> None:
     assert (recipe.num_steps, recipe.sft.num_steps) == (60, 2300)
 
 
-def test_wrong_setting_is_named(started: list[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lr: there is no such setting"):
-        areal_flow.train(prompts=ROWS, trainer={"lr": 1})
-    assert not started
-
-
 def test_setting_that_one_section_has_needs_no_section(started: list[Any]) -> None:
-    areal_flow.train(prompts=ROWS, chat_template=True, max_new_tokens=20, max_staleness=1)
-    ((_, _, recipe),) = started
-    assert (recipe.prompts.chat_template, recipe.generation.max_new_tokens) == (True, 20)
-    assert recipe.controller.max_staleness == 1
-
-
-def test_settings_of_training_are_meant_and_not_those_of_fine_tuning(started: list[Any]) -> None:
-    areal_flow.train(prompts=ROWS, batch_size=64, learning_rate=1e-5, num_held_out=3)
+    few = {"chat_template": True, "max_new_tokens": 20, "max_staleness": 1}
+    of_both = {"batch_size": 64, "learning_rate": 1e-5, "num_held_out": 3}
+    whole = {"sft.beta": 0.2, "evaluation.top_p": 0.9}
+    areal_flow.train(prompts=ROWS, **few, **of_both, **whole)
     with suppress(ArealFlowError):  # it made no checkpoint
         areal_flow.sft(rows=ROWS, batch_size=4, name="taught")
     (_, _, trained), (_, _, taught) = started
+    assert (trained.prompts.chat_template, trained.generation.max_new_tokens) == (True, 20)
+    assert trained.controller.max_staleness == 1
     assert (trained.controller.batch_size, trained.trainer.learning_rate) == (64, 1e-5)
-    assert trained.prompts.num_held_out == 3
-    assert taught.sft.batch_size == 4
-
-
-def test_setting_that_several_sections_have_is_refused_with_all_of_them(
-    started: list[Any],
-) -> None:
-    with pytest.raises(ConfigError, match=r"expected one of generation\.temperature, eval"):
-        areal_flow.train(prompts=ROWS, temperature=0.9)
-    assert not started
+    assert (trained.prompts.num_held_out, taught.sft.batch_size) == (3, 4)
+    assert (trained.sft.beta, trained.evaluation.top_p) == (0.2, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +162,8 @@ def test_setting_that_several_sections_have_is_refused_with_all_of_them(
         ({"num_generations": 8}, r"Did you mean controller\.group_size\?"),
         ({"max_completion_length": 8}, r"Did you mean generation\.max_new_tokens\?"),
         ({"max_steps": 8}, r"Did you mean num_steps\?"),
+        ({"temperature": 0.9}, r"expected one of generation\.temperature, eval"),
+        ({"trainer": {"lr": 1}}, r"trainer\.lr: there is no such setting"),
     ],
 )
 def test_setting_that_is_not_of_training_is_refused_with_the_one_that_is(
@@ -187,12 +172,6 @@ def test_setting_that_is_not_of_training_is_refused_with_the_one_that_is(
     with pytest.raises(ConfigError, match=said):
         areal_flow.train(prompts=ROWS, **given)
     assert not started
-
-
-def test_setting_of_another_part_is_set_by_its_whole_name(started: list[Any]) -> None:
-    areal_flow.train(prompts=ROWS, **{"sft.beta": 0.2, "evaluation.top_p": 0.9})
-    ((_, _, recipe),) = started
-    assert (recipe.sft.beta, recipe.evaluation.top_p) == (0.2, 0.9)
 
 
 def brevity(completion: str) -> float:
@@ -287,12 +266,9 @@ def resumed(
         found.append((layout, recipe, given))
         return Outcome(True)
 
-    monkeypatch.setattr(pipelines.api, "resume_run", resume)
+    monkeypatch.setattr(pipelines.jobs.job, "resume", resume)
     monkeypatch.chdir(tmp_path)
-    layout = RunLayout((tmp_path / "runs" / "r").resolve())
-    layout.root.mkdir(parents=True)
-    write_identity(layout)
-    layout.config.write_text("num_steps = 3\nseed = 4\n")
+    make_bare_run(tmp_path / "runs" / "r", "num_steps = 3\nseed = 4\n")
     return found
 
 
@@ -353,20 +329,12 @@ async def test_interrupts_beside_a_running_loop_ask_for_a_stop_and_then_end_the_
     assert signal.getsignal(signal.SIGINT) == before
 
 
-async def test_interrupt_of_work_that_handles_none_ends_it() -> None:
-    async def work() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(5)
-
-    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
-        wait_for(work)
-
-
-async def test_interrupt_where_no_step_is_under_way_ends_the_work_at_once() -> None:
-    """As in an evaluation or in fine-tuning."""
+@pytest.mark.parametrize("handled", [StopSignals, nullcontext])
+async def test_interrupt_where_no_step_is_under_way_ends_the_work_at_once(handled: Any) -> None:
+    """As in an evaluation or in fine-tuning, or where nothing handles it."""
 
     async def work() -> None:
-        with StopSignals():
+        with handled():
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(5)
 

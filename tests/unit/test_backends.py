@@ -20,9 +20,11 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import AdamWSettings, TrainerSettings, build_recipe
 from areal_flow.trainer.backend import BACKENDS, TrainerBackend, make_backend
+from areal_flow.trainer.planning import plan_micro_batches
+from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
+from areal_flow.trainer.step import compute_advantages, train_step
 from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import VersionSpan
 from tests.policies import small_policy
@@ -58,10 +60,10 @@ def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks
     policy.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     adamw = AdamWSettings(weight_decay=0.5)
-    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, adamw=adamw))
+    chosen = TrainerSettings(learning_rate=1e-2, adamw=adamw)
+    backend = ReplicatedBackend(policy, chosen, SingleProcess(num_ranks))
     for step in (1, 2):
-        how = replace(settings(), num_ranks=num_ranks)
-        train_step(backend, make_sequences(seed=step), step=step, settings=how)
+        train_step(backend, make_sequences(seed=step), step=step, settings=settings())
     still = {name for name, p in policy.named_parameters() if torch.equal(p, before[name])}
     assert still == {"model.embed_tokens.weight", "unused"}
     assert not any(name.startswith(tuple(still)) for name in backend.optimizer.named_state())
@@ -133,8 +135,7 @@ def test_entropy_reaches_the_loss_that_needs_it() -> None:
     how = StepSettings(algorithm, temperature=1.0, seed=0)
     numbers = train_step(state(), make_sequences(), step=1, settings=how)
     assert 0 < numbers.metrics["entropy_mean"].value < torch.tensor(13.0).log()
-    many_ranks = replace(how, num_ranks=20)
-    more = train_step(state(), make_sequences(), step=1, settings=many_ranks)
+    more = train_step(state(num_ranks=20), make_sequences(), step=1, settings=how)
     assert more.metrics["entropy_mean"].value == pytest.approx(
         numbers.metrics["entropy_mean"].value, rel=1e-5
     )
@@ -198,12 +199,12 @@ def test_backend_makes_one_update_of_any_loss() -> None:
     """What supervised fine-tuning needs: the negative log-likelihood of completions."""
     backend, (sequence,) = state(learning_rate=1e-2), make_sequences(1)
     micro = pack_sequences([sequence])
-    (before,) = backend.logprobs([micro], temperature=1.0)
+    before = backend.passes.logprobs(micro, 1.0)
     how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
     size = MinibatchSize(sequence.num_trained, 1)
     minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2, settings=how)
     numbers = backend.update(minibatch)
-    (after,) = backend.logprobs([micro], temperature=1.0)
+    after = backend.passes.logprobs(micro, 1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
     assert set(numbers.metrics) == {"entropy_mean"}
     assert float(after.mean()) > float(before.mean())

@@ -23,10 +23,9 @@ from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.lineage import Lineage
 from areal_flow.types import Prompt
-from pipelines.console.prompt_report import describe_prompts
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.evaluate import evaluate_model
-from pipelines.jobs.prepare import prepare_run
+from pipelines.jobs.prepare import describe_prompts, prepare_run
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.chat_templates import (
     CHATML,

@@ -16,11 +16,12 @@ import pytest
 
 import pipelines.jobs.job
 from areal_flow.config import Recipe
-from areal_flow.run.directory import write_identity
+from areal_flow.config.listing import all_settings
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import app, main
-from pipelines.cli.settings import all_settings, settings_page
+from pipelines.cli.settings import settings_page
 from pipelines.jobs.stop_signals import Outcome
+from tests.tracked_runs import make_bare_run
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [setting for _, _, settings in all_settings() for setting in settings]
@@ -41,8 +42,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recip
 
 def test_every_setting_has_a_meaning_of_one_line() -> None:
     assert len(SETTINGS) > 70
+    without = {each.name for each in SETTINGS if not each.meaning}
+    assert {name.partition(".")[0] for name in without} == {"sources", "evaluation"}
+    assert {f"prompts.{name.rpartition('.')[2]}" for name in without} < {s.name for s in SETTINGS}
     for setting in SETTINGS:
-        assert setting.meaning.endswith("."), setting
+        assert setting.meaning.endswith(".") or setting.name in without, setting
         assert "\n" not in setting.meaning, setting
 
 
@@ -79,7 +83,7 @@ def test_settings_reach_the_recipe_over_the_file(
     started: list[tuple[str, RunLayout, Recipe]], tmp_path: Path
 ) -> None:
     (tmp_path / "r.toml").write_text(
-        "num_steps = 7\nseed = 1\n[trainer]\nadamw.beta1 = 0.5\n"
+        "num_steps = 7\nseed = 1\n[trainer]\nadamw.weight_decay = 0.5\n"
         "[[sources]]\nname = 'a'\npath = 'a.jsonl'\n"
     )
     arguments = [
@@ -94,7 +98,7 @@ def test_settings_reach_the_recipe_over_the_file(
     ((command, layout, recipe),) = started
     assert (command, layout.root) == ("train", (tmp_path / "runs" / "n").resolve())
     assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
-    assert (recipe.trainer.adamw.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
+    assert (recipe.trainer.adamw.weight_decay, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
     assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.pass_threshold) == ("rloo", -2.0)
@@ -190,12 +194,9 @@ def test_ui_and_track_find_what_they_show(
         return 3
 
     monkeypatch.setattr("areal_flow.tracking.registry.track", track)
-    (tmp_path / "r").mkdir()
-    write_identity(RunLayout(tmp_path / "r"))
-    (tmp_path / "r" / "config.toml").write_text("")
+    root = make_bare_run(tmp_path / "r").root
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
     assert main(["--runs", str(tmp_path), "track", "r"]) == 0
-    root = (tmp_path / "r").resolve()
     assert tracked == [(root, "http://there"), (root, "")]
     assert "it lacked 3 steps" in capsys.readouterr().out
 
@@ -204,20 +205,19 @@ def test_ui_and_track_find_what_they_show(
 def test_reports_can_be_had_as_json(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r").mkdir()
-    write_identity(RunLayout(tmp_path / "r"))
-    (tmp_path / "r" / "config.toml").write_text("")
+    make_bare_run(tmp_path / "r")
     for arguments in (["--json", command], [command, "--json"]):
         assert main(["--runs", str(tmp_path), *arguments]) == 0
         found = json.loads(capsys.readouterr().out)
-    rows = found["runs"] if command == "runs" else found["machine"]
-    assert rows[0]["run" if command == "runs" else "what"] in ("r", "python")
+    if command == "runs":
+        assert [row["run"] for row in found["runs"]] == ["r"]
+    else:
+        subjects = {row["what"] for row in found["machine"]}
+        assert {"python", "cores", "gpu", "vllm", "engine", "sandbox", "free disk"} <= subjects
 
 
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "r").mkdir()
-    write_identity(RunLayout(tmp_path / "r"))
-    (tmp_path / "r" / "config.toml").write_text("num_steps = 3\n")
+    make_bare_run(tmp_path / "r", "num_steps = 3\n")
     runs = ["--runs", str(tmp_path), "train", "--resume", "r"]
     for changed in (["--seed", "1"], ["--name", "s"], ["--prompts", "p.jsonl"], ["r.toml"]):
         assert main([*runs, *changed]) == 2
@@ -226,30 +226,26 @@ def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "areal-flow train` prepared" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("trainer.lr=1", "--set trainer.lr: there is no such setting. Did you mean trainer.learn"),
-        ("trainer.adamw.beta1=x", "--set trainer.adamw.beta1 = 'x': "),
-        ("num_steps=3", "--set num_steps: cannot change what a step computes"),
-        ("trainer.adamw.beta1", "--set trainer.adamw.beta1: expected SECTION.KEY=VALUE"),
-    ],
-)
-def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(
-    tmp_path: Path, given: str, said: str
-) -> None:
-    (tmp_path / "r").mkdir()
-    write_identity(RunLayout(tmp_path / "r"))
-    (tmp_path / "r" / "config.toml").write_text("")  # no log at all
-    arguments = ["--runs", str(tmp_path), "replay", "r", "--step", "1", "--set", given]
+def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(tmp_path: Path) -> None:
+    make_bare_run(tmp_path / "r")
+    of_adamw = "--set trainer.adamw.weight_decay"
+    wrong = {
+        "trainer.lr=1": "--set trainer.lr: there is no such setting. Did you mean trainer.learn",
+        "trainer.adamw.weight_decay=x": f"{of_adamw} = 'x': ",
+        "num_steps=3": "--set num_steps: cannot change what a step computes",
+        "trainer.adamw.weight_decay": f"{of_adamw}: expected SECTION.KEY=VALUE",
+    }
     code = (
-        "import sys; from pipelines.cli.main import main; code = main(sys.argv[1:]);"
-        "print([name for name in ('torch', 'lance') if name in sys.modules]); sys.exit(code)"
+        "import sys; from pipelines.cli.main import main;"
+        f"print([main([*sys.argv[1:], given]) for given in {[*wrong]!r}]);"
+        "print([name for name in ('torch', 'lance') if name in sys.modules])"
     )
+    arguments = ("--runs", str(tmp_path), "replay", "r", "--step", "1", "--set")
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
-    assert said in done.stderr
+    assert done.stdout == "[2, 2, 2, 2]\n[]\n", done.stderr
+    for said in wrong.values():
+        assert said in done.stderr
 
 
 @pytest.fixture

@@ -164,6 +164,7 @@ def test_printed_command_works(
             assert main([word.replace("DIRECTORY", "out") for word in words[1:]]) == 0, words
 
 
+@pytest.mark.parametrize("layout", ["my 'runs'"], indirect=True)
 @pytest.mark.parametrize("name", ["areal-flow", ""])
 def test_printed_command_runs_in_a_shell_that_does_not_find_it(
     layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch

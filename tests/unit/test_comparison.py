@@ -56,13 +56,13 @@ def test_environment_differences_name_both_sides() -> None:
     assert compared.environment_differences == {"device": ("cpu", "cuda"), "threads": (1, None)}
 
 
-def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_eight() -> None:
+def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_seven() -> None:
     of_algorithms = {f"algorithm.{name}" for a in ALGORITHMS.values() for name in a.model_fields}
     known = of_algorithms | flatten(TrainerSettings().model_dump(), "trainer.").keys()
     found = settings_of_a_step()
     of_both = {name for name in found if name.startswith(("algorithm.", "trainer."))}
     assert of_both == known - WITHOUT_INFLUENCE
-    assert len(known) - len(of_both) == 8
+    assert len(known) - len(of_both) == 7
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from areal_flow.models.reward_model import critic_of
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.replicated import ReplicatedBackend
-from areal_flow.trainer.step import advantage_inputs, plan_passes, train_step
+from areal_flow.trainer.step import advantage_inputs, train_step
 from areal_flow.trainer.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_advantages import slow_gae
@@ -26,8 +27,10 @@ from tests.unit.test_trainer import make_sequences, state
 ALGORITHM = ActorCriticPPO(num_minibatches=2)
 
 
-def with_critic(seed: int = 0, algorithm: ActorCriticPPO = ALGORITHM) -> ReplicatedBackend:
-    backend = state(seed)
+def with_critic(
+    seed: int = 0, algorithm: ActorCriticPPO = ALGORITHM, **of: Any
+) -> ReplicatedBackend:
+    backend = state(seed, **of)
     backend.add_critic(algorithm)
     return backend
 
@@ -37,8 +40,8 @@ def critic(backend: ReplicatedBackend) -> Critic:
     return backend.critic
 
 
-def settings(algorithm: ActorCriticPPO = ALGORITHM, num_ranks: int = 1) -> StepSettings:
-    return StepSettings(algorithm, temperature=1.0, seed=0, num_ranks=num_ranks)
+def settings(algorithm: ActorCriticPPO = ALGORITHM) -> StepSettings:
+    return StepSettings(algorithm, temperature=1.0, seed=0)
 
 
 def draw_head(backend: ReplicatedBackend) -> None:
@@ -48,11 +51,10 @@ def draw_head(backend: ReplicatedBackend) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_values_are_those_before_each_completion_token(num_ranks: int) -> None:
-    backend, sequences = with_critic(), make_sequences(5)
+    backend = with_critic(num_ranks=num_ranks, tokens_per_micro_batch=32)
+    sequences = make_sequences(5)
     draw_head(backend)
-    how = settings(num_ranks=num_ranks)
-    planned = plan_passes(sequences, how, 32)
-    values_BL = critic(backend).values(sequences, planned, how)
+    values_BL = critic(backend).values(sequences)
     model = critic(backend).model
     model.set_attn_implementation("eager")
     for sequence, values_L in zip(sequences, values_BL, strict=True):
@@ -198,7 +200,7 @@ def test_update_that_is_no_number_leaves_the_critic_as_it_is_and_is_counted() ->
 
 
 def test_step_whose_critic_was_not_updated_counts_as_a_skipped_one() -> None:
-    """So that `trainer.adamw.max_skipped_steps` of them end the run."""
+    """So that several of them in a row end the run."""
     assert not NOTHING_TRAINED.skipped_an_update
     metrics = {CRITIC_SKIPPED_UPDATES: 0.5}
     assert replace(NOTHING_TRAINED, metrics=metrics).skipped_an_update

@@ -23,7 +23,8 @@ from areal_flow.store.committed import create_logs
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter, write_groups
 from areal_flow.types import GroupReceipt
-from pipelines.console.prompt_report import describe_prompts, report_difficulty
+from pipelines.cli.reports import report_difficulty
+from pipelines.jobs.prepare import describe_prompts
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import group_table
 
@@ -87,9 +88,9 @@ def test_prompts_within_the_pass_rates_and_unseen_ones_are_kept(earlier: RunLayo
 
 
 def test_unseen_prompts_and_prompts_with_few_samples_can_be_left_out(earlier: RunLayout) -> None:
-    _, layout = prepared(earlier, "seen", keep_unseen=False, min_pass_rate=0.3)
+    _, layout = prepared(earlier, "seen", keep_unseen=False, pass_rates=(0.3, 0.95))
     assert texts(layout) == ["3 + 1 ="]
-    _, layout = prepared(earlier, "few", keep_unseen=False, min_samples=1, max_pass_rate=1.0)
+    _, layout = prepared(earlier, "few", keep_unseen=False, min_samples=1, pass_rates=(0.05, 1.0))
     assert texts(layout) == [f"{n} + 1 =" for n in (4, 3, 2, 0)]
 
 
@@ -114,8 +115,8 @@ def test_distribution_counts_every_prompt_that_was_answered(earlier: RunLayout) 
 
 def test_filter_that_leaves_nothing_is_refused_with_the_counts(earlier: RunLayout) -> None:
     with pytest.raises(PromptError, match=r"0 kept, 2 too easy, 2 too hard, 3 unseen \(left out\)"):
-        prepared(earlier, "none", keep_unseen=False, min_pass_rate=0.3, max_pass_rate=0.4)
+        prepared(earlier, "none", keep_unseen=False, pass_rates=(0.3, 0.4))
     with pytest.raises(RunError, match="another"):
         prepared(earlier, "gone", run="another")
-    with pytest.raises(ConfigError, match=r"min_pass_rate \(0.9\) must not exceed"):
-        prepared(earlier, "wrong", min_pass_rate=0.9, max_pass_rate=0.1)
+    with pytest.raises(ConfigError, match=r"pass_rates \(\[0.9, 0.1\]\) must be"):
+        prepared(earlier, "wrong", pass_rates=(0.9, 0.1))

@@ -31,7 +31,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import code_hash
-from areal_flow.store.codec import receipts, rollout_table
+from areal_flow.store.codec import receipts, rollout_rows
 from areal_flow.store.committed import create_logs
 from areal_flow.store.trajectories import validate_groups
 from areal_flow.types import (
@@ -127,9 +127,9 @@ def test_groups_are_rolled_out_scored_and_valid(
 
     async def graph() -> Any:
         rolled_out = await generator_tasks.rollout(groups, 0)
-        return await reward_tasks.score(rolled_out, groups, is_last_try=True)
+        return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    scored = asyncio.run(graph())
+    scored, _ = asyncio.run(graph())
     validate_groups(scored)
     rows = scored.to_pylist()
     assert {(row["submission_index"], row["member"]) for row in rows} == {
@@ -158,13 +158,13 @@ def test_reward_of_a_workflow_has_the_verdict_of_the_recipes_threshold(
     draft = TrajectoryDraft(group[0].prompt.tokens).with_completion(
         Completion(as_tokens([1]), np.zeros(1, np.float32), (VersionSpan(0, 1),), "stop")
     )
-    rolled_out = rollout_table(
+    rolled_out = rollout_rows(
         [(group[0], RolledOutGroup(((0, draft.scored(Score(0.7))),), ()))],
         generator="g",
         started_at=datetime.now(UTC),
         engine_stats=EngineStats(),
     )
-    scored = asyncio.run(reward_tasks.score(rolled_out, group, is_last_try=True))
+    scored, _ = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
     (row,) = scored.to_pylist()
     assert (row["reward"], json.loads(row["reward_detail"])["verdict"]) == (0.7, verdict)
 
@@ -175,7 +175,7 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
     give_chat_template(layout.model, CHATML)
     settings(layout, {"name": "multi_turn", "max_turns": 2}, chat_template=True)
     groups = [group_of(layout, index) for index in range(12)]
-    rows = asyncio.run(generator_tasks.rollout(groups, 0)).to_pylist()
+    rows = asyncio.run(generator_tasks.rollout(groups, 0))[0].to_pylist()
     tokenizer = tokenizer_of(layout.model)
     asked_again = [row for row in rows if not all(row["loss_mask"])]
     assert asked_again
@@ -213,15 +213,15 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
     episode = Episode(0, prompt, (1,), 0, 1, datetime.now(UTC))
 
     async def graph() -> Any:
-        rolled_out = await generator_tasks.rollout([episode], 0)
-        (spans,) = rolled_out["version_spans"].to_pylist()
-        place = rolled_out.schema.get_field_index("version_spans")
-        field = rolled_out.schema[place]
+        table, notes = await generator_tasks.rollout([episode], 0)
+        (spans,) = table["version_spans"].to_pylist()
+        place = table.schema.get_field_index("version_spans")
+        field = table.schema[place]
         newer = pa.array([[{**span, "version": 3} for span in spans]], field.type)
-        rolled_out = rolled_out.set_column(place, field, newer)
-        return await reward_tasks.score(rolled_out, [episode], is_last_try=True)
+        rolled_out = table.set_column(place, field, newer), notes
+        return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
+    (detail,) = asyncio.run(graph())[0]["reward_detail"].to_pylist()
     assert json.loads(json.loads(detail)["extracted"]) == row
     epoch = 3 * recipe.controller.batch_size / recipe.controller.group_size  # of one prompt
     assert json.loads(detail)["extra"] == {"asked": messages, "step": [3, recipe.num_steps, epoch]}
@@ -267,9 +267,9 @@ def test_rows_of_an_agent_name_its_code_and_another_code_is_refused(
 
     async def graph() -> Any:
         rolled_out = await generator_tasks.rollout((group,), 0)
-        return await reward_tasks.score(rolled_out, (group,), is_last_try=True)
+        return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    rows = asyncio.run(graph()).to_pylist()
+    rows = asyncio.run(graph())[0].to_pylist()
     assert [row["reward"] for row in rows] == [1.0] * 4
     identity = found_verifier(layout, recipe).identity
     assert {row["verifier"] for row in rows} == {identity}
@@ -295,8 +295,8 @@ def test_rows_without_a_verdict_are_kept_by_the_last_try_only(
     group = group_of(layout, 0)
     rolled_out = asyncio.run(generator_tasks.rollout((group,), 0))
     with pytest.raises(InfrastructureError, match="the judge is down"):
-        asyncio.run(reward_tasks.score(rolled_out, [group], is_last_try=False))
-    scored = asyncio.run(reward_tasks.score(rolled_out, [group], is_last_try=True))
+        asyncio.run(reward_tasks.score(rolled_out, is_last_try=False))
+    scored, _ = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
     assert scored["reward"].to_pylist() == [None] * 4
     assert {json.loads(d)["verdict"] for d in scored["reward_detail"].to_pylist()} == {
         "infrastructure_error"
@@ -337,8 +337,8 @@ def test_several_groups_are_judged_at_once_where_the_verifier_waits(
     groups = [group_of(layout, index) for index in range(8)]
 
     async def graph() -> Any:
-        tables = [await generator_tasks.rollout((group,), 0) for group in groups]
-        return await reward_tasks.score_and_write(tables, groups, is_last_try=True)
+        rollouts = [await generator_tasks.rollout((group,), 0) for group in groups]
+        return await reward_tasks.score_and_write(rollouts, is_last_try=True)
 
     receipts, _, num_at_once = asyncio.run(graph())
     assert [len(receipt.trajectories) for receipt in receipts] == [4] * 8

@@ -26,9 +26,9 @@ from areal_flow.errors import (
     StorageError,
     WeightsError,
 )
-from areal_flow.evaluation.answers import answer_held_out
+from areal_flow.evaluation.answers import Answered, answer_held_out
 from areal_flow.evaluation.pass_rates import tabulate
-from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
+from areal_flow.store.codec import rollout_rows, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import run_group
@@ -50,11 +50,11 @@ class Answering:
         self.services = services
         self.episodes: list[Sequence[Episode]] = []
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
         self.episodes.append(episodes)
         services = FakeServices(max_model_len=200, **self.services)
         groups = [await run_group(self.workflow, episode, services) for episode in episodes]
-        table = rollout_table(
+        table, notes = rollout_rows(
             list(zip(episodes, groups, strict=True)),
             generator="g",
             started_at=datetime.now(UTC),
@@ -62,11 +62,9 @@ class Answering:
         )
         scores = [
             score or Score(float(len(tokens) % 2), "wrong")
-            for score, tokens in zip(
-                rollout_notes(table).scores, table["output_tokens"].to_pylist(), strict=True
-            )
+            for score, tokens in zip(notes.scores, table["output_tokens"].to_pylist(), strict=True)
         ]
-        return scored_table(table, scores, verifier="v@0")
+        return scored_table(table, scores, verifier="v@0"), notes.errors
 
 
 def answers_of(
@@ -140,7 +138,7 @@ class FailsAlone(SingleTurn):
 class AnsweringAsTasksDo(Answering):
     """Raises where no group of a task has a trajectory, as a rollout does."""
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
         if all(episode.prompt.prompt_id == "p64" for episode in episodes):
             raise EpisodeError("ValueError: no tool for this")
         return await super().answer(episodes, name=name)
@@ -164,7 +162,7 @@ def test_failure_that_is_no_fault_of_an_answer_is_not_recorded_as_one(
     kind: type[ArealFlowError],
 ) -> None:
     class Lost(Answering):
-        async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+        async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
             if episodes[0].submission_index:
                 raise kind("each worker died")
             return await super().answer(episodes, name=name)
@@ -273,9 +271,9 @@ def test_held_out_set_has_a_name_of_its_own() -> None:
     with pytest.raises(ConfigError, match="a name stands twice in"):
         build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
     found = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
-    assert [(each["name"], Path(each["path"]).name) for each in found] == [
-        ("math", "math.jsonl"),
-        ("code", "rows.parquet"),
-    ]
+    assert {name: Path(path).name for name, path in found.items()} == {
+        "math": "math.jsonl",
+        "code": "rows.parquet",
+    }
     with pytest.raises(ConfigError, match="--data: expected another name for each file"):
         held_out_sets(["a/math.jsonl", "b/math.jsonl"])

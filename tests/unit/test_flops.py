@@ -14,7 +14,7 @@ from areal_flow.models.lora import add_adapter
 from areal_flow.trainer import sequences as training_sequences
 from areal_flow.trainer.flops import PolicyShape
 from areal_flow.trainer.replicated import ReplicatedBackend
-from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
 
@@ -41,10 +41,8 @@ def test_formula_gives_the_operations_that_torch_counts(
     shape = replace(shape, attention=0)  # torch counts none on a CPU
     backend = ReplicatedBackend(policy, TrainerSettings())
     with FlopCounterMode(display=False) as counter:
-        train_step(backend, sequences, step=1, settings=how)
-    max_tokens = backend.settings.tokens_per_micro_batch
-    plan = plan_micro_batches(sequences, step=1, settings=how, max_tokens=max_tokens)
-    expected = shape.step_flops(sequences, plan, how.algorithm)
+        numbers = train_step(backend, sequences, step=1, settings=how)
+    expected = shape.step_flops(sequences, numbers.plan, how.algorithm)
     assert expected == pytest.approx(counter.get_total_flops(), rel=0.08)
     if num_prompt_tokens:
         alone = [[[[index]] for index in range(len(sequences))]]

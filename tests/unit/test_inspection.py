@@ -19,7 +19,7 @@ from areal_flow.trainer.inspection import (
     trajectory_outcomes,
 )
 from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.trainer.updates import StepSettings, UpdateNumbers
 from areal_flow.types import StepRequest, VersionSpan
 from tests.unit.test_trainer import make_sequences, settings, state
 
@@ -52,10 +52,9 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     outcomes = trajectory_outcomes(
         trained,
         sequences,
-        step=1,
-        settings=how,
+        numbers,
+        how.loss,
         temperature=1.0,
-        advantages=numbers.advantages,
     )
     num_clipped = numbers.metrics["clip_fraction"].total
     assert sum(sum(outcome.clipped) for outcome in outcomes) == num_clipped > 0
@@ -74,9 +73,9 @@ def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
     The advantages that are shown are those that were trained, on average over trained tokens.
     """
     algorithm = kind(advantage="batch_norm", kl_coefficient=0.3, kl_estimator="k1", kl_in="reward")
-    how = StepSettings(algorithm, temperature=0.7, seed=0, num_ranks=num_ranks)
+    how = StepSettings(algorithm, temperature=0.7, seed=0)
     how = replace(how, loss=ClipWatch(algorithm.loss))
-    sequences, backend = make_sequences(), state()
+    sequences, backend = make_sequences(), state(num_ranks=num_ranks)
     policy = completion_logprobs(backend, sequences, temperature=0.7)
     reference = completion_logprobs(state(seed=1), sequences, temperature=0.7)
     backend.hold_reference(state(seed=1).policy)
@@ -97,9 +96,7 @@ def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
     assert watched == pytest.approx(np.concatenate(divergences).mean(), abs=1e-5)
     advantages = numbers.advantages
     outcomes = (
-        trajectory_outcomes(
-            backend, sequences, step=1, settings=how, temperature=0.7, advantages=advantages
-        )
+        trajectory_outcomes(backend, sequences, numbers, how.loss, temperature=0.7)
         if num_ranks == 1
         else []
     )
@@ -119,12 +116,10 @@ def test_watching_a_loss_changes_nothing() -> None:
 def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     before = state()
     (sequence,) = make_sequences(1)
-    how = settings(num_minibatches=1)
-    how = replace(how, loss=ClipWatch(how.algorithm.loss))
-    (outcome,) = trajectory_outcomes(
-        before, [replace(sequence, trained=np.zeros(3, np.bool_))],
-        step=1, settings=how, temperature=1.0, advantages=[0.0],
-    )  # fmt: skip
+    untrained = [replace(sequence, trained=np.zeros(3, np.bool_))]
+    numbers = UpdateNumbers(advantages=[0.0], plan=[[[[0]]]])
+    watch = ClipWatch(DecoupledPPO().loss)
+    (outcome,) = trajectory_outcomes(before, untrained, numbers, watch, temperature=1.0)
     replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))
     trajectory = InspectedTrajectory(
         trajectory_id="t",

@@ -39,8 +39,8 @@ async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_sch
 ) -> None:
     async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
         assert cluster.scheduler.startswith("tls://127.0.0.1:")
-        assert cluster.network.tls_key is not None
-        folder = cluster.network.tls_key.parent
+        folder = cluster.network.tls_directory
+        assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
         assert await list_workers(cluster.scheduler, cluster.network) == []
         plain = cluster.scheduler.replace("tls://", "tcp://")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from areal_flow.cluster.trainer_replicas import DaskTrainer
+from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance
@@ -19,8 +19,8 @@ from areal_flow.controller.schedules import (
     run_until_first_ends,
 )
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
-from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
+from areal_flow.types import Episode, StepRequest, StepResult
+from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 NUM_STEPS = 3
@@ -41,7 +41,7 @@ class Ranks(FakeCluster):
         self.holding.clear()
         self.lost.set()
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> FakeRolledOut:
         await self.holding.wait()
         return await super().roll_out(episode)
 
@@ -55,6 +55,8 @@ class Ranks(FakeCluster):
         return await super().step(request)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
+
+    async def write_snapshot(self, step: int) -> None: ...
 
     async def publish(self, version: int) -> None:
         self.happened.append(f"publish {version}")
@@ -88,7 +90,7 @@ def train(ranks: Ranks, log: MemoryLog, schedule: Any = run_async_schedule) -> N
     trainer = DaskTrainer(ranks, ranks.restore, lost=ranks.lost)  # type: ignore[arg-type]
     flow = Flow(
         flow_recipe(num_steps=NUM_STEPS, batch_size=4, group_size=2, max_staleness=1),
-        FlowBackends(ranks, log, trainer, ranks, prompt_at, log.on_step, trainer_lock=trainer.lock),
+        FlowBackends(ranks, log, trainer, ranks, prompt_at, log.on_step),
         InitialState(),
         Provenance(1, "", ""),
         max_running=16,
@@ -152,3 +154,74 @@ def test_failure_is_passed_on_although_a_signal_cancels_while_other_stages_end()
 
     driver: list[asyncio.Future[None]] = []
     run_in_virtual_time(main())
+
+
+class Answers:
+    """A Dask client whose tasks answer, or are lost, in this order."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = iter(answers)
+
+    async def submit(self, *_: Any, **__: Any) -> Any:
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def trainer_of(client: Answers, restore: Callable[[], Any]) -> DaskTrainer:
+    async def replace(*_: Any, **__: Any) -> None: ...
+
+    replicas = TrainerReplicas(client, num_ranks=1, replace=replace)  # type: ignore[arg-type]
+    return DaskTrainer(replicas, restore, lost=asyncio.Event())
+
+
+def restored_over(losses: int) -> int:
+    num_restored = 0
+
+    async def restore() -> None:
+        nonlocal num_restored
+        num_restored += 1
+
+    lost = [TrainerLost("the trainer died") for _ in range(losses)]
+    trainer = trainer_of(Answers(*lost, "done"), restore)
+    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
+    return num_restored
+
+
+@pytest.mark.parametrize("losses", [0, 1, 2, 3])
+def test_lost_trainer_is_restored_and_asked_again(losses: int) -> None:
+    assert restored_over(losses) == losses
+
+
+def test_trainer_that_is_lost_too_often_ends_with_the_cause() -> None:
+    with pytest.raises(TrainingError, match=r"restored 3 times and lost again: the trainer died"):
+        restored_over(4)
+
+
+def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
+    num_restored = 0
+
+    async def restore() -> None:
+        nonlocal num_restored
+        num_restored += 1
+        if num_restored == 1:
+            raise TrainerLost("the trainer died: in the middle of it")
+
+    trainer = trainer_of(Answers(TrainerLost("it died"), "done"), restore)
+    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
+    assert num_restored == 2
+
+
+def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
+    tries = 0
+
+    async def restore() -> str:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise TrainerLost("it died")
+        return "weights"
+
+    assert asyncio.run(trainer_of(Answers(), restore).restore()) == "weights"
+    assert tries == 3

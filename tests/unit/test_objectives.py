@@ -75,11 +75,6 @@ def test_sapo_fades_the_gradient_by_a_sigmoid() -> None:
     assert not found.clipped_T.any()
 
 
-def test_sapo_is_the_policy_gradient_where_the_ratio_is_one() -> None:
-    on_policy = inputs(behavior=[-1.0, -0.5, -2.0])
-    assert gradient(SAPO(), on_policy) == pytest.approx([-1.0, 1.0, -2.0])
-
-
 def test_dppo_masks_by_probability_and_not_by_ratio() -> None:
     """Probabilities moved by 0.1447, -0.0638 and 0.1051."""
     given_ = inputs()
@@ -133,13 +128,6 @@ def test_dual_clip_ends_the_pull_of_a_likely_token_of_negative_advantage() -> No
     assert gradient(PPO(dual_clip=3.0), given_) == pytest.approx([0.0, RATIOS[1], 0.0])
 
 
-def test_clip_higher_widens_one_side() -> None:
-    found = PPO(epsilon=0.05, epsilon_high=0.8).loss(inputs())
-    assert found.losses_T.tolist() == pytest.approx([-RATIOS[0], 0.95, -3.6])
-    assert found.metrics["clip_low_fraction"].value == pytest.approx(1 / 3)
-    assert found.metrics["clip_high_fraction"].value == pytest.approx(1 / 3)
-
-
 WEIGHTS = [1.4918247, 0.7408182, 6.6858944]
 """Of `inputs()`: the policy before the step over the one that sampled."""
 
@@ -185,34 +173,6 @@ def test_proximal_policy_is_recomputed_taken_or_interpolated() -> None:
     found = proximal_logprobs(given_, "interpolated")
     assert found.tolist() == pytest.approx([-1.5, -0.45, -2.375])
     assert not found.requires_grad
-
-
-def test_interpolation_finds_the_policy_before_the_step_on_a_line_of_policies() -> None:
-    """Versions 4 to 9 whose log-probabilities move by as much each; the step makes 9 of 8."""
-    versions = torch.arange(4, 9)
-    moves = torch.linspace(-0.3, 0.3, 5, dtype=torch.float64)
-    start = torch.full((5,), -2.0, dtype=torch.float64)
-
-    def logprobs(version: Any) -> torch.Tensor:
-        return start + moves * version
-
-    given_ = LossInputs(
-        logprobs_T=logprobs(9),
-        proximal_logprobs_T=torch.full_like(start, torch.nan),
-        behavior_logprobs_T=logprobs(versions),
-        advantages_T=start,
-        sequence_T=torch.zeros(5, dtype=torch.long),
-        versions_T=versions,
-        policy_version=8,
-    )
-    torch.testing.assert_close(proximal_logprobs(given_, "interpolated"), logprobs(8))
-
-
-def test_interpolation_on_fresh_tokens_is_plain_ppo() -> None:
-    algorithm, given_ = DecoupledPPO(proximal="interpolated"), inputs()
-    fresh = algorithm.loss(given_)
-    torch.testing.assert_close(fresh.losses_T, PPO().loss(given_).losses_T)
-    assert fresh.clipped_T.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.4), ("k2", 0.08), ("k3", 0.0703200)])
@@ -468,15 +428,6 @@ def test_combinations_with_other_sections_are_refused_too(
 def test_combinations_without_sense_are_refused_with_the_reason(reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         build_recipe({"algorithm": REFUSED[reason]}, source="")
-
-
-def test_gspo_is_decoupled_where_the_recipe_says_so() -> None:
-    """One sequence, s = e^((0.1 + 0.2 - 0.4) / 3), unclipped, each token times its own weight."""
-    algorithm = GSPO(epsilon=0.5, epsilon_high=0.5, proximal="recomputed")
-    found = algorithm.loss(inputs()).losses_T.tolist()
-    s = exp(-0.1 / 3)
-    expected = [-w * s * a for w, a in zip(WEIGHTS, (1, -1, 2), strict=True)]
-    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

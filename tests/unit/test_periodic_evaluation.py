@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,12 @@ import pytest
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import EngineError
-from areal_flow.evaluation.pass_rates import normal_interval, wilson_interval
-from areal_flow.evaluation.scores import EvaluationScores, EvaluationTable
+from areal_flow.evaluation.pass_rates import (
+    EvaluationScores,
+    EvaluationTable,
+    normal_interval,
+    wilson_interval,
+)
 from areal_flow.run.directory import hold_run
 from areal_flow.store.committed import append_evaluation
 from pipelines.jobs.periodic_evaluation import (
@@ -40,10 +43,6 @@ class Evaluating:
         self.made.append(name)
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 5))
-
-
 def periodic(evaluating: Evaluating, **settings: Any) -> PeriodicEvaluations:
     made = settings.pop("made", ())
     evaluation = {"every_steps": 2, **settings}
@@ -55,95 +54,77 @@ def names(*steps: int) -> list[str]:
     return [evaluation_name(step) for step in steps]
 
 
-def test_evaluation_is_due_every_so_many_steps_but_not_before_or_after_training() -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        evaluating.let.set()
-        evaluations = periodic(evaluating, every_steps=3)
-        for step in range(10):
-            evaluations.reached(step)
-            await evaluations.settle()
-        assert evaluating.made == names(3, 6)
-
-    run(scenario())
-
-
-def test_none_is_due_unless_asked_for() -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        evaluations = periodic(evaluating, every_steps=0)
-        evaluations.reached(4)
+async def test_evaluation_is_due_every_so_many_steps_but_not_before_or_after_training() -> None:
+    evaluating = Evaluating()
+    evaluating.let.set()
+    evaluations = periodic(evaluating, every_steps=3)
+    for step in range(10):
+        evaluations.reached(step)
         await evaluations.settle()
-        assert evaluating.begun == []
-
-    run(scenario())
+    assert evaluating.made == names(3, 6)
 
 
-def test_training_goes_on_and_the_newest_waits_for_the_one_that_is_made(
+async def test_none_is_due_unless_asked_for() -> None:
+    evaluating = Evaluating()
+    evaluations = periodic(evaluating, every_steps=0)
+    evaluations.reached(4)
+    await evaluations.settle()
+    assert evaluating.begun == []
+
+
+async def test_training_goes_on_and_the_newest_waits_for_the_one_that_is_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        evaluations = periodic(evaluating)
-        for step in (4, 5, 6, 7, 8):
-            evaluations.reached(step)
-            await asyncio.sleep(0)
-        assert evaluating.begun == names(4)
-        evaluating.let.set()
-        await asyncio.sleep(0.01)
-        await evaluations.settle()
-        assert evaluating.made == names(4, 8)
-
-    run(scenario())
+    evaluating = Evaluating()
+    evaluations = periodic(evaluating)
+    for step in (4, 5, 6, 7, 8):
+        evaluations.reached(step)
+        await asyncio.sleep(0)
+    assert evaluating.begun == names(4)
+    evaluating.let.set()
+    await asyncio.sleep(0.01)
+    await evaluations.settle()
+    assert evaluating.made == names(4, 8)
     assert "step-00000006 is left out" in caplog.text
 
 
-def test_resumed_driver_makes_the_newest_that_is_due_and_has_no_rows() -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        evaluating.let.set()
-        for made, expected in ((names(2), names(4)), (names(2, 4), [])):
-            evaluating.made.clear()
-            evaluations = periodic(evaluating, made=made)
-            evaluations.reached(5)
-            await asyncio.sleep(0.01)
-            await evaluations.settle()
-            assert evaluating.made == expected
-
-    run(scenario())
+async def test_resumed_driver_makes_the_newest_that_is_due_and_has_no_rows() -> None:
+    evaluating = Evaluating()
+    evaluating.let.set()
+    for made, expected in ((names(2), names(4)), (names(2, 4), [])):
+        evaluating.made.clear()
+        evaluations = periodic(evaluating, made=made)
+        evaluations.reached(5)
+        await asyncio.sleep(0.01)
+        await evaluations.settle()
+        assert evaluating.made == expected
 
 
-def test_evaluation_that_fails_ends_neither_training_nor_later_ones(
+async def test_evaluation_that_fails_ends_neither_training_nor_later_ones(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        evaluating.let.set()
-        evaluations = periodic(evaluating)
-        for step in (2, 4):
-            evaluations.reached(step)
-            await asyncio.sleep(0.01)
-        await evaluations.settle()
-        assert evaluating.made == names(4)
-
-    run(scenario())
+    evaluating = Evaluating()
+    evaluating.let.set()
+    evaluations = periodic(evaluating)
+    for step in (2, 4):
+        evaluations.reached(step)
+        await asyncio.sleep(0.01)
+    await evaluations.settle()
+    assert evaluating.made == names(4)
     assert "step-00000002 could not be made: no generator lives" in caplog.text
 
 
-def test_stop_cancels_what_is_being_made_and_the_end_waits_for_it() -> None:
-    async def scenario() -> None:
-        evaluating = Evaluating()
-        stopped, ended = periodic(evaluating), periodic(evaluating)
-        for evaluations in (stopped, ended):
-            evaluations.reached(4)
-        await asyncio.sleep(0)
-        await stopped.cancel()
-        assert evaluating.made == []
-        asyncio.get_running_loop().call_later(0.01, evaluating.let.set)
-        await ended.settle()
-        assert evaluating.made == names(4)
-
-    run(scenario())
+async def test_stop_cancels_what_is_being_made_and_the_end_waits_for_it() -> None:
+    evaluating = Evaluating()
+    stopped, ended = periodic(evaluating), periodic(evaluating)
+    for evaluations in (stopped, ended):
+        evaluations.reached(4)
+    await asyncio.sleep(0)
+    await stopped.cancel()
+    assert evaluating.made == []
+    asyncio.get_running_loop().call_later(0.01, evaluating.let.set)
+    await ended.settle()
+    assert evaluating.made == names(4)
 
 
 def test_evaluations_of_another_verifier_are_not_read(tmp_path: Path) -> None:

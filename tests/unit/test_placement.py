@@ -18,8 +18,6 @@ from areal_flow.cluster.placement import (
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
 
-TLS = ("tls_ca", "tls_certificate", "tls_key")
-
 
 def recipe(
     num_generators: int = 1,
@@ -131,8 +129,8 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
         ({"launcher": "ssh"}, "needs cluster.remote.hosts"),
         ({"num_gpus": 1}, "found 1 GPU"),
         (
-            {"num_gpus": 2, "network": dict.fromkeys(TLS, "/nowhere")},
-            "cluster.network.tls_ca = '/nowhere': there is no such file",
+            {"num_gpus": 2, "network": {"tls_directory": "/nowhere"}},
+            "cluster.network.tls_directory: there is no file /nowhere/ca.pem",
         ),
     ],
 )

@@ -18,8 +18,8 @@ from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.reward_model import describe_reward_model, load_reward_model
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
-from areal_flow.trainer.step import plan_micro_batches
 from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
 from pipelines.jobs.prepare import prepare_run
 from tests.policies import completion_rows, small_policy, write_model_directory

@@ -174,6 +174,7 @@ def test_log_has_warnings_and_is_appended_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.log"
+    assert logged_warnings(path) == []
     for life in (1, 2):
         with log_kept(path):
             say(f"driver {life}")
@@ -200,10 +201,6 @@ def test_full_disk_loses_lines_and_ends_no_run(capsys: pytest.CaptureFixture[str
     found = capsys.readouterr()
     assert found.out == "step 1\n"
     assert "No space left" not in found.err
-
-
-def test_a_run_without_a_log_has_no_logged_warnings(tmp_path: Path) -> None:
-    assert logged_warnings(tmp_path / "train.log") == []
 
 
 async def test_answers_are_counted_as_they_come() -> None:

@@ -22,8 +22,7 @@ from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.run.layout import RunLayout
 from areal_flow.types import Prompt
-from pipelines.console.prompt_report import describe_prompts
-from pipelines.jobs.prepare import prepare_run
+from pipelines.jobs.prepare import describe_prompts, prepare_run
 from pipelines.tiny_jobs.sums import (
     CHAIN_OF_THOUGHT_FRACTION,
     GUESS_ERROR,

@@ -19,14 +19,13 @@ from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.types import (
     Discard,
     Episode,
-    GroupReceipt,
     PolicyHashes,
     TrajectoryReceipt,
     VersionSpan,
     submission_index_of,
     trajectory_id,
 )
-from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
+from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -123,7 +122,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
 class SlowAlways(FakeCluster):
     """An episode takes as long again as it took before: what makes it long is its prompt."""
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> FakeRolledOut:
         self.duration_s = lambda _: duration_of(episode.submission_index)
         return await super().roll_out(episode)
 

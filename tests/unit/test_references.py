@@ -52,7 +52,7 @@ def test_run_step_and_model_are_found_by_any_reference(layout: RunLayout, refere
 
 
 HEAVY = {
-    "difficulty": "pipelines.console.prompt_report.report_difficulty",
+    "difficulty": "pipelines.cli.reports.report_difficulty",
     "evaluate": "pipelines.jobs.evaluate.evaluate_all",
     "replay": "areal_flow.recovery.replay.replay_step",
     "report": "pipelines.report.page.write_report",

@@ -20,13 +20,16 @@ from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
+from areal_flow.config import TrainerSettings
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.replicated import ReplicatedBackend
-from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
+from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -36,21 +39,9 @@ HASHES = PolicyHashes("weights", "served")
 KL_IN_REWARD: dict[str, Any] = {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
 
 
-def trained(
-    of: ReplicatedBackend,
-    num_ranks: int,
-    replicas: GlooGroup | None = None,
-    *,
-    algorithm: ComposedAlgorithm | None = None,
-) -> dict[str, Any]:
+def trained(of: ReplicatedBackend, algorithm: ComposedAlgorithm) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
-    how = StepSettings(
-        algorithm or DecoupledPPO(),
-        temperature=1.0,
-        seed=0,
-        num_ranks=num_ranks,
-        replicas=replicas,
-    )
+    how = StepSettings(algorithm, temperature=1.0, seed=0)
     of.hold_reference(deepcopy(of.policy))
     if isinstance(how.algorithm, ActorCriticPPO):
         of.add_critic(how.algorithm)
@@ -107,25 +98,33 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
 def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
     tmp_path: Path, num_ranks: int, algorithm: ComposedAlgorithm
 ) -> None:
-    states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
+    # Here, since drawing one sets the seed of all threads.
+    policies = [small_policy() for _ in range(num_ranks)]
+    chosen = TrainerSettings(learning_rate=1e-3, tokens_per_micro_batch=64)
     found = together(
         tmp_path / "rendezvous",
         num_ranks,
         lambda replicas: trained(
-            states[replicas.mine[0]], num_ranks, replicas, algorithm=algorithm
+            ReplicatedBackend(policies[replicas.mine[0]], chosen, replicas), algorithm
         ),
     )
-    assert found == [trained(state(), num_ranks, algorithm=algorithm)] * num_ranks
+    assert found == [trained(state(num_ranks=num_ranks), algorithm)] * num_ranks
     assert not (tmp_path / "rendezvous").exists()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(name: str) -> None:
+    """Also with more ranks than sequences: batches may be empty."""
     algorithm = ALGORITHMS[name](num_minibatches=1)
 
     def found(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
-        of = state(learning_rate=1e-12, max_grad_norm=1e9, tokens_per_micro_batch=max_tokens)
-        how = StepSettings(algorithm, temperature=1.0, seed=0, num_ranks=num_ranks)
+        of = state(
+            num_ranks=num_ranks,
+            learning_rate=1e-12,
+            max_grad_norm=1e9,
+            tokens_per_micro_batch=max_tokens,
+        )
+        how = StepSettings(algorithm, temperature=1.0, seed=0)
         if isinstance(algorithm, ActorCriticPPO):
             of.add_critic(algorithm)
         metrics = train_step(of, make_sequences(), step=1, settings=how).metrics
@@ -133,45 +132,24 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
         return gradients, {name: metric.value for name, metric in metrics.items()}
 
     whole, metrics_of_whole = found(1, 4096)
-    for num_ranks, max_tokens in ((1, 20), (3, 32)):
+    for num_ranks, max_tokens in ((1, 20), (3, 32), (20, 64)):
         gradients, metrics = found(num_ranks, max_tokens)
         assert float((gradients - whole).abs().max() / whole.abs().max()) < 1e-5
         assert metrics == pytest.approx(metrics_of_whole, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 20])
-def test_rank_batches_add_up_to_the_gradient_of_the_whole(num_ranks: int) -> None:
-    """Also with more ranks than sequences: batches may be empty."""
-
-    def gradients(num: int) -> list[torch.Tensor]:
-        of = state(learning_rate=1e-12, max_grad_norm=1e9)
-        how = replace(settings(num_minibatches=1), num_ranks=num)
-        train_step(of, make_sequences(), step=1, settings=how)
-        return [parameter.grad for parameter in of.policy.parameters()]
-
-    for added, whole in zip(gradients(num_ranks), gradients(1), strict=True):
-        scale = max(1e-8, float(whole.abs().max()))
-        assert float((added - whole).abs().max()) / scale < 1e-5
-
-
-def test_every_sequence_is_some_ranks_and_batches_are_alike() -> None:
-    sequences = make_sequences(50)
-    how = replace(settings(num_minibatches=2), num_ranks=3)
-    plan = plan_micro_batches(sequences, step=1, settings=how, max_tokens=64)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_every_sequence_is_some_ranks_and_batches_are_alike(num_ranks: int) -> None:
+    sequences, how = make_sequences(50), settings(num_minibatches=2)
+    plan = plan_micro_batches(sequences, step=1, settings=how, max_tokens=64, num_ranks=num_ranks)
     planned = [i for minibatch in plan for of_rank in minibatch for m in of_rank for i in m]
     assert sorted(planned) == list(range(50))
     for minibatch in plan:
-        tokens = [sum(sequences[i].num_tokens for micro in s for i in micro) for s in minibatch]
-        assert max(tokens) - min(tokens) <= 64
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_ranks_have_equally_many_micro_batches(num_ranks: int) -> None:
-    how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
-    for minibatch in plan_micro_batches(make_sequences(50), step=1, settings=how, max_tokens=64):
         assert len(minibatch) == num_ranks
         assert len({len(micro_batches) for micro_batches in minibatch}) == 1
         assert all(micro_batches for micro_batches in minibatch)
+        tokens = [sum(sequences[i].num_tokens for micro in s for i in micro) for s in minibatch]
+        assert max(tokens) - min(tokens) <= 64
 
 
 def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
@@ -184,7 +162,7 @@ def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
         assert isinstance(lost, TrainerLost)
 
 
-def test_rank_that_was_replaced_while_its_gang_met_is_refused(tmp_path: Path) -> None:
+def test_rank_that_was_replaced_while_its_group_connects_is_refused(tmp_path: Path) -> None:
     point = tmp_path / "rendezvous"
     together(point, 2, lambda replicas: None)
     store = torch.distributed.FileStore(str(point), 2)
@@ -234,7 +212,7 @@ def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Seq
     return run_in_virtual_time(restore())
 
 
-def test_gang_answers_when_all_ranks_agree() -> None:
+def test_replica_group_answers_when_all_ranks_agree() -> None:
     assert restored((1.0, HASHES), (5.0, HASHES)) == (HASHES, [], 5.0)
 
 
@@ -252,7 +230,7 @@ def test_failure_that_caused_the_others_is_told() -> None:
     assert replaced == []
 
 
-def test_rank_that_does_not_notice_its_gangs_end_is_replaced() -> None:
+def test_rank_that_does_not_notice_the_end_of_its_group_is_replaced() -> None:
     said, replaced, seconds = restored((1.0, TrainerLost("it died")), (1e6, HASHES))
     assert isinstance(said, TrainerLost)
     assert replaced == ["trainer-1"]

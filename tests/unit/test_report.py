@@ -21,20 +21,21 @@ from pipelines.report.charts import curves, make_charts, moving_means
 from tests.finished_runs import make_finished_run
 
 
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a run of four steps, evaluated before and after."""
+    return page_of(make_finished_run(tmp_path_factory.mktemp("runs") / "r", num_steps=4))
+
+
 def page_of(layout: RunLayout) -> str:
     assert areal_flow.report(layout.root) == layout.report
     return layout.report.read_text()
 
 
-def test_page_begins_with_health_then_answers_then_six_curves(tmp_path: Path) -> None:
-    page = page_of(make_finished_run(tmp_path / "r", num_steps=4))
-    order = [
-        "finished",
-        "Held-out pass rate rose from 0.00 to 1.00",
-        "Mean staleness",
-        "No completion",
-    ]
-    order += ["<h2>Before and after", "✗ wrong", "✓ right", "<h2>Curves", "<h2>All else"]
+def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None:
+    rose = "Held-out pass rate rose from 0.00 to 1.00"
+    order = ["finished", rose, "Mean staleness", "No completion", "<h2>Before and after"]
+    order += ["✗ wrong", "✓ right", "<h2>Curves", "<h2>All else"]
     assert [page.index(said) for said in order] == sorted(page.index(said) for said in order)
     curves = page[page.index("<h2>Curves") : page.index("<h2>All else")]
     titles = re.findall("<h3>(.*?)</h3>", curves)
@@ -48,9 +49,8 @@ def test_page_begins_with_health_then_answers_then_six_curves(tmp_path: Path) ->
         assert said in folded
 
 
-def test_page_draws_nothing_twice(tmp_path: Path) -> None:
-    layout = make_finished_run(tmp_path / "r", num_steps=4)
-    titles = re.findall("<h3>(.*?)</h3>", page_of(layout))
+def test_page_draws_nothing_twice(page: str) -> None:
+    titles = re.findall("<h3>(.*?)</h3>", page)
     assert len(titles) == len(set(titles))
     rows = [{"step": n, PASS_RATE: n / 9, "pass_rate/difficulty_0": n / 9} for n in (1, 2, 3)]
     first, others = make_charts(rows, [])
@@ -90,8 +90,7 @@ def test_page_compares_nothing_that_another_verifier_scored(tmp_path: Path) -> N
     assert "<details open><summary>Trajectories" in page, "nothing else shows what was written"
 
 
-def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path) -> None:
-    page = page_of(make_finished_run(tmp_path / "r", num_steps=2))
+def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(page: str) -> None:
     assert "&lt;script&gt;alert(1)" in page
     for tag in ("<script", "<img", "<link", "<iframe", "<object", "@import"):
         assert tag not in page

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
-from areal_flow.generation.sampling import adjust_logits, processed_logprobs, sample, uniforms
+from areal_flow.generation.sampling import adjust_logits, processed_logprobs, sample
 from areal_flow.types import Sampling, as_tokens
 
 
@@ -76,29 +75,3 @@ def test_repetition_penalty_and_early_stops_in_numbers() -> None:
     found_SV = adjust_logits(LOGITS_1V.expand(2, -1), sampling, prompts, own)
     assert found_SV.tolist() == [[1, float("-inf"), 0, -2], [2, 0.5, 0, -1]]
     assert LOGITS_1V.tolist() == [[2, 1, 0, -1]]
-
-
-def test_sampled_tokens_follow_the_processed_distribution() -> None:
-    """Chi-square of 20,000 draws after everything that can change a distribution."""
-    sampling = Sampling(
-        9,
-        temperature=1.4,
-        min_p=0.05,
-        top_k=7,
-        top_p=0.95,
-        repetition_penalty=1.3,
-        min_new_tokens=1,
-        stop_token_ids=(4,),
-    )
-    logits_SV = random_logits(1, 13, scale=1.5).expand(20_000, -1)
-    nothing = [as_tokens([])] * len(logits_SV)
-    adjusted_SV = adjust_logits(logits_SV, sampling, [as_tokens([1, 5])] * len(nothing), nothing)
-    numbers_S = uniforms(range(len(nothing)), [0] * len(nothing))
-    tokens_S, _ = sample(adjusted_SV, numbers_S, sampling)
-    exact_V = processed_logprobs(adjusted_SV[:1], sampling)[0].exp().double()
-    counted_V = torch.bincount(tokens_S, minlength=13)
-    possible_V = exact_V > 0
-    assert 2 < possible_V.sum() < 8
-    assert counted_V[~possible_V].sum() == 0
-    expected_V = exact_V[possible_V] / exact_V.sum() * len(nothing)
-    assert chisquare(counted_V[possible_V], expected_V).pvalue > 1e-3

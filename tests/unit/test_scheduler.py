@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from areal_flow.errors import EngineError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.plain import plain
@@ -91,17 +88,6 @@ def test_group_waits_until_its_last_member_has_started() -> None:
     assert not scheduler.still_waiting("b")
 
 
-def test_there_is_work_while_a_member_waits_or_runs() -> None:
-    scheduler = SlotScheduler(1)
-    assert not scheduler.has_work()
-    add(scheduler, "a", 1)
-    assert scheduler.has_work()
-    scheduler.admit()
-    assert scheduler.has_work()
-    end(scheduler, 0)
-    assert not scheduler.has_work()
-
-
 def test_cancelled_group_leaves_queue_and_slots_and_no_other_does() -> None:
     scheduler = SlotScheduler(3)
     add(scheduler, "a", 2)
@@ -135,18 +121,6 @@ def test_group_is_complete_when_its_last_member_has_ended() -> None:
         [[0], [-1.0], [[3, 1]], "stop"],
     ]
     assert not scheduler.has_work()
-
-
-def test_request_that_cannot_start_is_refused() -> None:
-    scheduler = SlotScheduler(1)
-    add(scheduler, "a", 1)
-    with pytest.raises(EngineError, match="request a is running already"):
-        add(scheduler, "a", 1)
-    with pytest.raises(EngineError, match="request b has an empty prompt"):
-        scheduler.add(GroupRequest("b", as_tokens([]), (1,), Sampling(4)))
-    scheduler.cancel("a")
-    assert not scheduler.has_work()
-    add(scheduler, "a", 1)
 
 
 def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:

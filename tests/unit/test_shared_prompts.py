@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from areal_flow.models import packed_layout
 from areal_flow.models.packed_layout import PackedLayout, Unfolding
 from areal_flow.trainer.head import token_logprobs
+from areal_flow.trainer.planning import units_of
 from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
-from areal_flow.trainer.step import units_of
 from tests.policies import small_policy
 
 VOCABULARY = 13

@@ -83,7 +83,7 @@ def test_recipes_have_the_settings_of_the_paper(name: str, max_staleness: int) -
     assert (recipe.groups_per_step, controller.group_size) == (512, 16)
     assert controller.max_staleness == max_staleness
     assert recipe.algorithm.num_minibatches == 4
-    assert trainer.adamw == AdamWSettings(beta1=0.9, beta2=0.95, weight_decay=0.05)
+    assert trainer.adamw == AdamWSettings(betas=(0.9, 0.95), weight_decay=0.05)
     assert (trainer.learning_rate, trainer.max_grad_norm) == (2e-5, 1.0)
     assert cluster.num_generators == 3 * cluster.num_trainers
 

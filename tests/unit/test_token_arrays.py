@@ -17,7 +17,7 @@ from areal_flow.models.directory import texts_of
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store import trajectories
-from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_table
+from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_rows
 from areal_flow.store.committed import create_logs
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
 from areal_flow.trainer.sequences import MicroBatches, pack_sequences
@@ -52,9 +52,10 @@ def drafts() -> list[TrajectoryDraft]:
 def table_of(made: list[TrajectoryDraft]) -> pa.Table:
     group = RolledOutGroup(tuple(enumerate(made)), ())
     started = datetime.now(UTC)
-    return rollout_table(
+    table, _ = rollout_rows(
         [(episode_of(), group)], generator="g", started_at=started, engine_stats=EngineStats()
     )
+    return table
 
 
 def test_rows_hold_the_drafts_to_the_bit() -> None:

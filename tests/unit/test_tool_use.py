@@ -15,11 +15,10 @@ from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.prompts.rendering import renderer
 from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.tools.calculator import calculate
+from areal_flow.tools import calculate
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
 from areal_flow.workflows.group import RolledOutGroup, run_group
-from areal_flow.workflows.tool_use import ToolUse
-from areal_flow.workflows.tools import ToolCall, answer, marked_call
+from areal_flow.workflows.tool_use import ToolCall, ToolUse, answer, marked_call
 from tests.episodes import FakeServices, episode_of
 
 
@@ -78,17 +77,15 @@ def fails_by(text: str) -> str:
 
 
 def told(tool: str, text: str, *, max_characters: int = 100) -> str:
-    path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.tools.{tool}"
+    path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.tools:{tool}"
     return answer(path, text, 0.2, max_characters)
 
 
 def test_policy_is_told_what_goes_wrong_in_a_tool() -> None:
-    assert told("calculator:calculate", "1/0").startswith("Error: ZeroDivisionError")
+    assert told("calculate", "1/0").startswith("Error: ZeroDivisionError")
     assert told("fails_by", "hang") == "Error: no result within 0.2 s"
     assert told("fails_by", "exit") == "Error: SystemExit: 3"
-    assert (
-        told("calculator:calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
-    )
+    assert told("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
 
 
 def test_failure_of_the_infrastructure_is_raised() -> None:

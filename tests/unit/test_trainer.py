@@ -21,6 +21,7 @@ from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.metrics import masked_fraction_by_tenth
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -78,37 +79,13 @@ def settings(**algorithm: Any) -> StepSettings:
     return StepSettings(DecoupledPPO(**algorithm), temperature=1.0, seed=0)
 
 
-def state(seed: int = 0, **trainer: Any) -> ReplicatedBackend:
+def state(
+    seed: int = 0, replicas: ReplicaGroup | None = None, num_ranks: int = 1, **trainer: Any
+) -> ReplicatedBackend:
+    """Return a backend; without replicas, of one process that computes for as many ranks."""
     defaults: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 64}
-    return ReplicatedBackend(small_policy(seed=seed), TrainerSettings(**{**defaults, **trainer}))
-
-
-def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
-    """Against a forward pass of each sequence alone, indexed by hand."""
-    backend = state()
-    policy = backend.policy
-    sequences = make_sequences(5)
-    advantages = [float(index) for index in range(5)]
-    weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
-    micro = pack_sequences(weighted)
-    (found,) = backend.logprobs([micro], temperature=1.0)
-    policy.set_attn_implementation("eager")
-    at = 0
-    for sequence, advantage in zip(sequences, advantages, strict=True):
-        tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
-        logprobs = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-        for offset, token in enumerate(sequence.output_tokens):
-            if not sequence.trained[offset]:
-                continue
-            before = len(sequence.prompt_tokens) + offset - 1
-            assert float(found[at]) == pytest.approx(float(logprobs[before, token]), abs=1e-4)
-            assert int(micro.targets_M[at]) == token
-            assert float(micro.behavior_logprobs_M[at]) == pytest.approx(
-                sequence.behavior_logprobs[offset]
-            )
-            assert float(micro.advantages_M[at]) == advantage
-            at += 1
-    assert at == len(found)
+    chosen = TrainerSettings(**{**defaults, **trainer})
+    return ReplicatedBackend(small_policy(seed=seed), chosen, replicas or SingleProcess(num_ranks))
 
 
 def test_advantage_moments_are_of_trained_tokens() -> None:
@@ -142,31 +119,6 @@ def test_golden_micro_batch_of_two_sequences() -> None:
     )
 
 
-def test_sequence_without_a_trained_token_is_packed_as_context() -> None:
-    micro = pack_sequences([sequence_of([1, 2], [3], [-1.0], [False])])
-    assert micro.input_ids_1T.tolist() == [[1, 2, 3]]
-    assert (micro.predicting_M.shape, micro.predicting_M.dtype) == ((0,), torch.int64)
-    assert (micro.targets_M.shape, micro.targets_M.dtype) == ((0,), torch.int64)
-
-
-def gradients_after(tokens_per_micro_batch: int, **algorithm: Any) -> list[torch.Tensor]:
-    trained = state(
-        learning_rate=1e-12, tokens_per_micro_batch=tokens_per_micro_batch, max_grad_norm=1e9
-    )
-    train_step(trained, make_sequences(), step=1, settings=settings(**algorithm))
-    return [parameter.grad for parameter in trained.policy.parameters()]
-
-
-@pytest.mark.parametrize("advantage", ["batch_norm", "dr_grpo", "grpo", "rloo"])
-def test_packed_gradient_equals_one_sequence_at_a_time(advantage: str) -> None:
-    longest = max(sequence.num_tokens for sequence in make_sequences())
-    packed = gradients_after(1000, num_minibatches=1, advantage=advantage)
-    alone = gradients_after(longest, num_minibatches=1, advantage=advantage)
-    for a, b in zip(packed, alone, strict=True):
-        scale = max(1e-8, float(b.abs().max()))
-        assert float((a - b).abs().max()) / scale < 1e-5
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_sequences_without_a_trained_token_change_nothing_where_they_are_packed(name: str) -> None:
     """With others, or alone in micro-batches that have no token to learn from."""
@@ -193,7 +145,9 @@ def test_sequences_without_a_trained_token_change_nothing_where_they_are_packed(
 def test_gradient_equals_the_loss_written_out() -> None:
     """Decoupled PPO with its own forward passes, token by token, in one minibatch."""
     sequences = make_sequences()
-    found = gradients_after(1000, num_minibatches=1)
+    backend = state(learning_rate=1e-12, tokens_per_micro_batch=1000, max_grad_norm=1e9)
+    train_step(backend, sequences, step=1, settings=settings(num_minibatches=1))
+    found = [parameter.grad for parameter in backend.policy.parameters()]
     policy = small_policy()
     policy.set_attn_implementation("eager")
     advantages = compute_advantages(sequences, DecoupledPPO())
@@ -278,20 +232,6 @@ def test_weight_decay_is_of_matrices_alone() -> None:
         torch.testing.assert_close(parameter.detach(), before[name].detach() * kept)
 
 
-def test_training_raises_the_probability_of_what_was_rewarded() -> None:
-    trained = state(learning_rate=3e-3)
-    sequences = [
-        sequence_of([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, reward=float(token == 5))
-        for token in (5, 6, 7, 8)
-    ]
-    micro = pack_sequences(sequences[:1])
-    before = trained.logprobs([micro], temperature=1.0)[0].sum().item()
-    for step in range(1, 6):
-        train_step(trained, sequences, step=step, settings=settings(num_minibatches=1))
-    after = trained.logprobs([micro], temperature=1.0)[0].sum().item()
-    assert after > before + 0.5
-
-
 def test_old_tokens_are_context_without_gradient() -> None:
     row = {
         "prompt_tokens": np.array([1]),
@@ -309,13 +249,10 @@ def test_old_tokens_are_context_without_gradient() -> None:
     assert sequence.num_tokens == 5
 
 
-def test_masked_fraction_is_reported_by_position() -> None:
-    found = masked_fraction_by_tenth([[False] * 2 + [True] * 8, [True] * 10])
-    assert found == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
-
-
 def test_masked_fraction_of_completions_of_any_length() -> None:
     assert masked_fraction_by_tenth([]) == (0.0,) * 10
+    halves = masked_fraction_by_tenth([[False] * 2 + [True] * 8, [True] * 10])
+    assert halves == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
     assert masked_fraction_by_tenth([[False]]) == (1.0, *(0.0,) * 9)
     found = masked_fraction_by_tenth([[False, True, True], [True] * 15 + [False] * 5, [False]])
     assert found == (2 / 4, 0, 0, 0, 0, 0, 0, 1 / 2, 1, 1)

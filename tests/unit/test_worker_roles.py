@@ -200,10 +200,12 @@ os.setpgrp = lambda: None
 state = SimpleNamespace(total_resources={})
 worker = SimpleNamespace(name="reward-0", ip="", metrics={}, state=state)
 WorkerContext(Path("."), 0).setup(worker)
-header, (frame,) = serialize(pa.table({"numbers": pa.array(range(9), pa.int64())}))
+table = pa.table({"numbers": pa.array(range(9), pa.int64())})
+header, (frame, *notes) = serialize((table, {"notes"}))  # as a rollout's result
 for offset in range(8):
     moved = memoryview(bytearray(offset) + bytes(frame))[offset:]
-    column = deserialize(header, [moved])["numbers"].chunk(0)
+    received, _ = deserialize(header, [moved, *notes])
+    column = received["numbers"].chunk(0)
     assert column.to_pylist() == list(range(9))
     assert column.buffers()[1].address % 8 == 0
 """

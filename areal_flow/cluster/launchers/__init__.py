@@ -1,7 +1,6 @@
-"""How the process of a placed worker starts, ends and is asked whether it lives.
+"""Starts and ends the processes of placed workers; the pool decides which start again.
 
-A launcher knows neither roles nor quarantine: whether a process that ended is started again is the
-pool's decision. The next launcher is a file beside these, a line in `LAUNCHERS` and its case in
+A new launcher is a file beside these, a line in `LAUNCHERS` and a case in
 `tests/contracts/test_launchers.py`.
 """
 
@@ -47,20 +46,13 @@ LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers], Launcher]]
     "local": LocalLauncher,
     "ssh": SshLauncher,
 }
-"""By `cluster.launcher`; each is made from the scheduler's address, these settings and processes
-that stand by, which it need not take."""
+"""By `cluster.launcher`; each is made from the scheduler's address, the settings and the standby
+processes, which it need not use."""
 
 
 def make_launcher(
     scheduler: str, settings: ClusterSettings, standby: StandbyWorkers | None = None
 ) -> Launcher:
-    """Return the launcher that these settings name.
-
-    Args:
-        scheduler: the address at which workers find the scheduler.
-        settings: the launcher's name, and what it needs to know.
-        standby: processes of this machine that were started before.
-    """
     if settings.launcher not in LAUNCHERS:
         raise ConfigError(
             f"cluster.launcher = {settings.launcher!r}: expected one of {', '.join(LAUNCHERS)}"

@@ -61,18 +61,17 @@ class Child:
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_OUTPUT_S, self.ended.set)
 
     def last_line(self) -> str:
-        """Return what it wrote last: the message, where a Python program failed."""
+        """Return its last line on standard error: the message of a Python program that failed."""
         return self._last_output.decode(errors="replace").strip().rpartition("\n")[2].strip()
 
     def close(self) -> None:
-        """Let go of a process that has ended."""
         self._loop.remove_reader(self._output)
         self.input.close()
         self._output.close()
 
 
 def import_paths() -> list[str]:
-    """Return what the driver added to Python's own search path: workers import the same modules."""
+    """Return the driver's additions to Python's search path: workers import the same modules."""
     own = set(sysconfig.get_paths().values())
     library = sysconfig.get_path("stdlib")
     added = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (a search path is text)

@@ -17,13 +17,10 @@ from areal_flow.errors import EngineError
 
 
 class LocalLauncher:
-    """Workers that end with the driver, however the driver ends: the kernel kills them.
-
-    A subclass may have each child stand for a worker that is elsewhere.
-    """
+    """Workers that end with the driver: the kernel kills them if the driver dies."""
 
     grace_s = 5.0
-    """How long a process may take to end after it was asked to."""
+    """How long a process may take to end after SIGTERM."""
 
     def __init__(self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers) -> None:
         self._scheduler = scheduler

@@ -1,8 +1,7 @@
 """Worker processes that are started before there is a scheduler, and import meanwhile.
 
-What a trainer imports takes as long as the preparation of a run. So its process is started first,
-beside the preparation, and told its scheduler on its standard input. One that nobody takes is
-killed: it has done nothing.
+The imports of a trainer take as long as the preparation of a run. So its process starts first and
+imports meanwhile; it reads its options from standard input. A process that nobody takes is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class StandbyWorkers:
                 self._waiting.append((placement, start_process(command, placement)))
 
     def take(self, placement: WorkerPlacement, options: str) -> subprocess.Popen[bytes] | None:
-        """Return a process that was started for the like, told these options, if one still runs."""
+        """Send the options to a process for such a placement and return it, if one runs."""
         for waiting in [*self._waiting]:
             known, process = waiting
             if (known.role, known.environment) == (placement.role, placement.environment):
@@ -49,7 +48,6 @@ class StandbyWorkers:
 
 @contextmanager
 def standing_by(placements: Iterable[WorkerPlacement]) -> Iterator[StandbyWorkers]:
-    """Have a process for each placement until a launcher takes it."""
     standby = StandbyWorkers(placements)
     try:
         yield standby

@@ -75,11 +75,7 @@ class VLLMCore(Protocol):
     llm: LLMEngine
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Run a method of vLLM's `EngineCore` between two of its steps.
-
-        Raises:
-            Exception: whatever it raised, or the core is dead; the engine must end.
-        """
+        """Run a method of vLLM's `EngineCore` between two of its steps; raises what that raised."""
 
     @contextmanager
     def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
@@ -90,8 +86,6 @@ class VLLMCore(Protocol):
 
 
 class InProcessCore:
-    """A core in this process: a step is made when it is asked for."""
-
     def __init__(self, config: VllmConfig) -> None:
         _compile_nothing_on_cpu(config)
         self.llm = LLMEngine(config, Executor.get_class(config), log_stats=False)
@@ -153,8 +147,6 @@ def _fail_when_dead(client: SyncMPClient) -> None:
 
 
 class WholeExecutor(UniProcExecutor):
-    """Runs a model in the core's process."""
-
     def _init_executor(self) -> None:
         _compile_nothing_on_cpu(self.vllm_config)
         super()._init_executor()
@@ -210,7 +202,6 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> EngineArgs:
 
 
 def _cache_bytes(config: VllmConfig, settings: GenerationSettings) -> int:
-    """Return the memory of as many tokens as a generator keeps, of each GPU."""
     model, parallel = config.model_config, config.parallel_config
     num_heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
     token_bytes: int = 2 * num_heads * model.get_head_size() * model.dtype.itemsize

@@ -1,12 +1,8 @@
 """vLLM's engine, driven as any `EngineCore`: one `LLMEngine.step` a decode step.
 
-It adapts, and decides little: which completions vLLM runs (so that `drain` can hold the others
-back), and what new weights do to them. Kernels, paged memory, shared prefixes and sampling are
-vLLM's. A prompt's prefix is shared only by completions that start on one policy version: the
-version salts vLLM's prefix cache.
-
-Where its core runs, in this process or in one of its own, is a matter of `core`.
-`start_vllm_engine` is what the registry names.
+It decides which completions vLLM runs (so that `drain` can hold the others back), and what new
+weights do to them; the rest is vLLM's. A prompt's prefix is shared only by completions that start
+on one policy version: the version salts vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -62,8 +58,6 @@ class _Member:
 
 
 class VLLMEngine:
-    """An `EngineCore` over one of vLLM's, whose weights it loads first."""
-
     def __init__(
         self,
         core: VLLMCore,
@@ -135,7 +129,6 @@ class VLLMEngine:
             self._switch_weights()
 
     def _admit(self) -> None:
-        """Start completions that wait, in order, as far as `max_num_seqs` allows."""
         while self._waiting and len(self._running) < self.settings.max_num_seqs:
             request_id, index = self._waiting.popleft()
             request = self._groups[request_id].request
@@ -214,7 +207,6 @@ def find_stop_strings(llm: LLMEngine, model: Path) -> None:
 async def start_vllm_engine(
     model: Path, settings: GenerationSettings, reader: WeightsReader
 ) -> ThreadedEngine:
-    """Start an engine, on a GPU with a core process; see `EngineFactory`."""
     make_core = CoreProcess if settings.device == "cuda" else InProcessCore
     return await start_engine(model, settings, reader, make_core)
 
@@ -225,7 +217,6 @@ async def start_engine(
     reader: WeightsReader,
     make_core: Callable[[VllmConfig], VLLMCore],
 ) -> ThreadedEngine:
-    """Start an engine with a core of some kind, and check what it computes."""
     require_vllm_serves(model, settings)
     core = await asyncio.to_thread(_make_core, model, settings, make_core)
     try:

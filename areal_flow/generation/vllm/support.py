@@ -22,7 +22,6 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def installed_vllm(device: str) -> str | None:
-    """Return the version of the build of vLLM for a device, if that is installed."""
     try:
         return version(BUILDS[device])
     except PackageNotFoundError:
@@ -30,7 +29,6 @@ def installed_vllm(device: str) -> str | None:
 
 
 def require_vllm(device: str) -> None:
-    """Refuse vLLM off Linux, and where its build for the device is not installed."""
     if not is_linux():
         raise ConfigError(
             f"generation.engine = 'vllm': expected Linux, found {system_name()}: use 'torch'"
@@ -48,7 +46,6 @@ def require_vllm(device: str) -> None:
 
 
 def require_vllm_promises(settings: GenerationSettings) -> None:
-    """Refuse what vLLM does not promise here."""
     if settings.batch_invariant:
         raise ConfigError(
             "generation.batch_invariant = true: expected the engine 'torch', found 'vllm', whose "

@@ -38,10 +38,8 @@ class WeightsExtension:
     def serve_tensors(self, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
         """Repack a checkpoint's tensors into the model. After an error the model is half new.
 
-        Args:
-            tensors: by their names in a checkpoint.
-            tied: further names, each with the one that it shares a tensor with. On the CPU vLLM has
-                a packed copy of a tied head, which it would not change with the embedding.
+        `tied` has further names, each with the one that it shares a tensor with: on the CPU vLLM
+        has a packed copy of a tied head, which it would not change with the embedding.
         """
         parameters = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False))
         copies = {name: tensors[source] for name, source in tied.items() if name in parameters}
@@ -80,11 +78,7 @@ class ServedTensors:
 def check_logprobs(
     core: EngineCore, model: Path, tensors: Mapping[str, Tensor], settings: GenerationSettings
 ) -> None:
-    """Refuse a model that an engine computes otherwise than the trainer does, from equal weights.
-
-    Args:
-        core: an engine that has nothing to do and serves `tensors`.
-    """
+    """Refuse a model that an idle engine computes otherwise than the trainer from its weights."""
     policy = empty_policy(model, dtype=settings.dtype)
     assign_tensors(policy, tensors)
     num_new = min(NUM_CHECKED, settings.max_model_len - 1)
@@ -105,7 +99,6 @@ def check_logprobs(
 
 @torch.no_grad()
 def _difference(policy: Any, prompt: Any, completion: Completion) -> float:
-    """Return the mean difference of a completion's log-probabilities from a policy's."""
     ids_T = torch.from_numpy(np.concatenate((prompt, completion.tokens)).astype(np.int64))
     before_T = torch.arange(len(prompt) - 1, len(ids_T) - 1)
     logits_TV = logits_at(policy, ids_T[None], PackedLayout([len(ids_T)]), before_T)

@@ -17,17 +17,13 @@ from areal_flow.types import Score
 HERE = Path(__file__).parent
 DEFAULT = Limits()
 MAX_RUNS = 32
-"""At a time; most of them wait for their turn, or sleep until their time is over."""
 
 
 class CodeReward:
-    """1 for a program that passes all tests of its row, else 0.
-
-    Sandboxes that die again and again give no reward: `infrastructure_error`.
-    """
+    """1 for a program that passes all tests of its row, else 0."""
 
     made_of = (HERE / "rows.py", *sorted((HERE / "sandbox").rglob("*.py")))
-    """What else decides its verdicts; see `registry.code_hash`."""
+    """What else decides its verdicts."""
 
     def __init__(
         self,

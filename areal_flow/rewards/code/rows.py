@@ -38,7 +38,7 @@ MAX_SOURCE_CHARS = 2**20
 MAX_PRIVATE_BYTES = 2**28
 """Of LiveCodeBench's hidden tests of one row, unpacked."""
 MAX_KEPT_BYTES = 2**26
-"""Of tests of several rows, unpacked; those of one row are kept however large they are."""
+"""Of tests of several rows, unpacked; those of one row are kept in any case."""
 _THOUGHT_END = "</think>"
 _FENCE = "```"
 _LANGUAGES = ("python", "python3", "py", "")
@@ -101,10 +101,7 @@ def _own(row: Row, source: str) -> CodeTask:
 
 
 def _human_eval(row: Row, source: str) -> CodeTask:
-    """A completion is a whole function, or goes on where the prompt ends.
-
-    What the prompt defines beside the function helps the tests, too: it is the row's own there.
-    """
+    """A completion is a whole function, or goes on where the prompt ends."""
     prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
     head = re.escape(f"def {entry_point}")
     if re.search(rf"^{head}\b", source, re.MULTILINE):
@@ -133,10 +130,10 @@ def _defined(reference: str) -> set[str]:
 
 
 def _borrowed_names(source: str) -> tuple[str, ...]:
-    """Return what tests without an entry point borrow: what they say, never what a program offers.
+    """Return what tests without an entry point borrow from the program.
 
-    That is what they import from the program, or the one name that they have from nowhere: of
-    several, one may be a judge that they forgot to import, which a program would bring.
+    That is what they import from it, or their one undefined name: of several, one may be a judge
+    that they forgot to import, which a program would bring.
     """
     imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -160,7 +157,7 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
 
 
 def _free_names(source: str) -> set[str]:
-    """Return the global names that a source reads and never sets; none that is built in."""
+    """Return the global names that a source reads and neither sets nor has built in."""
     top = symtable.symtable(source, MODULE, "exec")
     tables, read, known = [top], set[str](), {*dir(builtins)}
     for table in tables:
@@ -191,10 +188,7 @@ def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
 
 
 def _deep_coder(row: Row, source: str) -> CodeTask:
-    """Read tests as LiveCodeBench's (`lcbv5`), PrimeIntellect's or TACO's part of it has them.
-
-    The latter two list arguments, and what is returned as a list of one.
-    """
+    """Read tests as LiveCodeBench's (`lcbv5`), PrimeIntellect's or TACO's part of it has them."""
     if not isinstance(row["tests"], str):
         raise ValueError(
             "field 'tests': expected JSON as text, as DeepCoder has it, or a field 'mode' beside "
@@ -213,10 +207,7 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
 
 
 def _live_cases(text: str | None) -> Any:
-    """Return test cases: those of the rows that were read last are kept, up to `MAX_KEPT_BYTES`.
-
-    One thread reads at a time: the completions of a prompt come together, and would each read all.
-    """
+    """Return test cases, read once: the completions of a prompt come together."""
     if not text:
         return []
     with _reading:
@@ -241,8 +232,6 @@ def _unpacked(text: str) -> str:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Unpickles text and nothing that could be code."""
-
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"hidden tests hold {module}.{name}, expected text")
 

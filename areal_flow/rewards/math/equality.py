@@ -48,7 +48,6 @@ def is_same(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def same_text(answer: str, reference: str) -> bool:
-    """Return whether two tidied answers are the same text, or both say that there is nothing."""
     ours, theirs = compact(answer), compact(reference)
     return ours == theirs or (ours in _NOTHING and theirs in _NOTHING)
 
@@ -65,11 +64,7 @@ def algebraic_elements(reference: str) -> list[str]:
 
 
 def elements_of(text: str, *, is_list: bool = False) -> list[str]:
-    r"""Return the answers that a tidied text lists, with or without `\{ \}` around them.
-
-    Args:
-        is_list: whether `1,234` is two of them.
-    """
+    r"""Return the answers that a tidied text lists; with `is_list`, `1,234` is two of them."""
     text = _GROUP.sub(r"\1", text)
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
         text, is_list = text[2:-2], True
@@ -140,7 +135,7 @@ def _is_same_value(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Return both brackets, as one text, and what stands between them; nothing without them."""
+    """Return both brackets, as one text, and the parts between them; empty without brackets."""
     opening = next((left for left in (r"\langle", "(", "[") if text.startswith(left)), "")
     closing = next((right for right in (r"\rangle", ")", "]") if text.endswith(right)), "")
     inner = text[len(opening) : len(text) - len(closing)]

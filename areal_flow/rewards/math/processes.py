@@ -1,9 +1,7 @@
 """Processes that do algebra: started when they are needed, ended when they take too long.
 
-| who        | waits for            | unblocked by                            |
-|------------|----------------------|-----------------------------------------|
-| a question | its turn             | the end of a question before it         |
-| a question | its process's answer | the answer, or the limits of a question |
+A question waits for its turn, which the end of an earlier one gives it, and for its process, which
+answers within the limits of a question.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ from areal_flow.machine import usable_cores
 from areal_flow.types import Verdict
 
 START_S = 60.0
-"""A process that is not ready by then never will be; it takes a second."""
+"""It takes a second."""
 GRACE_S = 2.0
 """A process whose own limits have not ended it after this time is killed."""
 MAX_ATTEMPTS = 3
-"""To have a question answered; what then still fails is an error of the infrastructure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +46,12 @@ class MathPoolError(RewardError):
 
 
 class MathPool:
-    """Asks questions of algebra; they take turns in the order in which they come."""
+    """Asks questions of algebra in up to so many processes, by default one a core.
+
+    They end when the pool is closed or collected.
+    """
 
     def __init__(self, num_processes: int = 0, *, limits: MathLimits | None = None) -> None:
-        """Set how many processes there may be, by default one a core; none starts yet.
-
-        They end when the pool is closed, or when nobody has it any more.
-        """
         self.limits = limits or MathLimits()
         num = num_processes or usable_cores()
         self._workers: set[_Worker] = set()
@@ -69,23 +65,20 @@ class MathPool:
 
     def _ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
         for _ in range(MAX_ATTEMPTS):
+            worker = None
             try:
                 worker = self._idle.pop() if self._idle else self._start()
-            except MathPoolError as error:
-                reason = error
-                continue
-            try:
                 return worker.ask(answer, reference)
             except MathPoolError as error:
                 reason = error
             except TimeoutError as error:
                 return "timeout", str(error)
             finally:
-                self._take_back(worker)
+                if worker is not None:
+                    self._take_back(worker)
         raise MathPoolError(f"{MAX_ATTEMPTS} processes for algebra failed: {reason}")
 
     def close(self) -> None:
-        """End all processes, when they have answered what they were asked."""
         self._threads.shutdown()
         self._close()
 
@@ -112,7 +105,7 @@ def _close_all(workers: set[_Worker]) -> None:
 
 
 class _Worker:
-    """A process of `worker`, with the forks that compute for it, as its owner sees it."""
+    """A process of `worker`, with the forks that compute for it."""
 
     def __init__(self, limits: MathLimits) -> None:
         self._limits, self._num_asked = limits, 0

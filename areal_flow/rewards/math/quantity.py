@@ -56,7 +56,7 @@ class Quantity:
 def quantity_of(text: str) -> Quantity | None:
     """Return the number that a tidied answer is, or the only one in a sentence; else None.
 
-    `5 m` is a length; `5m` and `5 x` are products, and `2 sin x` is no 2.
+    `5 m` is a length; `5m` and `5 x` are products.
     """
     found = _QUANTITY.fullmatch(text)
     if found is None:

@@ -10,13 +10,7 @@ from typing import Any
 
 from areal_flow.rewards.math.equality import algebraic_elements, is_same, same_text
 from areal_flow.rewards.math.processes import MathPool, MathPoolError
-from areal_flow.rewards.math.text import (
-    MAX_CHARS,
-    excess,
-    final_answer,
-    reference_text,
-    tidied,
-)
+from areal_flow.rewards.math.text import MAX_CHARS, excess, final_answer, reference_text, tidied
 from areal_flow.rewards.protocol import RewardInput, overlong
 from areal_flow.types import Score, Verdict
 
@@ -27,13 +21,10 @@ MAX_RUNS = 32
 
 
 class MathReward:
-    """1 for a completion whose final answer equals the row's, else 0.
-
-    Processes for algebra that die again and again give no reward: `infrastructure_error`.
-    """
+    """1 for a completion whose final answer equals the row's, else 0."""
 
     made_of = tuple(sorted(Path(__file__).parent.glob("*.py")))
-    """What else decides its verdicts; see `registry.code_hash`."""
+    """What else decides its verdicts."""
 
     def open(self) -> None:
         self._pool = MathPool()
@@ -68,9 +59,10 @@ def judge(pool: MathPool, completion: str, answer: Any) -> Score:
     if problem:
         return _judged("parse_error", problem, marked)
     try:
-        return _judged(*_compared(pool, found, reference), marked)
+        verdict, detail = _compared(pool, found, reference)
     except MathPoolError as error:
         return Score(None, "infrastructure_error", extracted=marked[:80], error=str(error))
+    return _judged(verdict, detail, marked)
 
 
 def check_reference(pool: MathPool, answer: Any) -> None:

@@ -67,10 +67,7 @@ _HUGE_FACTORIAL = re.compile(r"![\s)}]*!|\^\s*\{?\d+[\s)}]*!")
 
 
 def final_answer(completion: str) -> str | None:
-    """Return the answer that a completion commits to, as it stands there; None without one.
-
-    Boxes with no more than a comma, `and` or `or` between them are one answer.
-    """
+    """Return the answer that a completion commits to, as it stands there; None without one."""
     if _THOUGHT_END in completion:
         completion = completion.rpartition(_THOUGHT_END)[2]
     elif _THOUGHT in completion:
@@ -136,10 +133,7 @@ def _boxed(text: str, start: int, max_chars: int) -> tuple[str, int]:
 
 
 def reference_text(answer: Any) -> str:
-    """Return a row's right answer as text: what is marked in it, else all of it.
-
-    A list stands for all its elements, in any order; nothing and an object are no answer.
-    """
+    """Return a row's right answer as text: what is marked in it, else all of it."""
     if answer is None or isinstance(answer, dict):
         return ""
     if isinstance(answer, list):

@@ -1,8 +1,7 @@
 """A process that does algebra with math-verify, the only module that imports it.
 
-It reads requests from standard input, a line of JSON each, and answers in the same way. A fork of
-it computes, under limits of processor time, wall time and memory that the kernel enforces. If a
-limit ends the fork, the answer names the limit, and the next fork has everything imported already.
+It reads requests from standard input, a line of JSON each, and answers in the same way. A fork
+computes, under limits that the kernel enforces; if one ends the fork, the answer names it.
 
     python -m areal_flow.rewards.math.worker CPU_S WALL_S MEMORY_BYTES
 """
@@ -26,7 +25,7 @@ ROUNDING = 12
 """Decimals that count where one side is a decimal number and the other an expression."""
 RECYCLED_CALLS = 2000
 MAX_REQUEST_BYTES = 4096
-"""A line of this size is written, and read, as a whole."""
+"""A pipe passes a line of this size as a whole."""
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of what `getrusage` says of memory."""
 _RECYCLED, _OUT_OF_MEMORY = 3, 4
@@ -58,7 +57,6 @@ class Unreadable(ValueError):
 
 
 def main(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
-    """Fork what computes, again and again, until there are no more requests."""
     logging.disable(logging.CRITICAL)
     replies, busy_with = os.dup(1), mmap.mmap(-1, 8)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -121,15 +119,8 @@ def _equal(answer: str, reference: str) -> bool:
     from math_verify import verify
 
     expected, found = _parsed(reference, "bad_reference"), _parsed(answer, "parse_error")
-    return bool(
-        verify(
-            expected,
-            found,
-            float_rounding=ROUNDING,
-            allow_set_relation_comp=True,
-            timeout_seconds=None,
-        )
-    )
+    how = {"allow_set_relation_comp": True, "timeout_seconds": None}
+    return bool(verify(expected, found, float_rounding=ROUNDING, **how))
 
 
 def _parsed(text: str, verdict: str) -> Any:

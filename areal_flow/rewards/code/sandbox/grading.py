@@ -24,24 +24,19 @@ _MAX_DETAIL = 200
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """A program and how it is tested.
-
-    Args:
-        mode: `stdin`, `call` or `assert`.
-        tests: pairs of input and output, or of arguments and what is returned.
-        test_source: the tests of the mode `assert`.
-        entry_point: the function that is called, where the mode needs one.
-        setup: a trusted source that runs before that of the tests.
-        borrowed: what tests of the mode `assert` use of the program.
-    """
+    """A program and how it is tested."""
 
     source: str
     mode: Mode
     tests: Sequence[tuple[Any, Any]] = ()
+    """Pairs of input and output, or of arguments and what is returned."""
     test_source: str = ""
+    """The tests of the mode `assert`."""
     entry_point: str = ""
     setup: str = ""
+    """Trusted, and runs before the tests."""
     borrowed: tuple[str, ...] = ()
+    """What tests of the mode `assert` use of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,7 @@ def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
 def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
     """Have one process answer all calls, and another one those that it had no time for.
 
-    So each call has the time of a run to itself, if it needs it, as each test of `stdin` has. A
-    process that slept and did not compute is followed by none: it could sleep at every call.
+    A process that slept and did not compute is followed by none: it could sleep at every call.
     """
     number = 0
     while number < len(task.tests):
@@ -130,12 +124,8 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
 
 def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
     nonce = secrets.token_hex(16)
-    first = {
-        "nonce": nonce,
-        "entry_point": task.entry_point,
-        "setup": task.setup,
-        "borrowed": task.borrowed,
-    }
+    asked = {"entry_point": task.entry_point, "setup": task.setup, "borrowed": task.borrowed}
+    first = {"nonce": nonce, **asked}
 
     def programs() -> Sequence[Program]:
         calls_in, calls_out = os.pipe2(os.O_CLOEXEC)

@@ -13,8 +13,7 @@ class Limits:
 
     cpu_s: float = 4.0
     wall_per_cpu: float = 3.0
-    """A run may last this many times its processor time: the machine is shared, and not its
-    fault."""
+    """A run may last this many times its processor time: the machine is shared."""
     memory_bytes: int = 2**30
     """Of address space, what Python and its modules take included."""
     output_bytes: int = 4 * 2**20

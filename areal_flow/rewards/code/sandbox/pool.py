@@ -1,11 +1,10 @@
 """The sandboxes of a worker; zygotes that die are replaced, and sleeping programs free a slot.
 
-| who             | waits for                    | unblocked by                                 |
-|-----------------|------------------------------|----------------------------------------------|
-| a run           | a slot                       | a run that ends, or lasts as long as it may  |
-|                 |                              | compute: it waits, and computes no more      |
-| a run           | its processes                | their end, or their limits                   |
-| a run           | memory for its processes     | a run that ends; one that sleeps keeps its   |
+| a run waits for          | unblocked by                                                       |
+|--------------------------|--------------------------------------------------------------------|
+| memory for its processes | a run that ends; one that sleeps keeps its memory                  |
+| a slot                   | a run that ends, or lasts longer than it may compute, and so waits |
+| its processes            | their end, or their limits                                         |
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from areal_flow.rewards.code.sandbox.zygote_client import ZygoteClient
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""To run something in a sandbox; what then still dies is an error of the infrastructure."""
 
 
 class ProgramMemory:
@@ -78,10 +76,9 @@ class SandboxPool:
             logger.warning("model-written code runs in tier %s: %s", self.tier, lost)
 
     def run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
-        """Run programs side by side; see `run_programs`.
+        """Run programs side by side, made anew for each attempt.
 
         What lasted too long without computing too much runs once more: the machine may be busy.
-        `programs` makes them anew for each attempt.
         """
         outcomes = self._run(programs)
         if any(outcome.timed_out == "wall" for outcome in outcomes):

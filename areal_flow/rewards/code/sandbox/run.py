@@ -25,7 +25,7 @@ STDERR_BYTES = 4096
 """Kept of standard error."""
 MAX_STDERR_BYTES = 64 * 2**20
 SILENCE_S = 10.0
-"""A zygote that says nothing for so long, where it has to, is given up."""
+"""A zygote that does not report for so long is replaced."""
 _CHUNK = 1 << 16
 _CPU_CLOCK = 2
 
@@ -64,7 +64,6 @@ class _Output:
     is_over: bool = False
 
     def take(self, fd: int) -> bool:
-        """Read what is there; return whether there may be more."""
         try:
             chunk = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -82,10 +81,9 @@ def run_programs(
     *,
     on_slow: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Run programs side by side; when one ends by force, or the last one ends, all are ended.
+    """Run programs side by side; when one is stopped, or the last one ends, all are ended.
 
-    Args:
-        on_slow: called once if they are not done within the processor time of one.
+    `on_slow` is called once if they are not done within the processor time of one.
     """
     processes: list[_Process] = []
     try:

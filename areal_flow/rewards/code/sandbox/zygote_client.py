@@ -18,9 +18,9 @@ from areal_flow.rewards.code.sandbox.inside import zygote
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 
 START_S = 60.0
-"""A zygote that is not ready by then never will be; it takes a tenth of a second."""
+"""It takes a tenth of a second."""
 END_S = 1.0
-"""A zygote ends when its owner has gone; one that does not is ended by force."""
+"""A zygote ends when its owner has gone; one that does not is killed."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
@@ -36,11 +36,7 @@ class ZygoteClient:
     """Starts a zygote, and asks it for runs; many at a time if need be."""
 
     def __init__(self, tier: str, *, modules: Sequence[str] = ("numpy",)) -> None:
-        """Start a zygote in a tier, and wait until it is ready.
-
-        Args:
-            modules: what programs may import beside the standard library, where it is installed.
-        """
+        """Start a zygote; `modules` are what programs may import beside the standard library."""
         self.tier = tier
         own_path = str(Path(__file__).parent)
         found = {name: Path(spec.origin).parent for name in modules
@@ -85,15 +81,10 @@ class ZygoteClient:
 
     @property
     def pid(self) -> int:
-        """The process id; one that is killed takes its runs along."""
         return int(self._process.pid)
 
     def request(self, mode: str, fds: Sequence[int], limits: Limits) -> None:
-        """Ask for a run.
-
-        Args:
-            fds: the socket over which the run is reported, and what it has as 0, 1, 2 and so on.
-        """
+        """Ask for a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
         asked = {"mode": mode, **asdict(limits)}
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], fds)
@@ -110,14 +101,11 @@ class ZygoteClient:
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the tiers that this project knows, the strongest first; only Linux has any."""
-    if not is_linux():
-        return ()
-    return zygote.NAMESPACES, zygote.LANDLOCK
+    """Return the tiers of this system, the strongest first; only Linux has any."""
+    return (zygote.NAMESPACES, zygote.LANDLOCK) if is_linux() else ()
 
 
 def _readable(packages: Iterable[Path]) -> list[str]:
-    """Return what programs may read: Python's standard library, system libraries, some packages."""
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     for package in packages:
         folders += [package, package.with_name(f"{package.name}.libs")]

@@ -1,10 +1,9 @@
-"""A lost trainer is restored a bounded number of times; a silent generator is not waited for."""
+"""Groups are rolled out, then scored and written together; what kills workers fails alone."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,215 +14,15 @@ from dask.utils import key_split
 
 from areal_flow.cluster import reward_tasks, rollouts
 from areal_flow.cluster.executions import Executions
-from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.rollouts import LINGER_S, DaskRollouts, ReadyGroups, Scoring
-from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
-from areal_flow.cluster.weights_loading import ACKNOWLEDGE_TIMEOUT_S, DaskWeights
-from areal_flow.errors import (
-    InfrastructureError,
-    RewardError,
-    SchemaError,
-    TrainerLost,
-    TrainingError,
-    WeightsError,
-)
-from areal_flow.types import GroupReceipt, Score, ServedWeights
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.errors import InfrastructureError, RewardError, SchemaError
+from areal_flow.types import GroupReceipt, Score
 from tests.episodes import episode_of
-from tests.fakes import MemoryWriter
 from tests.unit.virtual_time import run_in_virtual_time
 
 NO_EXECUTIONS = Executions(Path("nowhere"))
-
-
-class FakeClient:
-    """A Dask client whose tasks answer, or are lost, as told; loads take as long as told."""
-
-    def __init__(
-        self,
-        answers: Sequence[Any] = (),
-        load_s: dict[str, float] | None = None,
-        served: dict[str, Any] | None = None,
-    ) -> None:
-        self._answers = iter(answers)
-        self._load_s = load_s or {}
-        self._served = served or {}
-
-    def submit(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self._answer()
-
-    async def _answer(self) -> Any:
-        answer = next(self._answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def run(
-        self, function: Callable[..., Any], version: int, *, workers: list[str], on_error: str
-    ) -> dict[str, Any]:
-        (address,) = workers
-        await asyncio.sleep(self._load_s.get(address, 0))
-        return {address: self._served.get(address)}
-
-
-class FakeGenerator:
-    """The record of a generator, which is silent some time after it was stopped."""
-
-    def __init__(self, address: str, stopped_at: float | None) -> None:
-        self.address = address
-        self._stopped_at = stopped_at
-
-    @property
-    def is_silent(self) -> bool:
-        stopped_at = self._stopped_at
-        now = asyncio.get_running_loop().time()
-        return stopped_at is not None and now - stopped_at > SILENT_S
-
-
-class FakeGenerators:
-    """Two generators, one of which falls silent when it is stopped."""
-
-    def __init__(self, stopped_at: float | None = None) -> None:
-        self.stopped_at = stopped_at
-        self.replaced: list[str] = []
-        self.why = ""
-
-    @property
-    def registry(self) -> FakeGenerators:
-        return self
-
-    def present(self, role: str) -> list[FakeGenerator]:
-        return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
-
-    async def replace(self, address: str, *, why: str) -> None:
-        self.replaced.append(address)
-        self.why = why
-
-
-def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
-    replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
-    return DaskTrainer(replicas, restore, lost=asyncio.Event())
-
-
-def restored_over(losses: int) -> int:
-    num_restored = 0
-
-    async def restore() -> None:
-        nonlocal num_restored
-        num_restored += 1
-
-    lost = [TrainerLost("the trainer died") for _ in range(losses)]
-    trainer = trainer_of(FakeClient([*lost, "done"]), restore)
-    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
-    return num_restored
-
-
-@pytest.mark.parametrize("losses", [0, 1, 2, 3])
-def test_lost_trainer_is_restored_and_asked_again(losses: int) -> None:
-    assert restored_over(losses) == losses
-
-
-def test_trainer_that_is_lost_too_often_ends_with_the_cause() -> None:
-    with pytest.raises(TrainingError, match=r"restored 3 times and lost again: the trainer died"):
-        restored_over(4)
-
-
-def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
-    num_restored = 0
-
-    async def restore() -> None:
-        nonlocal num_restored
-        num_restored += 1
-        if num_restored == 1:
-            raise TrainerLost("the trainer died: in the middle of it")
-
-    trainer = trainer_of(FakeClient([TrainerLost("it died"), "done"]), restore)
-    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
-    assert num_restored == 2
-
-
-def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
-    tries = 0
-
-    async def restore() -> str:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise TrainerLost("it died")
-        return "weights"
-
-    assert asyncio.run(trainer_of(FakeClient(), restore).restore()) == "weights"
-    assert tries == 3
-
-
-def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
-    async def announce() -> float:
-        weights = DaskWeights(FakeClient(load_s=load_s), MemoryWriter(), live)
-        await weights.load_everywhere(1, "recorded")
-        return asyncio.get_running_loop().time()
-
-    seconds: float = run_in_virtual_time(announce())
-    return seconds
-
-
-def test_weights_are_announced_when_every_generator_has_loaded() -> None:
-    live = FakeGenerators()
-    assert seconds_to_announce(live, healthy=0.2, other=2.0) == pytest.approx(2.0)
-    assert live.replaced == []
-
-
-def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -> None:
-    live = FakeGenerators(stopped_at=0.0)
-    assert seconds_to_announce(live, healthy=0.2, other=1e9) == pytest.approx(3.5, abs=0.5)
-    assert live.replaced == []
-
-
-def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
-    live = FakeGenerators()
-    waited = seconds_to_announce(live, healthy=0.2, other=1e9)
-    assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
-    assert live.replaced == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        (ServedWeights(1, "recorded", 0.2, 0.1), ""),
-        (ServedWeights(2, "of the next step", 0.2, 0.1), ""),
-        (
-            ServedWeights(1, "another", 0.2, 0.1),
-            "expected weights recorded of version 1, as the ledger has them, found it serving "
-            "another",
-        ),
-        (ServedWeights(0, "older", 0.2, 0.1), "it serves version 0, expected 1"),
-        (WeightsError("no room"), "version 1 was not loaded (no room)"),
-        (OSError("its process is gone"), ""),
-        (None, ""),
-    ],
-    ids=str,
-)
-def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
-    found: Any, why: str
-) -> None:
-    live = FakeGenerators()
-    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": found})
-    weights = DaskWeights(client, MemoryWriter(), live)
-    served = asyncio.run(weights.load_everywhere(1, "recorded"))
-    assert live.why == why
-    assert live.replaced == ["other"] * bool(why)
-    assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
-
-
-def test_weights_are_published_beside_the_event_loop() -> None:
-    threads: list[int] = []
-
-    class SlowWriter(MemoryWriter):
-        def publish(self, version: int) -> None:
-            threads.append(threading.get_ident())
-
-    asyncio.run(DaskWeights(FakeClient(), SlowWriter(), FakeGenerators()).publish(1))
-    (thread,) = threads
-    assert thread != threading.get_ident()
 
 
 class FakeRewardWorkers:
@@ -249,7 +48,7 @@ class FakeRewardWorkers:
     def present(self, role: str) -> Sequence[str]:
         return [role] * self._num_workers
 
-    async def submit(self, function: Any, tables: Any, groups: Any, **options: Any) -> Any:
+    async def submit(self, function: Any, tables: Any, **options: Any) -> Any:
         self.sizes.append(len(tables))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -269,7 +68,7 @@ def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[An
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
         waiting: list[Any] = []
         for tables in arrivals:
-            waiting += [asyncio.ensure_future(ready.receipt(table, None)) for table in tables]
+            waiting += [asyncio.ensure_future(ready.receipt(table)) for table in tables]
             await asyncio.sleep(10)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -297,7 +96,7 @@ def test_group_waits_for_others_only_while_some_are_on_their_way(
         clock = asyncio.get_running_loop().time
         began = clock()
         with ready.counting_rollout() if others_coming else nullcontext():
-            await ready.receipt("a", None)  # type: ignore[arg-type]
+            await ready.receipt("a")  # type: ignore[arg-type]
         return clock() - began
 
     waited: float = run_in_virtual_time(seconds_until_written())
@@ -331,7 +130,7 @@ def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
     async def cancel() -> None:
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
         with ready.counting_rollout():
-            waiting = asyncio.ensure_future(ready.receipt("a", None))  # type: ignore[arg-type]
+            waiting = asyncio.ensure_future(ready.receipt("a"))  # type: ignore[arg-type]
             await asyncio.sleep(LINGER_S / 2)
             waiting.cancel()
             await asyncio.sleep(10)
@@ -368,7 +167,7 @@ class Poisoned:
         return [role]
 
     async def submit(self, function: Any, table: Any, *arguments: Any, **options: Any) -> Any:
-        if function is len:
+        if function is reward_tasks.num_rows:
             return self._num_rows
         if function is reward_tasks.score_row:
             self._die_over(arguments[0])
@@ -376,7 +175,7 @@ class Poisoned:
         known = getattr(function, "keywords", {}).get("known")
         if known is None and "poisoned" in table:
             self._die_over(*range(self._num_rows))
-        return [known[0] if known else f"{name}!" for name in table], 0.001, 1
+        return [known if known else f"{name}!" for name in table], 0.001, 1
 
     def _die_over(self, *rows: int) -> None:
         if set(rows) & set(self._poisoned):
@@ -389,8 +188,7 @@ def scores_of(cluster: Poisoned) -> list[float | None]:
 
     async def heard() -> list[Any]:
         ready = ReadyGroups(cluster, cluster)  # type: ignore[arg-type]
-        episode: Any = SimpleNamespace(group_id="g")
-        groups = [ready.receipt(name, episode) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
+        groups = [ready.receipt(name) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
         return await asyncio.gather(*groups)
 
     before, poisoned, after = run_in_virtual_time(heard())
@@ -428,7 +226,7 @@ def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
     async def waits() -> list[float]:
         workers = Workers(1, seconds_a_group=0.5, seconds_a_trip=0.25)
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
-        groups = (ready.receipt(name, None) for name in "ab")  # type: ignore[arg-type]
+        groups = (ready.receipt(name) for name in "ab")  # type: ignore[arg-type]
         return [receipt.reward_queue_s for receipt in await asyncio.gather(*groups)]
 
     assert run_in_virtual_time(waits()) == pytest.approx([0.25, 1.0])
@@ -461,9 +259,9 @@ def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
     async def ask_for_everything() -> None:
         client: Any = Naming(1, seconds_a_group=0.0)
         rollouts = DaskRollouts(client, SimpleNamespace(newest=lambda: 0), client)  # type: ignore[arg-type]
-        await rollouts.write(await rollouts.roll_out(episode_of()))
+        await (await rollouts.roll_out(episode_of())).write()
         await rollouts.answer([episode_of()], name="before")
-        replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
+        replicas = TrainerReplicas(client, num_ranks=1, replace=wait)
         await replicas.require_policy()
         await replicas.require_policy()
 

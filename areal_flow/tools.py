@@ -1,7 +1,8 @@
-"""The tool `calculator`: exact arithmetic, from the syntax tree, with bounded sizes.
+"""The tools `calculator` and `python`, which a policy may call; both run on reward workers.
 
-Python never evaluates an expression: all but numbers, operators and parentheses is refused.
-Numbers are fractions, so `0.1 + 0.2` is 0.3.
+The calculator walks the syntax tree: Python never evaluates an expression, sizes are bounded, and
+numbers are fractions, so `0.1 + 0.2` is 0.3. A Python program runs in a sandbox, and keeps nothing
+from one call to the next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
+
+from areal_flow.rewards.code.sandbox.inside import program
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.run import Outcome, Program
 
 MAX_CHARACTERS = 400
 """Of an expression."""
@@ -77,3 +83,27 @@ def _shown(value: Fraction) -> str:
     digits = str(round(abs(value) * 10**MAX_DECIMALS)).rjust(MAX_DECIMALS + 1, "0")
     sign = "-" if value < 0 else ""
     return f"{sign}{digits[:-MAX_DECIMALS]}.{digits[-MAX_DECIMALS:]}".rstrip("0").rstrip(".")
+
+
+@cache
+def _sandboxes() -> SandboxPool:
+    return SandboxPool()
+
+
+def run_python(text: str) -> str:
+    """Run a Python program, with numpy; the answer is what it prints."""
+    script = Program(program.SCRIPT, text.encode(errors="replace"))
+    (outcome,) = _sandboxes().run(lambda: [script])
+    printed = outcome.stdout.decode(errors="replace").strip()
+    return "\n".join(filter(None, (printed, _failure(outcome))))
+
+
+def _failure(outcome: Outcome) -> str:
+    if outcome.is_output_over:
+        return "Error: the program printed too much"
+    if outcome.timed_out:
+        return "Error: the program ran too long"
+    if outcome.exit_code:
+        said = outcome.stderr.decode(errors="replace").strip()
+        return said or f"Error: the program ended with {outcome.exit_code}"
+    return ""

@@ -1,0 +1,87 @@
+"""Every setting of a recipe with type, rule, default and meaning, read from its JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from areal_flow.config.recipe import Recipe
+
+_KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
+_SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    kind: str
+    """`int`, `float`, `bool`, `text`, `path`, `choice` or, of anything nested, `TOML`."""
+    rule: str
+    choices: tuple[str, ...]
+    default: str
+    meaning: str
+    """Empty of one in an array of tables that means there what it means in `[prompts]`."""
+
+    def kind_and_rule(self, choice: str = "{}") -> str:
+        kind = " or ".join(map(choice.format, self.choices)) or self.kind
+        return f"{kind}, {self.rule}" if self.rule else kind
+
+
+@cache
+def all_settings() -> tuple[tuple[str, str, list[Setting]], ...]:
+    """Return each section's name, meaning and settings; a recipe's own first, under no name.
+
+    A section that may be there several times has its name in brackets, as in TOML.
+    """
+    schema = Recipe.model_json_schema()
+    return tuple(_sections("", {"description": "The run"}, [schema], schema["$defs"]))
+
+
+@cache
+def setting_names(*, in_arrays: bool = True) -> tuple[str, ...]:
+    """Return the dotted names of sections and settings; `in_arrays`: also those in `[[...]]`."""
+    chosen = [of for of in all_settings() if in_arrays or not of[0].startswith("[[")]
+    names = (name for section, _, of in chosen for name in (section, *(each.name for each in of)))
+    return tuple(dict.fromkeys(name.strip("[]") for name in names if name))
+
+
+def _sections(
+    name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
+) -> Iterator[tuple[str, str, list[Setting]]]:
+    """Yield a section, which is of one of some models, and the sections within it."""
+    settings: dict[str, Setting] = {}
+    within: list[tuple[str, Any, list[Any]]] = []
+    for key, field in chain.from_iterable(model["properties"].items() for model in models):
+        dotted = f"{name}.{key}".lstrip(".")
+        parts = (field, *field.get("oneOf", ()), field.get("items", {}))
+        references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
+        if held := [definitions[reference] for reference in references]:
+            within.append((dotted, {**held[0], **field}, held))
+        if not held or "items" in field:
+            setting = _setting(dotted, field)
+            known = settings.setdefault(dotted, setting)
+            choices = dict.fromkeys((*known.choices, *setting.choices))
+            settings[dotted] = replace(known, choices=tuple(choices))
+    heading = f"[[{name}]]" if "items" in section else name
+    yield heading, " ".join(section["description"].split()), list(settings.values())
+    for each in within:
+        yield from _sections(*each, definitions)
+
+
+def _setting(name: str, field: Mapping[str, Any]) -> Setting:
+    plain = {**field, **next(iter(field.get("anyOf", ())), {})}
+    choices = plain.get("enum", [plain["const"]] if "const" in plain else ())
+    kind = "path" if plain.get("format") == "path" else _KINDS.get(plain.get("type", ""), "TOML")
+    default = field.get("default")
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    return Setting(
+        name=name,
+        kind="choice" if choices else kind,
+        rule=", ".join(f"{sign} {plain[key]:g}" for key, sign in _SIGNS.items() if key in plain),
+        choices=tuple(map(str, choices)),
+        default="none" if default is None else text.replace("\n", "\\n") or "empty",
+        meaning=" ".join(field.get("description", "").split()),
+    )

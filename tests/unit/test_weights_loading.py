@@ -1,0 +1,137 @@
+"""New weights are loaded by every generator; a silent one is not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from areal_flow.cluster.registry import SILENT_S
+from areal_flow.cluster.weights_loading import ACKNOWLEDGE_TIMEOUT_S, DaskWeights
+from areal_flow.errors import WeightsError
+from areal_flow.types import ServedWeights
+from tests.fakes import MemoryWriter
+from tests.unit.virtual_time import run_in_virtual_time
+
+
+class FakeClient:
+    """A Dask client whose generators take some time to load, and then serve something."""
+
+    def __init__(
+        self, load_s: dict[str, float] | None = None, served: dict[str, Any] | None = None
+    ) -> None:
+        self._load_s = load_s or {}
+        self._served = served or {}
+
+    async def run(
+        self, function: Any, version: int, *, workers: list[str], on_error: str
+    ) -> dict[str, Any]:
+        (address,) = workers
+        await asyncio.sleep(self._load_s.get(address, 0))
+        return {address: self._served.get(address)}
+
+
+class FakeGenerator:
+    """The record of a generator, which is silent some time after it was stopped."""
+
+    def __init__(self, address: str, stopped_at: float | None) -> None:
+        self.address = address
+        self._stopped_at = stopped_at
+
+    @property
+    def is_silent(self) -> bool:
+        stopped_at = self._stopped_at
+        now = asyncio.get_running_loop().time()
+        return stopped_at is not None and now - stopped_at > SILENT_S
+
+
+class FakeGenerators:
+    """Two generators, one of which falls silent when it is stopped."""
+
+    def __init__(self, stopped_at: float | None = None) -> None:
+        self.stopped_at = stopped_at
+        self.replaced: list[str] = []
+        self.why = ""
+
+    @property
+    def registry(self) -> FakeGenerators:
+        return self
+
+    def present(self, role: str) -> list[FakeGenerator]:
+        return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
+
+    async def replace(self, address: str, *, why: str) -> None:
+        self.replaced.append(address)
+        self.why = why
+
+
+def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
+    async def announce() -> float:
+        weights = DaskWeights(FakeClient(load_s=load_s), MemoryWriter(), live)
+        await weights.load_everywhere(1, "recorded")
+        return asyncio.get_running_loop().time()
+
+    seconds: float = run_in_virtual_time(announce())
+    return seconds
+
+
+def test_weights_are_announced_when_every_generator_has_loaded() -> None:
+    live = FakeGenerators()
+    assert seconds_to_announce(live, healthy=0.2, other=2.0) == pytest.approx(2.0)
+    assert live.replaced == []
+
+
+def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -> None:
+    live = FakeGenerators(stopped_at=0.0)
+    assert seconds_to_announce(live, healthy=0.2, other=1e9) == pytest.approx(3.5, abs=0.5)
+    assert live.replaced == []
+
+
+def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
+    live = FakeGenerators()
+    waited = seconds_to_announce(live, healthy=0.2, other=1e9)
+    assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
+    assert live.replaced == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (ServedWeights(1, "recorded", 0.2, 0.1), ""),
+        (ServedWeights(2, "of the next step", 0.2, 0.1), ""),
+        (
+            ServedWeights(1, "another", 0.2, 0.1),
+            "expected weights recorded of version 1, as the ledger has them, found it serving "
+            "another",
+        ),
+        (ServedWeights(0, "older", 0.2, 0.1), "it serves version 0, expected 1"),
+        (WeightsError("no room"), "version 1 was not loaded (no room)"),
+        (OSError("its process is gone"), ""),
+        (None, ""),
+    ],
+    ids=str,
+)
+def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
+    found: Any, why: str
+) -> None:
+    live = FakeGenerators()
+    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": found})
+    weights = DaskWeights(client, MemoryWriter(), live)
+    served = asyncio.run(weights.load_everywhere(1, "recorded"))
+    assert live.why == why
+    assert live.replaced == ["other"] * bool(why)
+    assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
+
+
+def test_weights_are_published_beside_the_event_loop() -> None:
+    threads: list[int] = []
+
+    class SlowWriter(MemoryWriter):
+        def publish(self, version: int) -> None:
+            threads.append(threading.get_ident())
+
+    asyncio.run(DaskWeights(FakeClient(), SlowWriter(), FakeGenerators()).publish(1))
+    (thread,) = threads
+    assert thread != threading.get_ident()

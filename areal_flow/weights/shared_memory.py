@@ -141,12 +141,10 @@ def map_tensors(file: Path) -> dict[str, Tensor]:
     for name, of in described.items():
         begin, end = of["data_offsets"]
         dtype = getattr(torch, DTYPES[of["dtype"]])
-        values = torch.frombuffer(
-            mapped,
-            dtype=dtype,
-            count=(end - begin) // dtype.itemsize,
-            offset=8 + num_header_bytes + begin,
-        )
+        place = {"count": (end - begin) // dtype.itemsize, "offset": 8 + num_header_bytes + begin}
+        values = torch.empty(0, dtype=dtype)  # `frombuffer` refuses an empty tensor
+        if place["count"]:
+            values = torch.frombuffer(mapped, dtype=dtype, **place)
         tensors[name] = values.view(of["shape"])
     return tensors
 

@@ -56,7 +56,7 @@ class BatchedFunctionReward(FunctionReward):
             if is_async(self.function):
                 returned = await call_on_loop(call, limit_s=limit_s)
             else:
-                returned = await call_in_thread(call, limit_s=limit_s)
+                (returned,) = await call_in_thread([call], limit_s=limit_s)
             rewards = _listed(returned, len(inputs))
         except Exception as error:  # noqa: BLE001 - `judged` counts it
             return [judged(error)] * len(inputs)

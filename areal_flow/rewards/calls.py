@@ -15,7 +15,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from time import monotonic
@@ -32,26 +32,56 @@ CHECKS_PER_LIMIT = 4
 """How often a call checks within its time limit whether the loop is blocked."""
 
 
-async def call_in_thread(call: Callable[[], Any], *, limit_s: float) -> Any | BaseException:
-    """Return what a call returned or raised, made in a thread that ends with the process."""
-    thread_id = 0
+async def call_in_thread(
+    calls: Sequence[Callable[[], Any]], *, limit_s: float
+) -> list[Any | BaseException]:
+    """Return what calls returned or raised, made one after the other in a thread of their own.
 
-    def run() -> Any | BaseException:
-        nonlocal thread_id
+    After a call that exceeds the limit, another thread makes the rest. One thread for all saves
+    the event loop a turn a call, a third of the reward worker's time of the default job.
+    """
+    outcomes: list[Any | BaseException] = []
+    while len(outcomes) < len(calls):
+        outcomes += await _until_one_hangs(calls[len(outcomes) :], limit_s)
+    return outcomes
+
+
+async def _until_one_hangs(
+    calls: Sequence[Callable[[], Any]], limit_s: float
+) -> list[Any | BaseException]:
+    outcomes: list[Any | BaseException] = []
+    given_up, began, thread_id = threading.Event(), monotonic(), 0
+
+    def run() -> None:
+        nonlocal began, thread_id
         thread_id = threading.get_ident()
-        try:
-            return call()
-        except SystemExit as exit_:
-            return exit_error(exit_)
-        except Exception as error:  # noqa: BLE001 - for whoever asked for the call
-            return error
+        for call in calls:
+            if given_up.is_set():
+                return
+            began = monotonic()
+            outcomes.append(_outcome(call))
 
-    outcome = asyncio.wrap_future(in_own_thread(run, name="verifier"))
+    ended = asyncio.wrap_future(in_own_thread(run, name="verifier"))
     try:
-        await asyncio.wait([outcome], timeout=limit_s)
-        return outcome.result() if outcome.done() else hang_error(limit_s, users_place(thread_id))
+        while not ended.done():
+            num_done = len(outcomes)
+            await asyncio.wait([ended], timeout=max(0.0, began + limit_s - monotonic()))
+            hangs = not ended.done() and monotonic() - began >= limit_s
+            if hangs and len(outcomes) == num_done:
+                given_up.set()
+                return [*outcomes[:num_done], hang_error(limit_s, users_place(thread_id))]
+        return outcomes
     finally:
-        outcome.cancel()
+        ended.cancel()
+
+
+def _outcome(call: Callable[[], Any]) -> Any | BaseException:
+    try:
+        return call()
+    except SystemExit as exit_:
+        return exit_error(exit_)
+    except Exception as error:  # noqa: BLE001 - returned to the caller
+        return error
 
 
 def hang_error(limit_s: float, where: str = "") -> RewardError:

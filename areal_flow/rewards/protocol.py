@@ -193,7 +193,7 @@ class FunctionReward:
             awaited = (call_on_loop(call, limit_s=self.timeout_s) for call in calls)
             returned = await asyncio.gather(*awaited, return_exceptions=True)
         else:
-            returned = [await call_in_thread(call, limit_s=self.timeout_s) for call in calls]
+            returned = await call_in_thread(calls, limit_s=self.timeout_s)
         return [judged(outcome) for outcome in returned]
 
     def _call(self, given: RewardInput) -> Any:

@@ -26,6 +26,7 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
 from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
@@ -79,13 +80,24 @@ def train_step(
     num_skipped = len(minibatches) - len(numbers.losses)
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
-        valued, of_critic = critic.sequences_with_targets(sequences, inputs), dict[str, Metric]()
-        for planned in plan:
-            if (size := _size(sequences, planned)).num_tokens:
-                found_metrics = critic.update(passes.batches(valued, planned), size, settings)
-                of_critic = add_metrics(of_critic, found_metrics)
-        numbers.metrics |= of_critic | critic.explained_variance(inputs)
+        numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
     return numbers
+
+
+def _update_critic(
+    backend: TrainerBackend,
+    critic: Critic,
+    sequences: Sequence[TrainingSequence],
+    inputs: AdvantageInputs,
+    plan: Sequence[MinibatchPlan],
+    settings: StepSettings,
+) -> dict[str, Metric]:
+    valued, metrics = critic.sequences_with_targets(sequences, inputs), dict[str, Metric]()
+    for planned in plan:
+        if (size := _size(sequences, planned)).num_tokens:
+            batches = backend.passes.batches(valued, planned)
+            metrics = add_metrics(metrics, critic.update(batches, size, settings))
+    return metrics | critic.explained_variance(inputs)
 
 
 def _with_proximal(

@@ -73,6 +73,13 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             await writing
 
+    async def cancel(self) -> None:
+        """Give up a checkpoint that is being written: its trainer may be gone for good."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+
     async def _begin(self, row: dict[str, Any]) -> None:
         await self.settle()
         if not self._is_written(row):

@@ -221,12 +221,13 @@ class Training:
                 await SCHEDULES[self.recipe.schedule](flow)
             if not self.signals.received:
                 await self.evaluations.settle()
+            await self.checkpoints.settle()
         finally:
             deadline.cancel()
             await self.evaluations.cancel()
             await flow.close()
             await self.logs.close()
-            await self.checkpoints.settle()
+            await self.checkpoints.cancel()
         if flow.policy_version > start.policy_version:
             await self.checkpoints.complete()
         return flow.policy_version

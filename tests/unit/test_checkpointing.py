@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,7 @@ class FakeTrainer:
 
     layout: RunLayout
     num_deaths: int = 0
+    hangs: bool = False
     copied: str = ""
     num_written: int = 0
 
@@ -39,6 +41,8 @@ class FakeTrainer:
         if self.num_deaths:
             self.num_deaths -= 1
             raise TrainerLost("died while it wrote")
+        if self.hangs:  # as a task does whose trainer is quarantined
+            await asyncio.Event().wait()
         write_fake_checkpoint(self.layout, step, weights_hash=self.copied)
         self.num_written += 1
 
@@ -69,27 +73,30 @@ class Driver:
 
     async def step_to(self, last: int) -> None:
         for step in range(self.ledger.head + 1, last + 1):
-            hashes = {item.name: "h" for item in fields(PolicyHashes)}
-            row = genesis_row(
-                PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
-                provenance=Provenance(1, "config", "code"),
-                numeric_environment="{}",
-            )
-            self.ledger.append({**row, "step": step})
-            if step:
-                await self.checkpoints.after_step({**row, "step": step})
-            else:
-                await self.checkpoints.complete()
+            await self.take_step(step)
         await self.checkpoints.settle()
+
+    async def take_step(self, step: int) -> None:
+        hashes = {item.name: "h" for item in fields(PolicyHashes)}
+        row = genesis_row(
+            PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
+            provenance=Provenance(1, "config", "code"),
+            numeric_environment="{}",
+        )
+        self.ledger.append({**row, "step": step})
+        if step:
+            await self.checkpoints.after_step({**row, "step": step})
+        else:
+            await self.checkpoints.complete()
 
 
 @asynccontextmanager
-async def driving(root: Path, **deaths: int) -> AsyncIterator[Driver]:
+async def driving(root: Path, **trainer_options: int) -> AsyncIterator[Driver]:
     layout = RunLayout(root)
     create_logs(layout)
     with hold_lease(layout.writers) as writer:
         ledger = Ledger(layout, writer)
-        trainer, registry = FakeTrainer(layout, **deaths), FakeRegistry()
+        trainer, registry = FakeTrainer(layout, **trainer_options), FakeRegistry()
         checkpoints = Checkpoints(
             layout,
             TrainerSettings(checkpoint_every_steps=2, keep_checkpoints=2),
@@ -156,3 +163,13 @@ async def test_driver_that_was_taken_over_prunes_nothing(tmp_path: Path) -> None
             with pytest.raises(RunError, match="taken over"):
                 await driver.checkpoints.complete()
         assert list_checkpoints(driver.layout.checkpoints) == [0, 2, 4, 6]
+
+
+async def test_checkpoint_that_no_trainer_writes_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(1)
+        driver.trainer.hangs = True
+        await driver.take_step(2)
+        await asyncio.wait_for(driver.checkpoints.cancel(), 10)
+        await driver.checkpoints.settle()
+        assert list_checkpoints(driver.layout.checkpoints) == [0]

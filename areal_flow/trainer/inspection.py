@@ -148,36 +148,29 @@ def inspect_trajectories(
     changed: Sequence[TrajectoryOutcome] | None,
 ) -> tuple[InspectedTrajectory, ...]:
     """Put together what a step was asked for and what it made, of each trajectory."""
+    bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
     changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
     together = zip(
         request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
     )
-    return tuple(_inspected(request, *each) for each in together)
-
-
-def _inspected(
-    request: StepRequest,
-    identifier: str,
-    sequence: TrainingSequence,
-    proximal_logprobs: tuple[float, ...],
-    replayed: TrajectoryOutcome,
-    changed: TrajectoryOutcome | None,
-) -> InspectedTrajectory:
-    bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
-    spans = sequence.version_spans
-    versions = tuple(version for version, length in spans for _ in range(length))
-    return InspectedTrajectory(
-        trajectory_id=identifier,
-        reward=sequence.reward,
-        tokens=tuple(sequence.output_tokens.tolist()),
-        versions=versions,
-        too_old=tuple(not fresh_enough(version, **bound) for version in versions),
-        staleness_max=max((request.policy_version - span.version for span in spans), default=0),
-        behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
-        proximal_logprobs=proximal_logprobs,
-        replayed=replayed,
-        changed=changed,
-    )
+    found = []
+    for identifier, sequence, proximal, outcome, change in together:
+        spans = sequence.version_spans
+        versions = tuple(version for version, length in spans for _ in range(length))
+        trajectory = InspectedTrajectory(
+            trajectory_id=identifier,
+            reward=sequence.reward,
+            tokens=tuple(sequence.output_tokens.tolist()),
+            versions=versions,
+            too_old=tuple(not fresh_enough(version, **bound) for version in versions),
+            staleness_max=max((request.policy_version - span.version for span in spans), default=0),
+            behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
+            proximal_logprobs=proximal,
+            replayed=outcome,
+            changed=change,
+        )
+        found.append(trajectory)
+    return tuple(found)
 
 
 def _mean_advantage(advantage: Advantage, trained: NDArray[np.bool_]) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_flow.algorithms.logprobs import of_each_token
+from areal_flow.algorithms.logprobs import of_each_token, zeros_by_sequence
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
 from areal_flow.config import SftSettings, SupervisedObjective
 from areal_flow.run.layout import RunLayout
@@ -51,7 +51,7 @@ def dpo_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     of the reference policy are in `behavior_logprobs_T`.
     """
     log_ratio_T = inputs.logprobs_T - inputs.behavior_logprobs_T
-    rewards_S = log_ratio_T.new_zeros(_num_sequences(inputs.sequence_T))
+    rewards_S = zeros_by_sequence(log_ratio_T, inputs.sequence_T)
     rewards_S = rewards_S.index_add(0, inputs.sequence_T, settings.beta * log_ratio_T)
     return pair_loss(rewards_S, inputs.sequence_T, label_smoothing=settings.label_smoothing)
 
@@ -85,10 +85,6 @@ def pair_loss(rewards_S: Tensor, sequence_T: Tensor, *, label_smoothing: float) 
     watched_P = ((margin_P > 0).float(), margin_P, chosen_P, rejected_P)
     metrics = zip(PREFERENCE_METRICS, map(mean, watched_P), strict=True)
     return PolicyLoss(of_each_token(losses_P, sequence_T // 2), dict(metrics))
-
-
-def _num_sequences(sequence_T: Tensor) -> int:
-    return int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
 
 
 def cross_entropy(inputs: LossInputs, _: SftSettings) -> PolicyLoss:

@@ -1,6 +1,6 @@
 """Which tokens of prompts and prefixes are computed next: in chunks, under a budget of tokens.
 
-A group's prompt is computed once, whoever of the group is next; what follows its whole pages is
+A group's prompt is computed once, for all of its members; what follows its whole pages is
 computed once for all members that lack it.
 """
 

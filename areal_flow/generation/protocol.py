@@ -203,7 +203,7 @@ class Engine(Protocol):
         """Return totals since the engine was made, also after it was closed."""
 
     def close(self) -> None:
-        """Free what it holds; whoever still waits gets an `EngineError`. Again is fine."""
+        """Free what it holds; requests that still wait get an `EngineError`. Again is fine."""
 
 
 EngineFactory = Callable[[Path, GenerationSettings, WeightsReader], Awaitable[Engine]]

@@ -95,7 +95,7 @@ class ThreadedEngine:
         return EngineStats(self._incarnation, self._num_tokens, busy_s, self._stall_s, elapsed_s)
 
     def close(self) -> None:
-        """End the thread after its current step; whoever still waits gets an `EngineError`."""
+        """End the thread after its current step; requests that still wait get an `EngineError`."""
         self._closing = True
         self._commands.put(lambda: None)
         self._thread.join()

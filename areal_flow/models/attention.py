@@ -26,7 +26,7 @@ from areal_flow.models.huggingface import AttentionInterface
 ATTENTION_NAME = "areal_flow"
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""Keyword arguments of models that say what a layout knows already."""
+"""Keyword arguments of models whose content a layout has already."""
 
 _CALLED = {"s_aux": "sinks (s_aux)", "attention_mask": "a mask of the model's own"}
 

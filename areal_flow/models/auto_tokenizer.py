@@ -35,7 +35,7 @@ _ASKED: tuple[tuple[list[Message], list[Tool]], ...] = (
     ([_QUESTION, _ANSWER, _QUESTION], []),
     ([_QUESTION], [tool_schema("add", "Add numbers.")]),
 )
-"""Messages, and the tools that the policy is told of."""
+"""Messages, and the tools that the prompt describes."""
 
 
 def auto_tokenizer(directory: Path) -> Tokenizer:

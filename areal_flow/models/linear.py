@@ -1,4 +1,4 @@
-"""Linear layers of float32 on processors that MKL knows too little of: oneDNN multiplies instead.
+"""Linear layers of float32 on processors where MKL is slow: oneDNN multiplies instead.
 
 MKL, in PyTorch's builds for x86, uses the widest vectors of Intel's processors only; oneDNN, in the
 same builds, those of any maker: twice as fast (`docs/decisions/0017-products-by-onednn.md`).

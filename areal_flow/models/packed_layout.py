@@ -59,7 +59,7 @@ class PackedLayout:
     ) -> None:
         """Find where each token goes.
 
-        `places` says where each sequence's tokens lie in the row; without, one lies after the
+        `places` has each sequence's positions in the row; without, one sequence follows the
         other. A token that several sequences have is at the same position in all.
         """
         ends = np.cumsum(lengths)

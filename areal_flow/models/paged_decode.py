@@ -1,6 +1,6 @@
 """Decoding: one new token a row, against the row's own pages.
 
-Scores are computed page by page, where the pages lie: a row costs what its own length costs, and
+Scores are computed page by page, where the pages are: a row costs what its own length costs, and
 pages that several rows share are read once for all of them.
 
 Letters: P pages, S rows that decode, M rows that share a page, R pairs of a row with one of its

@@ -6,7 +6,7 @@ checkpoints/00000020/
     state.json                                         step, hashes, prompt cursor
 
 Where an adapter is trained, `adapter.safetensors` has it, and `model.safetensors`, which it adapts
-and which never changes, lies in the checkpoint of step 0 alone.
+and which never changes, is in the checkpoint of step 0 alone.
 """
 
 from __future__ import annotations

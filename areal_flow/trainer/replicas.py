@@ -1,4 +1,4 @@
-"""How the ranks of a trainer add up their gradients: in the order of ranks, whoever computes them.
+"""How the ranks of a trainer add up their gradients: in the order of ranks.
 
 A minibatch is dealt to ranks as batches. The gradient of each rank's batch is computed by itself,
 and the gradients are then added in order. So one process that computes every rank's batch
@@ -206,7 +206,7 @@ def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:
 
 
 def _connect_torch(store: Any, device_type: str, rank: int, num_ranks: int, *, host: str) -> None:
-    """Form torch's own group; unlike torch's gloo it listens where this process is told to."""
+    """Form torch's own group; unlike torch's gloo it listens at `host`."""
     from torch import distributed
 
     def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:

@@ -1,7 +1,7 @@
 """How stored trajectories become aligned training tensors: the one place where the shift happens.
 
 A position predicts the token after it. Of a sequence of P prompt and C completion tokens,
-completion token j is predicted where the sequence's token P - 1 + j lies in the row; its behaviour
+completion token j is predicted where the sequence's token P - 1 + j is in the row; its behaviour
 log-probability, its mask and its advantage sit at index j of the stored columns.
 
 Letters: T packed tokens, M trained tokens of a micro-batch.

@@ -59,7 +59,7 @@ class CompletionRows:
     """Tokenised rows: `tokens` of all sequences; sequence s begins at `starts[s]`.
 
     A row has `num_completions` sequences, one after the other. `trained` is as long as `tokens`,
-    and true where the policy speaks.
+    and true for the tokens that the policy is to learn.
     """
 
     tokens: np.ndarray

@@ -31,6 +31,7 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
+from tests.flow_fakes import FakeRolledOut
 
 Spans = tuple[VersionSpan, ...]
 
@@ -128,16 +129,6 @@ class Generator:
         return tuple(VersionSpan(version, length) for version, length in spans if length)
 
 
-@dataclass
-class Written:
-    """A group that is written at once."""
-
-    receipt: GroupReceipt
-
-    async def write(self) -> GroupReceipt:
-        return self.receipt
-
-
 class VirtualCluster:
     """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
 
@@ -155,7 +146,7 @@ class VirtualCluster:
         self._num_committed = 0
         self.lock = asyncio.Lock()
 
-    async def roll_out(self, episode: Episode) -> Written:
+    async def roll_out(self, episode: Episode) -> FakeRolledOut:
         async with self._slots:
             generator = min(self._generators, key=lambda generator: generator.num_groups)
             generator.num_groups += 1
@@ -168,7 +159,7 @@ class VirtualCluster:
             for member, spans in enumerate(members)
         )
         self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
-        return Written(GroupReceipt(index, (), receipts))
+        return FakeRolledOut(GroupReceipt(index, (), receipts))
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)

@@ -24,6 +24,7 @@ from areal_flow.run.inputs import check_verifier
 from areal_flow.store.codec import (
     RolloutNotes,
     RolloutRows,
+    ScoredRows,
     array_rows,
     member_errors,
     receipts,
@@ -45,8 +46,8 @@ SCORING_KILLS = Score(
 
 async def score(
     rollout: RolloutRows, *, is_last_try: bool, known: Sequence[Score] | None = None
-) -> tuple[pa.Table, tuple[str, ...]]:
-    """Score the rows of some groups; return them, and why members have no trajectory.
+) -> ScoredRows:
+    """Score the rows of some groups.
 
     Args:
         known: their scores, where they are known.

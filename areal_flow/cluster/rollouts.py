@@ -17,7 +17,7 @@ from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task, run_task
 from areal_flow.errors import ArealFlowError, InfrastructureError
-from areal_flow.evaluation.answers import Answered
+from areal_flow.store.codec import ScoredRows
 from areal_flow.types import Episode, GroupReceipt, Score
 from areal_flow.weights.channel import WeightsReader
 
@@ -60,7 +60,7 @@ class DaskRollouts:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
         return DaskRolledOut(await self._roll_out((episode,), suffix), self._ready)
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
         """Return some groups' scored rows, which are not written to the log.
 
         Args:
@@ -69,7 +69,7 @@ class DaskRollouts:
         suffix = f"{name}-{episodes[0].group_id}"
         rows = await self._roll_out(tuple(episodes), suffix, what=_HELD_OUT)
         try:
-            found: Answered = await self._scoring.run(reward_tasks.score, rows, what=_HELD_OUT)
+            found: ScoredRows = await self._scoring.run(reward_tasks.score, rows, what=_HELD_OUT)
         except KillsWorkers:
             score = partial(reward_tasks.score, known=await self._scoring.row_by_row(rows))
             found = await self._scoring.run(score, rows, what=_HELD_OUT)
@@ -236,10 +236,10 @@ class ReadyGroups:
         Args:
             known: the scores of the only group, where they are known.
         """
-        run = partial(reward_tasks.score_and_write, known=known) if known else None
+        score_and_write = partial(reward_tasks.score_and_write, known=known)
         try:
             found, seconds, self._num_at_once = await self._scoring.run(
-                run or reward_tasks.score_and_write, [group.rows for group in batch]
+                score_and_write, [group.rows for group in batch]
             )
         except ArealFlowError as error:
             await self._score_again(batch, error, known)

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
 from areal_flow.evaluation.pass_rates import HELD_OUT
+from areal_flow.store.codec import ScoredRows
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of
 from schemas.content import row_arrays
@@ -35,9 +35,7 @@ _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifie
 
 Decode = Callable[[Sequence[Tokens]], list[str]]
 """Turns sequences of tokens into texts."""
-Answered = tuple[pa.Table, tuple[str, ...]]
-"""Scored rows of some groups, and why members have none."""
-Answer = Callable[..., Awaitable[Answered]]
+Answer = Callable[..., Awaitable[ScoredRows]]
 """Rolls out and scores some groups without writing their rows, as `DaskRollouts.answer` does."""
 
 
@@ -64,14 +62,14 @@ async def answer_held_out(
         given = (index, prompt, seeds, 0, writer_epoch, began, settings.sampling())
         episodes.append(Episode(*given))
     tasks = _tasks(episodes)
-    found = await all_of(_table_or_error(answer, task, name) for task in tasks)
+    found = await all_of(_scored_or_error(answer, task, name) for task in tasks)
     made = {"evaluation": name, "writer_epoch": writer_epoch}
     return await asyncio.to_thread(_all_rows, tasks, found, decode, made)
 
 
-async def _table_or_error(
+async def _scored_or_error(
     answer: Answer, task: Sequence[Episode], name: str
-) -> pa.Table | EpisodeError:
+) -> ScoredRows | EpisodeError:
     try:
         return await answer(task, name=name)
     except EpisodeError as error:
@@ -92,7 +90,7 @@ def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 def _all_rows(
     tasks: Sequence[Sequence[Episode]],
-    found: Sequence[Answered | EpisodeError],
+    found: Sequence[ScoredRows | EpisodeError],
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -116,7 +114,7 @@ def _all_rows(
 
 
 def _rows(
-    episodes: Sequence[Episode], found: Answered | EpisodeError, decode: Decode, *, verifier: str
+    episodes: Sequence[Episode], found: ScoredRows | EpisodeError, decode: Decode, *, verifier: str
 ) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
     rows, texts = dict[tuple[int, int], dict[str, Any]](), dict[tuple[int, int], str]()

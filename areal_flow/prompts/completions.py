@@ -170,8 +170,7 @@ class RowEncoder:
     ) -> Iterable[list[int]]:
         """Yield the policy's answers, each with what ended it, and what stands between them."""
         messages = [*prompt, *completion]
-        own = [at for at in range(len(prompt), len(messages))
-               if messages[at]["role"] == "assistant"]  # fmt: skip
+        own = [at for at, each in enumerate(completion, len(prompt)) if each["role"] == "assistant"]
         for at, following in pairwise([*own, None]):
             assert at is not None
             answer, after = chat.answer(messages[: at + 1])

@@ -53,6 +53,8 @@ class RolloutNotes:
 
 RolloutRows = tuple[pa.Table, RolloutNotes]
 """Rows without scores. A plain tuple, the table first: Dask then sends the table without a copy."""
+ScoredRows = tuple[pa.Table, tuple[str, ...]]
+"""Rows with scores, and why members have no trajectory."""
 
 
 def rollout_rows(

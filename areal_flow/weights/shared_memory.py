@@ -141,10 +141,12 @@ def map_tensors(file: Path) -> dict[str, Tensor]:
     for name, of in described.items():
         begin, end = of["data_offsets"]
         dtype = getattr(torch, DTYPES[of["dtype"]])
-        place = {"count": (end - begin) // dtype.itemsize, "offset": 8 + num_header_bytes + begin}
-        values = torch.empty(0, dtype=dtype)  # `frombuffer` refuses an empty tensor
-        if place["count"]:
-            values = torch.frombuffer(mapped, dtype=dtype, **place)
+        count, offset = (end - begin) // dtype.itemsize, 8 + num_header_bytes + begin
+        values = (
+            torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
+            if count
+            else torch.empty(0, dtype=dtype)  # `frombuffer` refuses an empty tensor
+        )
         tensors[name] = values.view(of["shape"])
     return tensors
 

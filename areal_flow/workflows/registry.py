@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,8 +27,6 @@ class ImportedWorkflow(Settings):
 
 
 AnyWorkflow = SingleTurn | MultiTurn | ToolUse | Agent | ImportedWorkflow
-
-WORKFLOWS = {workflow.model_fields["name"].default: workflow for workflow in get_args(AnyWorkflow)}
 
 WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_is("single_turn")]
 """What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""

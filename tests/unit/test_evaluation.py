@@ -26,9 +26,9 @@ from areal_flow.errors import (
     StorageError,
     WeightsError,
 )
-from areal_flow.evaluation.answers import Answered, answer_held_out
+from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.pass_rates import tabulate
-from areal_flow.store.codec import rollout_rows, scored_table
+from areal_flow.store.codec import ScoredRows, rollout_rows, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import run_group
@@ -50,7 +50,7 @@ class Answering:
         self.services = services
         self.episodes: list[Sequence[Episode]] = []
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
         self.episodes.append(episodes)
         services = FakeServices(max_model_len=200, **self.services)
         groups = [await run_group(self.workflow, episode, services) for episode in episodes]
@@ -138,7 +138,7 @@ class FailsAlone(SingleTurn):
 class AnsweringAsTasksDo(Answering):
     """Raises where no group of a task has a trajectory, as a rollout does."""
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
         if all(episode.prompt.prompt_id == "p64" for episode in episodes):
             raise EpisodeError("ValueError: no tool for this")
         return await super().answer(episodes, name=name)
@@ -162,7 +162,7 @@ def test_failure_that_is_no_fault_of_an_answer_is_not_recorded_as_one(
     kind: type[ArealFlowError],
 ) -> None:
     class Lost(Answering):
-        async def answer(self, episodes: Sequence[Episode], *, name: str) -> Answered:
+        async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
             if episodes[0].submission_index:
                 raise kind("each worker died")
             return await super().answer(episodes, name=name)

@@ -17,11 +17,11 @@ import pytest
 
 import areal_flow
 from areal_flow.audit.rows import Batch, scan
-from areal_flow.config import Recipe, dump_recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.recovery.bootstrap import take_over
-from areal_flow.run.directory import write_identity
+from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import (
     Fence,
@@ -49,9 +49,8 @@ from tests.rows import written_group
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    made = RunLayout(tmp_path)
-    made.config.write_text(dump_recipe(Recipe()))
-    write_identity(made)
+    made = RunLayout(tmp_path / "run")
+    create_run(made, Recipe())
     create_logs(made)
     return made
 

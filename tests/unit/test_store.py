@@ -17,10 +17,10 @@ import pytest
 from lance.optimize import Compaction
 
 import areal_flow
-from areal_flow.config import Recipe, dump_recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
-from areal_flow.run.directory import write_identity
+from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import StepMetrics
@@ -46,9 +46,8 @@ PROVENANCE = Provenance(1, "config", "code")
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
     """Return a run with empty logs."""
-    made = RunLayout(tmp_path)
-    made.config.write_text(dump_recipe(Recipe()))
-    write_identity(made)
+    made = RunLayout(tmp_path / "run")
+    create_run(made, Recipe())
     create_logs(made)
     return made
 

@@ -12,7 +12,7 @@ from subprocess import Popen
 
 from areal_flow.cluster.launchers.child import Child, start_process
 from areal_flow.cluster.launchers.standby import StandbyWorkers
-from areal_flow.cluster.placement import WORKER_PROGRAM, WorkerPlacement
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.errors import EngineError
@@ -43,7 +43,9 @@ class LocalLauncher:
 
     def preview(self, placement: WorkerPlacement) -> str:
         options = worker_options(placement, self._scheduler, self._network)
-        return shlex.join(self.command(placement, options))
+        variables = (PROCESS_ENVIRONMENT | placement.environment).items()
+        assigned = [f"{name}={value}" for name, value in variables]
+        return shlex.join(["env", *assigned, *self.command(placement, options)])
 
     def describe(self, exit_code: int) -> str:
         return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"

@@ -17,6 +17,7 @@ from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
+from areal_flow.cluster.worker_process import worker_options
 from areal_flow.errors import ConfigError
 
 OPTIONS = {
@@ -56,6 +57,10 @@ class SshLauncher(LocalLauncher):
         ]
         directory = shlex.quote(self._remote.directory or str(Path.cwd()))
         return [*ssh, f"cd {directory} && exec {shlex.join(supervised)}"]
+
+    def preview(self, placement: WorkerPlacement) -> str:
+        options = worker_options(placement, self._scheduler, self._network)
+        return shlex.join(self.command(placement, options))
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:

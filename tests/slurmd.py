@@ -21,6 +21,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sin
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 NUM_CORES = 64
 """What the node claims to have: a test may start more workers than its machine has cores."""
+PREEMPTING = "preempting"
+"""A partition whose jobs preempt those of the default one."""
 LIMIT_S = 30.0
 
 
@@ -92,11 +94,16 @@ def _configuration(directory: Path) -> str:
             f"node NodeHostname={socket.gethostname()} NodeAddr={HOST} CPUs={NUM_CORES} "
             "State=UNKNOWN"
         ),
-        "PartitionName": "test Nodes=node Default=YES MaxTime=INFINITE State=UP",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "CANCEL",
     }
+    partitions = {"test": "PriorityTier=1 Default=YES", PREEMPTING: "PriorityTier=2"}
     (directory / "state").mkdir()
     (directory / "spool").mkdir()
-    return "".join(f"{name}={value}\n" for name, value in settings.items())
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    for name, rules in partitions.items():
+        lines.append(f"PartitionName={name} Nodes=node MaxTime=INFINITE State=UP {rules}")
+    return "\n".join([*lines, ""])
 
 
 @contextmanager

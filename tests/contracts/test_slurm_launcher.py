@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,7 +12,7 @@ from areal_flow.cluster import pool as pools
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.errors import EngineError
 from tests.contracts.test_launchers import empty_pool, generator, process_of, run
-from tests.slurmd import job_numbers, running_slurm
+from tests.slurmd import NUM_CORES, PREEMPTING, job_numbers, running_slurm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,17 +33,30 @@ async def until_listed() -> str:
     return number
 
 
-def test_cancelled_job_counts_as_a_death_and_starts_again() -> None:
-    async def cancel() -> None:
+def preempt() -> None:
+    everything = (f"--partition={PREEMPTING}", f"--cpus-per-task={NUM_CORES}")
+    command = ["sbatch", *everything, "--output=/dev/null", "--wrap=sleep 1"]
+    subprocess.run(command, check=True)
+
+
+def cancel() -> None:
+    subprocess.run(["scancel", "--name=generator-0"], check=True)
+
+
+@pytest.mark.parametrize(("end", "state"), [(cancel, "CANCELLED"), (preempt, "PREEMPTED")])
+def test_job_that_slurm_ends_counts_as_a_death_and_starts_again(
+    end: Callable[[], None], state: str
+) -> None:
+    async def end_one() -> None:
         async with empty_pool(settings()) as pool:
             await pool.start_until_joined([generator(settings())])
             (record,) = pool.registry.all()
             first, number = await process_of(pool), await until_listed()
-            subprocess.run(["scancel", number], check=True)
+            end()
             await process_of(pool, other_than=first.pid)
-            assert [death.cause for death in record.deaths] == [f"Slurm job {number}: CANCELLED"]
+            assert [death.cause for death in record.deaths] == [f"Slurm job {number}: {state}"]
 
-    run(cancel)
+    run(end_one)
 
 
 def test_time_in_the_queue_does_not_count_as_starting(

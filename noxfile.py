@@ -5,6 +5,7 @@ nox -s tests [-- ARGS]     unit, contract and integration tests, in eight minute
 nox -s tests_slow          what else protects users: every recovery, every architecture
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
+nox -s tests_slurm         workers as jobs of a real Slurm on this machine; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
@@ -77,6 +78,14 @@ def tests_verifiers(session: nox.Session) -> None:
     tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "hypothesis>=6.170")
     session.install("--no-compile", *tools, "torch==2.13.0", "-e", ".[verifiers]")
     session.run("python", "-m", "pytest", "tests/verifiers_env", *session.posargs)
+
+
+@nox.session
+def tests_slurm(session: nox.Session) -> None:
+    """Train with workers under a Slurm of one node; skips where its programs are missing."""
+    contract = ("tests/contracts/test_launchers.py", "tests/contracts/test_slurm_launcher.py")
+    chosen = ("-k", "slurm", "-rs", *contract, "tests/integration/test_slurm.py")
+    run(session, "python", "-m", "pytest", *chosen, *session.posargs)
 
 
 @nox.session

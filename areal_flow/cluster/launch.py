@@ -48,6 +48,11 @@ class RunningCluster:
 
 def check_cluster(recipe: Recipe) -> None:
     """Refuse settings with which no cluster can start."""
+    if recipe.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "cluster.launcher = 'slurm': there is no sbatch; start the driver where jobs are "
+            "submitted"
+        )
     _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)
     make_launcher("", recipe.cluster)
@@ -76,7 +81,7 @@ async def launch_cluster(
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
         async with await _listening_scheduler(settings, security) as scheduler:
-            launcher = make_launcher(scheduler.address, settings, standby)
+            launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
             serve_pool(pool)

@@ -20,7 +20,10 @@ CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
 THIS_MACHINE = ""
+SLURM = "Slurm"
+"""The host of a worker whose real one Slurm chooses."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+NUM_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Machines:
     hosts: tuple[str, ...] = (THIS_MACHINE,)
     gpus: tuple[str, ...] = ()
     """What `CUDA_VISIBLE_DEVICES` calls each of them: an index or a UUID."""
+    assign_gpus: bool = False
+    """Whether they choose hosts and GPUs themselves, as Slurm does: then none are counted here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,11 @@ class WorkerPlacement:
     def num_threads(self) -> int:
         return self.num_slots + CONTROL_THREADS
 
+    @property
+    def num_cores(self) -> int:
+        """Return how many threads of it compute."""
+        return int(self.environment.get(NUM_THREADS, 1))
+
 
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
     """Return the trainer ranks, generators and reward workers of a run, each on its machine.
@@ -66,7 +76,7 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
     wanted = _wanted_workers(recipe)
     num_wanted = sum(worker.num_gpus for worker in wanted)
     num_found = len(machines.hosts) * len(machines.gpus)
-    if num_wanted > num_found:
+    if num_wanted > num_found and not machines.assign_gpus:
         roles = [worker.role for worker in wanted if worker.num_gpus]
         each = recipe.generation.vllm.tensor_parallel_size
         raise ConfigError(
@@ -88,7 +98,7 @@ def place_beside(
 
     GPU workers fill one host after the other, so that the ranks of a trainer are neighbours.
     """
-    if not worker.num_gpus:
+    if not worker.num_gpus or machines.assign_gpus:
         hosts = [other.host for other in others]
         return replace(worker, host=min(machines.hosts, key=hosts.count))
     taken = {(other.host, gpu) for other in others for gpu in other.gpus}
@@ -140,6 +150,8 @@ def _is_gpu(setting: str, device: str) -> bool:
 
 def machines_of(cluster: ClusterSettings) -> Machines:
     """Return the hosts and their GPUs; GPUs of other hosts must be stated in the settings."""
+    if cluster.launcher == "slurm":
+        return Machines((SLURM,), assign_gpus=True)
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
@@ -194,7 +206,7 @@ def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:
 
 def worker_environment(num_threads: int) -> dict[str, str]:
     """Return variables that limit the threads of numeric libraries."""
-    return {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    return {NUM_THREADS: str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
 PROCESS_ENVIRONMENT = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Strict, model_validator
 
 from areal_flow.settings import Settings, require
+
+SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
 
 
 def is_loopback(host: str) -> bool:
@@ -61,9 +64,12 @@ class ClusterSettings(Settings):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of each machine; none: those that are found here."""
     launcher: str = "local"
-    """`local`: on this machine; `ssh`: on `remote.hosts`."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job."""
     remote: RemoteSettings = RemoteSettings()
     """Other machines for the workers."""
+    slurm: dict[Literal["all", "trainer", "generator", "reward"], SbatchOptions] = Field({})
+    """Options of the workers' jobs for `sbatch`, such as `--partition=gpu`: of `all`, then of a
+    role, `trainer`, `generator` or `reward`; of two equal ones the last counts."""
     network: NetworkSettings = NetworkSettings()
     """Where the scheduler and the workers listen."""
     num_reward_workers: int = Field(1, ge=1)

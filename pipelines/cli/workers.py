@@ -1,4 +1,4 @@
-"""`areal-flow workers` and `doctor`: the processes of a running job, and this machine."""
+"""`areal-flow workers`, `plan` and `doctor`: processes of a job, planned ones, and this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from areal_flow.config.messages import OPTION
+from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
 from areal_flow.generation.vllm.support import BUILDS, installed_vllm
 from areal_flow.machine import is_linux, system_name, usable_cores
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
-from pipelines.cli.settings import Given
+from areal_flow.settings import nest
+from pipelines.cli.settings import Flag, Given, Overrides
 from pipelines.console.tables import Report, Table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.control import WorkerStatus
+    from areal_flow.cluster.placement import WorkerPlacement
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
@@ -102,6 +106,48 @@ def _row(status: WorkerStatus) -> dict[str, Any]:
 
 def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def plan(
+    recipe: Path | None = None,
+    /,
+    *,
+    placement: Flag = False,
+    settings: Overrides | None = None,
+    folders: Given,
+) -> Report:
+    """Show what `train` would start, and start nothing.
+
+    Args:
+        recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        placement: Which workers, where, and the command line or batch script of each kind.
+    """
+    if not placement:
+        raise ConfigError("expected what to plan: --placement")
+    from areal_flow.cluster.launchers import make_launcher
+    from areal_flow.cluster.placement import place_workers
+    from pipelines.jobs.job import DEFAULT_RECIPE, chosen_recipe
+
+    over = nest(settings or {})
+    cluster = (chosen := chosen_recipe(recipe or DEFAULT_RECIPE, over, spelling=OPTION)[1]).cluster
+    logs = folders.runs.resolve() / "NAME" / "jobs"
+    launcher = make_launcher(f"tls://{cluster.network.host}:PORT", cluster, logs=logs)
+    workers = place_workers(chosen)
+    starts = {worker.name: launcher.preview(worker) for worker in workers}
+    kinds = {start.replace(name, ""): name for name, start in reversed(starts.items())}
+    shown = [f"\n{name}:\n{starts[name]}" for name in starts if name in kinds.values()]
+    data = [asdict(worker) | {"start": starts[worker.name]} for worker in workers]
+    return Report({"workers": data}, [Table([*map(_place, workers)]), *shown])
+
+
+def _place(worker: WorkerPlacement) -> dict[str, Any]:
+    return {
+        "worker": worker.name,
+        "host": worker.host or "this machine",
+        "cores": worker.num_cores,
+        "GPUs": ", ".join(worker.gpus) or worker.num_gpus,
+        "slots": worker.num_slots,
+    }
 
 
 def doctor(*, folders: Given) -> Report:
@@ -189,4 +235,4 @@ def _gpus() -> Subject:
     return "gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first"
 
 
-COMMANDS = (group, doctor)
+COMMANDS = (group, plan, doctor)

@@ -68,7 +68,7 @@ def check_devices(recipe: Recipe) -> None:
         "generation": recipe.generation,
     }
     on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
-    if on_gpu and not recipe.cluster.remote.hosts:
+    if on_gpu and recipe.cluster.launcher == "local":
         found = _cuda_found()
         if not found["num_gpus"]:
             settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
@@ -91,7 +91,7 @@ def check_devices(recipe: Recipe) -> None:
                 )
     check_cluster(recipe)
     check_medium(recipe.weights_medium)
-    if not recipe.cluster.remote.hosts:
+    if recipe.cluster.launcher == "local":
         require_installed(recipe.generation)
 
 

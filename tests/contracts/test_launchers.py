@@ -26,6 +26,7 @@ from areal_flow.cluster.placement import (
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.settings import ClusterSettings, RemoteSettings
 from areal_flow.errors import EngineError
+from tests.slurmd import running_slurm
 from tests.sshd import HOST, running_sshd
 
 LIMIT_S = 60.0
@@ -37,6 +38,10 @@ def settings(
 ) -> Iterator[ClusterSettings]:
     if request.param == "local":
         yield ClusterSettings()
+        return
+    if request.param == "slurm":
+        with running_slurm(tmp_path_factory.mktemp("slurm")):
+            yield ClusterSettings(launcher="slurm")
         return
     with running_sshd(tmp_path_factory.mktemp("sshd")) as options:
         remote = RemoteSettings(hosts=(HOST,), ssh_options=options)
@@ -52,7 +57,8 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 @asynccontextmanager
 async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
     async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
-        launcher = make_launcher(scheduler.address, settings)
+        logs = Path(os.environ.get("SLURM_CONF", "nowhere")).parent
+        launcher = make_launcher(scheduler.address, settings, logs=logs)
         pool = WorkerPool(scheduler, launcher, machines_of(settings), Executions(Path("nowhere")))
         try:
             yield pool

@@ -72,6 +72,27 @@ def test_help_shows_every_setting_with_type_default_and_meaning(
         assert setting.rule in line
 
 
+@pytest.mark.parametrize(
+    ("cluster", "shown"),
+    [
+        ({}, '-m areal_flow.cluster.worker_process \'{"name": "generator-0"'),
+        ({"launcher": "ssh", "remote.hosts": '["127.0.0.1"]'}, "127.0.0.1 'cd "),
+        ({"launcher": "slurm", "slurm": '{reward = ["--mem=2G"]}'}, "#SBATCH --mem=2G"),
+    ],
+)
+def test_plan_shows_once_what_each_kind_of_worker_would_start(
+    cluster: dict[str, str], shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = {"num-generators": "2", **cluster}
+    options = [text for name, value in settings.items() for text in (f"--cluster.{name}", value)]
+    assert main(["plan", "--placement", *options, "--runs", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert shown in output
+    assert output.count("\ngenerator-1  ") == output.count("\ngenerator-0:\n") == 1
+    assert "\ngenerator-1:\n" not in output
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_and_settings(shell: Any) -> None:
     script = app.generate_completion(shell=shell)

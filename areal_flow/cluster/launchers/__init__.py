@@ -7,9 +7,11 @@ A new launcher is a file beside these, a line in `LAUNCHERS` and a case in
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from areal_flow.cluster.launchers.local import LocalLauncher
+from areal_flow.cluster.launchers.slurm import SlurmLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement
@@ -38,23 +40,30 @@ class Launcher(Protocol):
     async def stop(self, name: str) -> None:
         """End a process, by force only where it takes too long; return when it has ended."""
 
+    def preview(self, placement: WorkerPlacement) -> str:
+        """Return what `start` would run, as text for a shell."""
+
     def pid(self, name: str) -> int | None:
         """Return the number of a process that runs, if it is one of this machine."""
 
 
-LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers], Launcher]] = {
+LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers, Path], Launcher]] = {
     "local": LocalLauncher,
+    "slurm": SlurmLauncher,
     "ssh": SshLauncher,
 }
-"""By `cluster.launcher`; each is made from the scheduler's address, the settings and the standby
-processes, which it need not use."""
+"""By `cluster.launcher`; each is made from the scheduler's address, the settings, the standby
+processes and a folder for what workers print; it need not use the last two."""
 
 
 def make_launcher(
-    scheduler: str, settings: ClusterSettings, standby: StandbyWorkers | None = None
+    scheduler: str,
+    settings: ClusterSettings,
+    standby: StandbyWorkers | None = None,
+    logs: Path = Path(),
 ) -> Launcher:
     if settings.launcher not in LAUNCHERS:
         raise ConfigError(
             f"cluster.launcher = {settings.launcher!r}: expected one of {', '.join(LAUNCHERS)}"
         )
-    return LAUNCHERS[settings.launcher](scheduler, settings, standby or StandbyWorkers())
+    return LAUNCHERS[settings.launcher](scheduler, settings, standby or StandbyWorkers(), logs)

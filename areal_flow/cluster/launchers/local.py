@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import Popen
 
 from areal_flow.cluster.launchers.child import Child, start_process
 from areal_flow.cluster.launchers.standby import StandbyWorkers
-from areal_flow.cluster.placement import WORKER_PROGRAM, WorkerPlacement
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.errors import EngineError
@@ -22,7 +24,9 @@ class LocalLauncher:
     grace_s = 5.0
     """How long a process may take to end after SIGTERM."""
 
-    def __init__(self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers) -> None:
+    def __init__(
+        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+    ) -> None:
         self._scheduler = scheduler
         self._standby = standby
         self._network = settings.network
@@ -31,8 +35,17 @@ class LocalLauncher:
     def process(self, placement: WorkerPlacement) -> Popen[bytes]:
         """Return the process of a child: one that stands by, or a new one."""
         options = worker_options(placement, self._scheduler, self._network)
-        command = [sys.executable, *WORKER_PROGRAM, options, str(os.getpid())]
-        return self._standby.take(placement, options) or start_process(command, placement)
+        waiting = self._standby.take(placement, options)
+        return waiting or start_process(self.command(placement, options), placement)
+
+    def command(self, placement: WorkerPlacement, options: str) -> list[str]:
+        return [sys.executable, *WORKER_PROGRAM, options, str(os.getpid())]
+
+    def preview(self, placement: WorkerPlacement) -> str:
+        options = worker_options(placement, self._scheduler, self._network)
+        variables = (PROCESS_ENVIRONMENT | placement.environment).items()
+        assigned = [f"{name}={value}" for name, value in variables]
+        return shlex.join(["env", *assigned, *self.command(placement, options)])
 
     def describe(self, exit_code: int) -> str:
         return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"

@@ -10,9 +10,8 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
 
-from areal_flow.cluster.launchers.child import Child, start_process
+from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
@@ -35,27 +34,33 @@ class SshLauncher(LocalLauncher):
 
     grace_s = GRACE_S + 3.0
 
-    def __init__(self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers) -> None:
+    def __init__(
+        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+    ) -> None:
         if not settings.remote.hosts:
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"
             )
-        super().__init__(scheduler, settings, standby)
+        super().__init__(scheduler, settings, standby, logs)
         self._remote = settings.remote
 
-    def process(self, placement: WorkerPlacement) -> Popen[bytes]:
-        options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
+    def command(self, placement: WorkerPlacement, options: str) -> list[str]:
+        own = [f"-o{name}={value}" for name, value in OPTIONS.items()]
         # Of two equal options ssh takes the first.
-        ssh = ["ssh", "-T", *self._remote.ssh_options, *options, placement.host]
+        ssh = ["ssh", "-T", *self._remote.ssh_options, *own, placement.host]
         # `env` because glibc reads its variables before Python starts.
         variables = PROCESS_ENVIRONMENT | placement.environment
         supervised = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(self._remote.python or sys.executable, "-m", "areal_flow.cluster.supervisor"),
-            *(*WORKER_PROGRAM, worker_options(placement, self._scheduler, self._network)),
+            *(*WORKER_PROGRAM, options),
         ]
         directory = shlex.quote(self._remote.directory or str(Path.cwd()))
-        return start_process([*ssh, f"cd {directory} && exec {shlex.join(supervised)}"], placement)
+        return [*ssh, f"cd {directory} && exec {shlex.join(supervised)}"]
+
+    def preview(self, placement: WorkerPlacement) -> str:
+        options = worker_options(placement, self._scheduler, self._network)
+        return shlex.join(self.command(placement, options))
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:

@@ -1,0 +1,92 @@
+"""Workers under a real Slurm train a policy; a cancelled job and a killed driver cost no data."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from tests.chaos import SETTINGS
+from tests.integration.runs import ENVIRONMENT
+from tests.slurmd import job_numbers, running_slurm
+from tests.struck_run import StruckRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORKERS = ("trainer-0", "generator-0", "generator-1", "reward-0")
+ON_SLURM = {
+    **SETTINGS,
+    "cluster.launcher": "slurm",
+    "cluster.num-generators": "2",
+    "cluster.slurm": '{all = ["--time=60"], reward = ["--comment=scores"]}',
+    "cluster.silent-after-s": "10",
+}
+COMMAND = (sys.executable, "-m", "pipelines.cli.main")
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with running_slurm(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
+@pytest.mark.usefixtures("slurm")
+def test_cancelled_generator_and_killed_driver_lose_nothing(tmp_path: Path) -> None:
+    run = StruckRun(tmp_path)
+    try:
+        run.begin(ON_SLURM)
+        assert len(job_numbers(*WORKERS)) == len(WORKERS)
+        (cancelled,) = job_numbers("generator-1")
+        subprocess.run(["scancel", cancelled], check=True)
+        run.wait_until(
+            lambda: job_numbers("generator-1") not in ([], [cancelled]), "another job for it"
+        )
+        run.wait_until(lambda: len(run.live_workers("generator")) == 2, "both generators")
+        run.wait_for_steps(2, "steps of both")
+        run.audit()
+        run.kill_driver()
+        until(lambda: not job_numbers(), "the jobs to end with their driver")
+        run.audit()
+        run.resume()
+        run.wait_for_steps(2, "steps after the resume")
+        assert run.stop() == 143
+        until(lambda: not job_numbers(), "the jobs to end with the run")
+        log = run.log.read_text()
+        assert f"generator-1 died (Slurm job {cancelled}: CANCELLED)" in log, log
+        assert set(WORKERS) <= {
+            path.name.rpartition("-")[0] for path in run.layout.jobs.glob("*.log")
+        }
+    finally:
+        run.close()
+    run.audit()
+    subprocess.run([*COMMAND, "check", "struck"], cwd=tmp_path, env=environment(), check=True)
+
+
+@pytest.mark.usefixtures("slurm")
+def test_driver_runs_as_a_job_itself(tmp_path: Path) -> None:
+    options = [text for name, value in ON_SLURM.items() for text in (f"--{name}", value)]
+    driver = [*COMMAND, "train", "--name", "inner", "--num-steps", "3", *options]
+    submit = ["sbatch", "--wait", "--output=driver.log", "--cpus-per-task=2"]
+    script = f"#!/bin/bash\nexec {shlex.join(driver)}\n"
+    done = subprocess.run(
+        submit, input=script, text=True, cwd=tmp_path, env=environment(), check=False
+    )
+    assert done.returncode == 0, (tmp_path / "driver.log").read_text()
+    subprocess.run([*COMMAND, "check", "inner"], cwd=tmp_path, env=environment(), check=True)
+
+
+def environment() -> dict[str, str]:
+    return {**ENVIRONMENT, "SLURM_CONF": os.environ["SLURM_CONF"]}
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = monotonic() + 60
+    while not happened():
+        assert monotonic() < deadline, f"waited 60 s for {what}"
+        sleep(0.2)

@@ -1,0 +1,97 @@
+"""What the Slurm launcher asks for and understands, without Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_flow.cluster.launch import check_cluster
+from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.launchers.slurm import JobState, cause_of_end, job_states
+from areal_flow.cluster.placement import VISIBLE_GPUS, place_workers
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError
+
+LISTED = """\
+7                   RUNNING             0           None
+8                   PENDING             0           ReqNodeNotAvail, UnavailableNodes:node-3
+"""
+
+
+def recipe() -> Recipe:
+    table = {
+        "trainer": {"device": "cuda"},
+        "cluster": {
+            "launcher": "slurm",
+            "num_trainer_threads": 6,
+            "slurm": {"all": ["--partition=cpu"], "trainer": ["--partition=gpu"]},
+        },
+    }
+    return build_recipe(table, source="test")
+
+
+def directives(role: str) -> list[str]:
+    """Return what the batch script of a role's first worker asks Slurm for."""
+    launcher = make_launcher("tls://10.0.0.5:1", recipe().cluster, logs=Path("/runs/a b/jobs"))
+    placement = next(each for each in place_workers(recipe()) if each.role == role)
+    script = launcher.preview(placement)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+
+
+def test_job_asks_for_cores_and_gpus_and_a_roles_options_come_last() -> None:
+    asked = directives("trainer")
+    assert {"--cpus-per-task=6", "--gpus=1", "--no-requeue"} < set(asked)
+    assert asked.index("--partition=gpu") > asked.index("--partition=cpu")
+    assert "'--output=/runs/a b/jobs/trainer-0-%j.log'" in asked
+    assert not {each for each in directives("generator") if "gpu" in each}
+
+
+def test_job_that_cannot_reach_its_driver_ends() -> None:
+    launcher = make_launcher("tls://127.0.0.1:1", recipe().cluster, logs=Path("jobs"))
+    script = launcher.preview(place_workers(recipe())[0]).replace("PORT", "1")
+    done = subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("/dev/tcp/127.0.0.1/1: Connection refused")
+
+
+def test_slurm_chooses_gpus_which_are_neither_counted_nor_named_here() -> None:
+    trainer = place_workers(recipe())[0]
+    assert (trainer.num_gpus, trainer.gpus) == (1, ())
+    assert VISIBLE_GPUS not in trainer.environment
+
+
+def test_driver_without_sbatch_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"cluster.launcher = 'slurm': there is no sbatch"):
+        check_cluster(recipe())
+
+
+def test_states_are_read_with_reasons_of_several_words() -> None:
+    assert job_states(LISTED) == {
+        "7": JobState("RUNNING", 0, "None"),
+        "8": JobState("PENDING", 0, "ReqNodeNotAvail, UnavailableNodes:node-3"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "wait_status", "cause"),
+    [
+        ("FAILED", 3 << 8, "exit status 3: no module"),
+        ("FAILED", 137 << 8, "killed by signal 9"),
+        ("FAILED", 11, "killed by signal 11"),
+        ("COMPLETED", 0, "exit status 0: no module"),
+        ("TIMEOUT", 15, "Slurm job 7: TIMEOUT"),
+        ("NODE_FAIL", 0, "Slurm job 7: NODE_FAIL"),
+        ("OUT_OF_MEMORY", 125 << 8, "Slurm job 7: OUT_OF_MEMORY"),
+        ("PREEMPTED", 0, "Slurm job 7: PREEMPTED"),
+    ],
+)
+def test_end_of_a_job_is_told_in_words(state: str, wait_status: int, cause: str) -> None:
+    assert cause_of_end("7", JobState(state, wait_status, "None"), "no module") == cause
+
+
+def test_end_of_a_job_that_slurm_forgot_is_an_end() -> None:
+    assert cause_of_end("7", None, "") == "Slurm job 7 ended, and Slurm no longer lists it"

@@ -24,6 +24,7 @@ from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 from areal_flow.machine import is_linux
+from areal_flow.run.durable import write_secret
 
 DASK_SETTINGS = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
@@ -85,14 +86,14 @@ def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings
     """Return settings with certificates, new ones if none are given.
 
     Any user of a machine can connect to its loopback, and a client of the scheduler can run code.
-    So only this user may read the folder of the new certificates.
+    So only this user may read the new certificates.
     """
     if network.tls_directory is not None:
         return network
     made = Security.temporary()
     texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
     for name, text in zip(CERTIFICATES, texts, strict=True):
-        (folder / name).write_text(text)
+        write_secret(folder / name, text)
     return network.model_copy(update={"tls_directory": folder})
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and files that survive a power failure."""
+"""Files that are whole or absent, that survive a power failure, or that only their user reads."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def replace_file_durably(path: Path, text: str) -> None:
     force_to_disk(partial)
     partial.replace(path)
     force_to_disk(path.parent)
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only this user reads, from its first byte on."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

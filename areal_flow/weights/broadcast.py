@@ -1,6 +1,6 @@
 """Weights over the network: the trainer's process broadcasts a version to the readers that ask.
 
-    weights/address                                 where the trainer's process answers
+    weights/address                                 where the trainer's process answers, and a key
     weights/00000012/{tensors.json, hash}           published: names, types, shapes
     weights/.staged-00000013/                       not yet
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import threading
 import weakref
@@ -23,6 +24,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import WeightsError
+from areal_flow.run.durable import write_secret
 from areal_flow.weights.broadcast_sender import (
     GONE,
     LATER,
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 ADDRESS_FILE = "address"
 DESCRIPTION_FILE = "tensors.json"
+KEY_BYTES = 32
 
 PLACE_TIMEOUT_S = 60.0
 """How long a reader waits for its turn before it asks again."""
@@ -84,10 +87,10 @@ class BroadcastWriter(DirectoryWriter):
 
     def _start_sending(self) -> Sender:
         store, port = serve_store(self._host)
-        partial = self.root / f".{ADDRESS_FILE}"
-        partial.write_text(json.dumps([self._host, port]))
+        key, partial = os.urandom(KEY_BYTES), self.root / f".{ADDRESS_FILE}"
+        write_secret(partial, json.dumps([self._host, port, key.hex()]))
         partial.rename(self.root / ADDRESS_FILE)
-        sender, ended = Sender(self._held, store, self._host), threading.Event()
+        sender, ended = Sender(self._held, store, self._host, key), threading.Event()
         thread = threading.Thread(target=sender.run, args=(ended,), name="weights", daemon=True)
         thread.start()
         # Also when the interpreter ends: it must not end under torch's calls.
@@ -124,24 +127,26 @@ class BroadcastReader(DirectoryReader):
     def _receive(
         self, version: int, described: Mapping[str, tuple[str, Sequence[int]]]
     ) -> dict[str, Tensor]:
-        held, store = self._held, self._connect()
+        held, (store, key) = self._held, self._connect()
         place = _ask(store, Question(version, held.version if held else -1))
         if place.num_delta_bytes is None or held is None:
             tensors = _empty_tensors(described)
-            broadcast(store, place, tensors, host=self._host)
+            broadcast(store, place, tensors, host=self._host, key=key)
             return tensors
         received = _empty_tensors({"delta": ("uint8", (place.num_delta_bytes,))})
-        broadcast(store, place, received, host=self._host)
+        broadcast(store, place, received, host=self._host, key=key)
         return _followed(held.tensors, received["delta"])
 
-    def _connect(self) -> Any:
+    def _connect(self) -> tuple[Any, bytes]:
+        """Return the trainer's store, and the key with which it sends weights."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        address, port = json.loads((self.root / ADDRESS_FILE).read_text())
+        address, port, key = json.loads((self.root / ADDRESS_FILE).read_text())
         # A trainer that is lost is found so at once: torch would try for 19 s, and print its stack.
         socket.create_connection((address, port), PIECE_TIMEOUT_S).close()
         timeout = timedelta(seconds=PIECE_TIMEOUT_S)
-        return TCPStore(address, port, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(address, port, wait_for_workers=False, timeout=timeout)
+        return store, bytes.fromhex(key)
 
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:

@@ -72,6 +72,7 @@ class Sender:
     """The trainer's thread adds and removes versions."""
     store: Any
     host: str
+    key: bytes
     num_sent_bytes: int = 0
     """Each group's once, however many members it has, and also if it did not get them all."""
 
@@ -121,7 +122,7 @@ class Sender:
             self._place(number, Place(name, rank, num_ranks, num_delta_bytes))
         self.num_sent_bytes += sum(tensor.nbytes for tensor in sent.values())
         try:
-            broadcast(self.store, Place(name, 0, num_ranks), sent, host=self.host)
+            broadcast(self.store, Place(name, 0, num_ranks), sent, host=self.host, key=self.key)
         except RuntimeError as error:
             cause = first_line(error)
             logger.warning("a reader left while weights were sent; the others ask again: %s", cause)
@@ -141,7 +142,9 @@ class Sender:
         self.store.set(f"place-{number}", json.dumps(place))
 
 
-def broadcast(store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: str) -> None:
+def broadcast(
+    store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: str, key: bytes
+) -> None:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     group = connect_gloo(
@@ -151,7 +154,7 @@ def broadcast(store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: 
         host=host,
         timeout_s=PIECE_TIMEOUT_S,
     )
-    broadcast_tensors(group, tensors)
+    broadcast_tensors(group, tensors, key=key)
 
 
 def _delta_bytes(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor | None:

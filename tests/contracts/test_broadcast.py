@@ -21,7 +21,7 @@ from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.run.layout import RunLayout
 from areal_flow.weights import broadcast, broadcast_sender, gloo
-from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
+from areal_flow.weights.broadcast import KEY_BYTES, BroadcastReader, BroadcastWriter
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryWriter
 
 HOST = "127.0.0.1"
@@ -282,12 +282,45 @@ def test_reader_gives_up_on_a_trainer_that_does_not_come_back(
     monkeypatch.setattr(broadcast, "LOAD_TIMEOUT_S", 0.3)
     publish(writer, 0)
     with socket.create_server((HOST, 0)) as listener:
-        address = json.dumps(listener.getsockname())
+        address = json.dumps([*listener.getsockname(), bytes(KEY_BYTES).hex()])
     (tmp_path / broadcast.ADDRESS_FILE).write_text(address)
     began = monotonic()
     with pytest.raises(WeightsError, match=r"expected it from the trainer within .* refused"):
         reader_of(tmp_path).load(0)
     assert monotonic() - began < 5
+
+
+class Wire:
+    """A group of two processes of which this one sends or receives; it keeps what was sent."""
+
+    def __init__(self, rank: int, sent: list[torch.Tensor]) -> None:
+        self.rank = lambda: rank
+        self._sent = sent
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> Wire:
+        if self.rank() == 0:
+            self._sent.append(tensors[0].clone())
+        else:
+            tensors[0].copy_(self._sent.pop(0))
+        return self
+
+    def wait(self) -> None: ...
+
+
+def test_weights_are_sent_encrypted_and_only_with_the_key_received() -> None:
+    tensors, sent = {"a": torch.arange(1000), "b": torch.ones(3).bfloat16()}, []
+    gloo.broadcast_tensors(Wire(0, sent), tensors, key=bytes(KEY_BYTES))
+    assert tensors["a"].numpy().tobytes()[:100] not in b"".join(t.numpy().tobytes() for t in sent)
+    received = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    gloo.broadcast_tensors(Wire(1, [*sent]), received, key=bytes(KEY_BYTES))
+    assert hash_tensors(received) == hash_tensors(tensors)
+    with pytest.raises(ConnectionError, match="not sent with this run's key"):
+        gloo.broadcast_tensors(Wire(1, [*sent]), received, key=b"1" * KEY_BYTES)
+
+
+def test_only_its_user_reads_the_key(writer: BroadcastWriter, tmp_path: Path) -> None:
+    publish(writer, 0)
+    assert (tmp_path / broadcast.ADDRESS_FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_arrives_changed_is_refused(writer: BroadcastWriter, tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from distributed.scheduler import heartbeat_interval
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import Machines, WorkerPlacement
-from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
+from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry, version_conflict
 from areal_flow.cluster.results import give_up_at_next_death
+from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.controller.schedules import run_until_first_ends
 from areal_flow.errors import EngineError
 
@@ -116,6 +117,11 @@ class WorkerPool(SchedulerPlugin):
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         state = scheduler.workers[worker]
+        conflict = version_conflict(state.extra.get(VERSIONS, {}), software_versions())
+        placed = self.registry.named(str(state.name))
+        if placed is not None and conflict:
+            self.spawn(self._refuse(placed, worker, conflict))
+            return
         record = self.registry.joined(
             str(state.name), worker, process=str(state.server_id), now=monotonic()
         )
@@ -202,6 +208,11 @@ class WorkerPool(SchedulerPlugin):
         self._killed[record.name] = why
         if not self._launcher.kill(record.name):
             await self._unregister(record.address)
+
+    async def _refuse(self, record: WorkerRecord, address: str, why: str) -> None:
+        self._killed[record.name] = why
+        await self._unregister(address)
+        self._launcher.kill(record.name)
 
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process; the old one is unregistered first, since both have one name."""

@@ -5,6 +5,7 @@ A pure state machine: it imports no Dask and starts no process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from areal_flow.cluster.executions import Execution
@@ -123,6 +124,16 @@ def advice(worker: str, cause: str) -> str:
     if "signal" in cause:
         return "A verifier or a tool crashes in native code: look at what its process said last"
     return "A verifier or a tool ends its process, as os._exit does: have it return or raise"
+
+
+def version_conflict(worker: Mapping[str, str], driver: Mapping[str, str]) -> str:
+    """Return in words how a worker's software differs from the driver's; empty if it does not."""
+    differing = [
+        f"{name} {worker.get(name, 'unknown')} (expected {version})"
+        for name, version in driver.items()
+        if worker.get(name) != version
+    ]
+    return f"it has {', '.join(differing)}: install the driver's there" if differing else ""
 
 
 class WorkerRegistry:

@@ -9,9 +9,11 @@ import asyncio
 import ctypes
 import json
 import os
+import platform
 import signal
 import sys
-from importlib import import_module
+from functools import cache
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 from areal_flow.machine import is_linux
+from areal_flow.run.code_version import VERSION
 from areal_flow.run.durable import write_secret
 
 DASK_SETTINGS = {
@@ -40,6 +43,10 @@ DASK_SETTINGS = {
 CLOSE_TIMEOUT_S = 4.0
 """How long running tasks may take when the worker ends."""
 PR_SET_PDEATHSIG = 1
+VERSIONS = "areal_flow_versions"
+"""What a worker registers with: its `software_versions`."""
+EXCHANGED_BY = ("distributed", "pyarrow", "pylance", "torch", "transformers")
+"""What processes exchange depends on the versions of these packages."""
 
 IMPORTS = {
     "trainer": (
@@ -97,6 +104,15 @@ def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings
     return network.model_copy(update={"tls_directory": folder})
 
 
+@cache
+def software_versions() -> dict[str, str]:
+    """Return the versions that all processes of a run must have in common."""
+    python = platform.python_version().rpartition(".")[0]
+    # torch's are as 2.13.0+cpu and 2.13.0+cu130, which go together.
+    packages = {name: metadata.version(name).partition("+")[0] for name in EXCHANGED_BY}
+    return {"areal-flow": VERSION, "Python": python, **packages}
+
+
 def main(options: str, parent: str) -> None:
     """Run a worker until it is stopped or its scheduler ends.
 
@@ -121,7 +137,7 @@ async def _work(
         closing.append(asyncio.ensure_future(worker.close(timeout=CLOSE_TIMEOUT_S)))
 
     with dask.config.set(DASK_SETTINGS):
-        worker = await Worker(
+        worker = Worker(
             scheduler,
             name=name,
             nthreads=num_threads,
@@ -130,12 +146,18 @@ async def _work(
             host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
             memory_limit=0,
             dashboard=False,
+            startup_information={VERSIONS: _own_versions},
         )
+        await worker
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
         await worker.finished()
         await asyncio.gather(*closing)
     sys.stderr.flush()
     os._exit(0)  # a thread in a long call would hold up a regular exit
+
+
+async def _own_versions(worker: Worker) -> dict[str, str]:
+    return software_versions()
 
 
 def end_with_parent(parent: int) -> None:

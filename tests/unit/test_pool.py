@@ -16,6 +16,7 @@ from areal_flow.cluster.executions import Execution, Executions
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
+from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.errors import ConfigError, EngineError, RunError
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -28,6 +29,7 @@ class FakeScheduler:
         self.aliases: dict[str, str] = {}
         self.tasks: dict[str, Any] = {}
         self.allowed_failures = 3
+        self.versions = software_versions()
 
     def add_plugin(self, plugin: Any) -> None:
         self._plugin = plugin
@@ -40,6 +42,7 @@ class FakeScheduler:
             resources=placement.resources,
             address=address,
             server_id=address.replace("/", "-"),
+            extra={VERSIONS: self.versions},
             processing=[task for task in self.tasks.values() if task.role == placement.role],
         )
         self._plugin.add_worker(self, address)
@@ -133,6 +136,16 @@ def test_worker_that_the_driver_did_not_start_is_refused(
         assert "tcp://stranger" not in launcher.scheduler.workers
         assert pool.generators() == ["tcp://1", "tcp://2"]
         assert "refused the worker stranger" in caplog.text
+
+    with_pool(test)
+
+
+def test_worker_with_other_versions_than_the_driver_is_refused_with_the_reason() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.scheduler.versions = {**software_versions(), "torch": "1.0"}
+        with pytest.raises(EngineError, match=r"it has torch 1.0 \(expected .*install"):
+            await pool.start_until_joined(TWO)
+        assert not launcher.scheduler.workers
 
     with_pool(test)
 

@@ -13,7 +13,7 @@ import pickle
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,15 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
             f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}. What it imports "
             "must be installed where reward workers run"
         ) from error
+
+
+def what_is_executed(names: Iterable[str]) -> str:
+    """Say which rewards are code that came with a run directory; empty if none is."""
+    shipped = [name.removeprefix(SHIPPED) for name in names if name.startswith(SHIPPED)]
+    if not shipped:
+        return ""
+    sources = ", ".join(f"rewards/{stem}.py" for stem in shipped)
+    return f"This executes code that came with the run directory: {sources}"
 
 
 def _pickled_by_value(function: Callable[..., Any], home: str) -> bytes:

@@ -41,6 +41,7 @@ from areal_flow.models.directory import (
 from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
 from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import flatten, merge
@@ -270,6 +271,8 @@ async def _answer(
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
+    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+        progress.phase(executed)
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
         progress.phase(said)

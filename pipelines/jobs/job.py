@@ -25,6 +25,7 @@ from areal_flow.command import command, from_here
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, RunError
+from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.directory import State, create_run, hold_run, leave_run
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
@@ -217,6 +218,8 @@ def resume(
             f"of its files: start a new one, or resume it with the command that made it"
         )
     check_devices(recipe)
+    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+        say(executed)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
     with (

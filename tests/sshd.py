@@ -1,4 +1,4 @@
-"""A real `sshd` on loopback, of the current user, with keys that exist for one test only."""
+"""Real `sshd`s of the current user, with keys that exist for one test only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -17,11 +17,20 @@ import pytest
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 HOST = "127.0.0.1"
+LOOPBACK: Mapping[str, Sequence[str]] = {HOST: ()}
 
 
 @contextmanager
-def running_sshd(directory: Path) -> Iterator[tuple[str, ...]]:
-    """Start a server; yield the options with which `ssh` reaches it. Skips where there is none."""
+def running_sshd(
+    directory: Path, hosts: Mapping[str, Sequence[str]] = LOOPBACK
+) -> Iterator[tuple[str, ...]]:
+    """Start a server a host; yield the options with which `ssh` reaches each.
+
+    Skips where there is no such program.
+
+    Args:
+        hosts: by the address, what a command on that host begins with.
+    """
     if SSHD is None or shutil.which("ssh") is None:
         pytest.skip("needs sshd and ssh: apt-get install openssh-server openssh-client")
     if os.getuid() == 0:
@@ -30,8 +39,20 @@ def running_sshd(directory: Path) -> Iterator[tuple[str, ...]]:
         key = ["-t", "ed25519", "-N", "", "-q", "-f", str(directory / name)]
         subprocess.run(["ssh-keygen", *key], check=True)
     port = _free_port()
+    public = (directory / "host.pub").read_text()
+    names = ",".join(f"[{name}]:{port}" for name in [*hosts, "localhost"])
+    (directory / "known_hosts").write_text(f"{names} {public}")
+    with ExitStack() as servers:
+        for address, enter in hosts.items():
+            servers.enter_context(_server(directory, address, port, enter))
+        files = (f"-oUserKnownHostsFile={directory / 'known_hosts'}", "-i", str(directory / "user"))
+        yield ("-F", "none", "-p", str(port), "-oIdentitiesOnly=yes", *files)
+
+
+@contextmanager
+def _server(directory: Path, address: str, port: int, enter: Sequence[str]) -> Iterator[None]:
     settings = {
-        "ListenAddress": HOST,
+        "ListenAddress": address,
         "Port": port,
         "HostKey": directory / "host",
         "AuthorizedKeysFile": directory / "user.pub",
@@ -42,17 +63,14 @@ def running_sshd(directory: Path) -> Iterator[tuple[str, ...]]:
         "AllowUsers": getpass.getuser(),
         "MaxStartups": 100,
     }
-    configuration = directory / "sshd_config"
+    configuration, log = directory / f"config-{address}", directory / f"log-{address}"
     configuration.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-    public = (directory / "host.pub").read_text()
-    (directory / "known_hosts").write_text(f"[{HOST}]:{port},[localhost]:{port} {public}")
-    log = directory / "sshd.log"
+    command = [*enter, str(SSHD), "-D", "-e", "-f", str(configuration)]
     with log.open("w") as output:
-        server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(configuration)], stderr=output)
+        server = subprocess.Popen(command, stderr=output)
     try:
-        _wait_until_it_listens(server, port, log)
-        files = (f"-oUserKnownHostsFile={directory / 'known_hosts'}", "-i", str(directory / "user"))
-        yield ("-F", "none", "-p", str(port), "-oIdentitiesOnly=yes", *files)
+        _wait_until_it_listens(server, address, port, log)
+        yield
     finally:
         server.terminate()
         server.wait()
@@ -64,11 +82,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_it_listens(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_it_listens(
+    server: subprocess.Popen[bytes], address: str, port: int, log: Path
+) -> None:
     deadline = monotonic() + 20
     while monotonic() < deadline and server.poll() is None:
         with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
+            if probe.connect_ex((address, port)) == 0:
                 return
         sleep(0.05)
     pytest.fail(f"sshd did not start: {log.read_text()}")

@@ -28,7 +28,12 @@ from distributed.scheduler import heartbeat_interval
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import Machines, WorkerPlacement
-from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry, version_conflict
+from areal_flow.cluster.registry import (
+    UNREACHABLE,
+    WorkerRecord,
+    WorkerRegistry,
+    version_conflict,
+)
 from areal_flow.cluster.results import give_up_at_next_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.controller.schedules import run_until_first_ends
@@ -37,6 +42,8 @@ from areal_flow.errors import EngineError
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+RETRY_HOST_S = 10.0
+"""After how long a host that could not be reached is tried again."""
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -59,6 +66,8 @@ class WorkerPool(SchedulerPlugin):
         self._joining: dict[str, asyncio.Future[None]] = {}
         self._killed: dict[str, str] = {}
         """By name, why a worker was killed; until its end is reported."""
+        self._unreachable: set[str] = set()
+        """Whose hosts could not be reached at the last try."""
         self.trainer_lost = asyncio.Event()
         """Set whenever the process of a trainer rank ends."""
         self._subscribers: list[Callable[[int], None]] = []
@@ -133,6 +142,7 @@ class WorkerPool(SchedulerPlugin):
             )
             self.spawn(self._unregister(worker))
             return
+        self._unreachable.discard(record.name)
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_result(None)
@@ -214,6 +224,13 @@ class WorkerPool(SchedulerPlugin):
         await self._unregister(address)
         self._launcher.kill(record.name)
 
+    async def _start_later(self, record: WorkerRecord, cause: str) -> None:
+        if record.name not in self._unreachable:
+            logger.warning("%s: %s; tried again every %.0f s", record.name, cause, RETRY_HOST_S)
+        self._unreachable.add(record.name)
+        await asyncio.sleep(RETRY_HOST_S)
+        await self._start(record)
+
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process; the old one is unregistered first, since both have one name."""
         await self._unregister(record.address)
@@ -233,6 +250,10 @@ class WorkerPool(SchedulerPlugin):
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_exception(_start_failure(record, cause))
+            return
+        if cause.startswith(UNREACHABLE) and not record.joined_at:
+            # The host is to blame: neither a death nor, after three, a reason for a quarantine.
+            self.spawn(self._start_later(record, cause))
             return
         record.died(cause, now=monotonic(), last=self.executions.last(record.process))
         if not record.is_quarantined:

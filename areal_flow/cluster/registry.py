@@ -25,6 +25,10 @@ SILENT = "silent for"
 """The beginning of the cause when `health` kills a worker."""
 
 
+UNREACHABLE = "ssh ended"
+"""The beginning of the cause when the connection to a worker's host ended, or was never made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Death:
     """One unexpected end of a worker's process."""

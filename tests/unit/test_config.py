@@ -84,8 +84,6 @@ def error_of(table: dict[str, object]) -> str:
         ({"generation": {"max_num_seqs": "64"}}, "generation.max_num_seqs = '64'"),
         ({"controller": {"max_attempts": True}}, "controller.max_attempts = True"),
         ({"generation": {"temperature": float("inf")}}, "finite number"),
-        ({"cluster": {"network": {"host": "10.0.0.7"}}}, "needs TLS: whoever reaches"),
-        ({"cluster": {"network": {"host": "0.0.0.0"}}}, "needs TLS: whoever reaches"),
         ({"cluster": {"remote": {"hosts": ["me@10.0.0.7"]}}}, "set launcher to 'ssh'"),
         (
             {"cluster": {"launcher": "ssh", "remote": {"hosts": ["me@10.0.0.7"]}}},

@@ -228,6 +228,27 @@ def test_task_that_kills_reward_workers_is_given_up_at_the_second_death_and_cond
     with_pool(test)
 
 
+def test_worker_whose_host_cannot_be_reached_is_tried_again_for_as_long_as_it_takes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined(TWO)
+        await asyncio.sleep(60)
+        launcher.broken["generator-0"] = "ssh ended: no route to host"
+        launcher.end("generator-0", "ssh ended")
+        await asyncio.sleep(300)
+        record = pool.registry.named("generator-0")
+        assert record is not None
+        assert [death.cause for death in record.deaths] == ["ssh ended"]
+        assert launcher.num_started == 2 + 30
+        assert caplog.text.count("no route to host; tried again every 10 s") == 1
+        del launcher.broken["generator-0"]
+        await asyncio.sleep(11)
+        assert len(pool.generators()) == 2
+
+    with_pool(test)
+
+
 def test_reward_worker_that_dies_without_a_task_is_quarantined() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([REWARD])

@@ -15,6 +15,7 @@ from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
+from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
 from areal_flow.cluster.worker_process import worker_options
@@ -64,7 +65,7 @@ class SshLauncher(LocalLauncher):
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:
-            return "ssh ended"
+            return UNREACHABLE
         return super().describe(128 - exit_code if exit_code > 128 else exit_code)
 
     def request_end(self, child: Child) -> None:

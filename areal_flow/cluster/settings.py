@@ -49,6 +49,9 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     """Worker processes that generate."""
+    generators_between: tuple[int, int] | None = Field(None, strict=False)
+    """Bounds of their number, such as [1, 8]: some are added when the trainer waits for data, and
+    removed when they wait for it. None: the number stays."""
     num_trainers: int = Field(1, ge=1)
     """Trainer ranks, a process each."""
     num_trainer_threads: int = Field(1, ge=1)
@@ -74,6 +77,16 @@ class ClusterSettings(Settings):
     @property
     def is_one_machine(self) -> bool:
         return self.launcher == "local" and is_loopback(self.network.host)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> ClusterSettings:
+        fewest, most = self.generators_between or (1, self.num_generators)
+        require(
+            1 <= fewest <= self.num_generators <= most,
+            f"cluster.generators_between = {self.generators_between}: expected bounds of at least "
+            f"1 around cluster.num_generators ({self.num_generators})",
+        )
+        return self
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:

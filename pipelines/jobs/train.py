@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.cluster import generator_tasks, trainer_tasks
+from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
@@ -122,6 +123,8 @@ class Training:
         self.ledger = Ledger(layout, writer)
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
+        bounds = recipe.cluster.generators_between
+        self.autoscaler = Autoscaler(cluster.pool, *bounds) if bounds else None
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
@@ -250,6 +253,8 @@ class Training:
         self.progress.step(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()
+        if self.autoscaler is not None:
+            self.autoscaler.after_step(row)
         await self.checkpoints.after_step(row)
 
     def _plan(self) -> InitialState:

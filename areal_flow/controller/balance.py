@@ -1,0 +1,63 @@
+"""Decides how many generators a run needs so that neither side waits for the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from areal_flow.controller.ledger_row import OBSERVED
+
+WINDOW_STEPS = 5
+"""A decision is made from so many steps with one number of generators."""
+SETTLING_STEPS = 2
+"""Steps after a change that are not counted: their batches were generated before it."""
+TOLERANCE = 0.25
+"""Of a generator: less than this is not worth a change."""
+
+
+class Balance:
+    """Follows the steps of a run, and returns the number of generators that would suit them.
+
+    The demand is how many generators would be busy all the time if the trainer never waited:
+
+        demand = n * busy * step_s / (step_s - wait_s)
+
+    With too few generators they are all busy and the trainer waits; with too many they idle.
+    """
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self.fewest, self.most = fewest, most
+        self._rows: list[Mapping[str, Any]] = []
+        self._number = 0
+
+    def wanted(self, row: Mapping[str, Any], *, number: int) -> int:
+        """Take in a step's row of the ledger; return the number of generators to have.
+
+        Args:
+            number: how many there are now.
+        """
+        if number != self._number:
+            self._number, self._rows = number, []
+        self._rows.append(row)
+        counted = self._rows[SETTLING_STEPS:]
+        if len(counted) < WINDOW_STEPS:
+            return number
+        self._rows = []
+        demand = generators_demanded(counted, number=number)
+        if demand > number + TOLERANCE:  # at most twice as many: far from balance it is a guess
+            wanted = min(ceil(demand - TOLERANCE), 2 * number)
+        else:
+            wanted = min(ceil(demand + TOLERANCE), number)
+        return max(self.fewest, min(wanted, self.most))
+
+
+def generators_demanded(rows: list[Mapping[str, Any]], *, number: int) -> float:
+    step_s, wait_s, generate_s = (
+        sum(row[name] for row in rows)
+        for name in ("seconds_step", "seconds_wait", "seconds_generate")
+    )
+    observed_s = sum(row["metrics"].get(OBSERVED, 0.0) for row in rows)
+    if not observed_s:  # nothing was generated meanwhile
+        return float(number)
+    return float(number * generate_s / observed_s * step_s / max(step_s - wait_s, 0.01 * step_s))

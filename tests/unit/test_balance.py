@@ -1,0 +1,77 @@
+"""The number of generators follows the trainer's speed, and then stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_flow.controller.balance import SETTLING_STEPS, WINDOW_STEPS, Balance
+from areal_flow.controller.ledger_row import OBSERVED
+
+
+def row(demand: float, number: int, noise: float = 1.0) -> dict[str, Any]:
+    """Return a step of one second of training, whose batch takes `demand` seconds to generate."""
+    generate_s = demand * noise
+    step_s = max(1.0, generate_s / number)
+    return {
+        "seconds_step": step_s,
+        "seconds_wait": step_s - 1.0,
+        "seconds_generate": generate_s,
+        "metrics": {OBSERVED: number * step_s},
+    }
+
+
+def numbers(
+    demand: float, start: int, *, bounds: tuple[int, int] = (1, 16), noise: float = 0.0
+) -> list[int]:
+    """Return the number of generators step by step, when each wish is granted at once."""
+    balance, number, found = Balance(*bounds), start, []
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        number = balance.wanted(
+            row(demand, number, float(random.uniform(1 - noise, 1 + noise))), number=number
+        )
+        found.append(number)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("demand", "settled"), [(0.3, 1), (1.0, 1), (1.2, 1), (1.4, 2), (3.3, 4), (7.9, 8), (15.5, 16)]
+)
+@pytest.mark.parametrize("start", [1, 4, 16])
+def test_number_settles_where_neither_side_waits(demand: float, settled: int, start: int) -> None:
+    assert set(numbers(demand, start)[-200:]) <= {settled, settled + 1}
+    assert len(set(numbers(demand, start)[-200:])) == 1
+
+
+@pytest.mark.parametrize("demand", [0.9, 1.5, 2.6, 5.4])
+def test_number_stays_though_steps_vary(demand: float) -> None:
+    found = numbers(demand, 1, noise=0.15)[-200:]
+    assert len(set(found)) == 1
+    assert found[-1] - demand < 1.5
+
+
+def test_bounds_hold() -> None:
+    assert set(numbers(12.0, 2, bounds=(2, 3))[-100:]) == {3}
+    assert set(numbers(0.1, 3, bounds=(2, 3))[-100:]) == {2}
+
+
+def test_slow_rewards_are_no_reason_for_more_generators() -> None:
+    """The trainer waits half of its time, but generators idle, too."""
+    balance = Balance(1, 8)
+    waiting = {
+        "seconds_step": 2.0,
+        "seconds_wait": 1.0,
+        "seconds_generate": 2.0,
+        "metrics": {OBSERVED: 4.0},
+    }
+    assert {balance.wanted(waiting, number=2) for _ in range(50)} == {2}
+
+
+def test_nothing_is_decided_from_steps_before_the_last_change() -> None:
+    balance = Balance(1, 8)
+    for _ in range(WINDOW_STEPS + SETTLING_STEPS - 1):
+        assert balance.wanted(row(4.0, 1), number=1) == 1
+    assert balance.wanted(row(4.0, 2), number=2) == 2

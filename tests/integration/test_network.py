@@ -10,15 +10,18 @@ import pytest
 from distributed import Client
 
 import areal_flow
+from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_process import with_certificates
+from areal_flow.controller.balance import SETTLING_STEPS, WINDOW_STEPS
 from areal_flow.errors import ConfigError, RunError
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd
+from tests.unit.test_balance import row
 
 
 def certificates(directory: Path) -> NetworkSettings:
@@ -49,6 +52,28 @@ def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused
                 await Client(plain, asynchronous=True, timeout=2)
 
     asyncio.run(grow_and_shrink())
+
+
+def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
+    tmp_path: Path,
+) -> None:
+    placement = WorkerPlacement("generator-0", "generator", 2, worker_environment(1))
+
+    async def balance() -> None:
+        async with launch_cluster(
+            [placement], ClusterSettings(), WorkerContext(tmp_path, 0)
+        ) as cluster:
+            autoscaler = Autoscaler(cluster.pool, 1, 2)
+            numbers = asyncio.Queue[int]()
+            cluster.pool.subscribe(numbers.put_nowait)
+            assert await numbers.get() == 1
+            for demand, before, after in ((2.0, 1, 2), (0.5, 2, 1)):
+                for _ in range(WINDOW_STEPS + SETTLING_STEPS):
+                    autoscaler.after_step(row(demand, before))
+                assert await asyncio.wait_for(numbers.get(), 60) == after
+                await asyncio.sleep(0.1)
+
+    asyncio.run(balance())
 
 
 def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:

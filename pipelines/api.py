@@ -41,6 +41,7 @@ def train(
     accept_verifier: bool = False,
     name: str | None = None,
     runs: Path | str = "runs",
+    datasets: str = "",
     **settings: Any,
 ) -> Run:
     """Train a policy; return the run to read.
@@ -58,6 +59,7 @@ def train(
         accept_verifier: with `resume`: even if the code that scores changed.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
+        datasets: `s3://BUCKET/FOLDER` for the new run's datasets; the rest stays in its directory.
         settings: over the recipe's.
 
     Raises:
@@ -66,6 +68,7 @@ def train(
     """
     new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
     new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
+    new |= {"datasets": datasets or None}
     given = [key for key, value in new.items() if value is not None]
     if resume is not None:
         return _resume(resume, settings, given, accept_verifier=accept_verifier, runs=Path(runs))
@@ -75,7 +78,8 @@ def train(
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file", "sources": []})
     brought = "prompts", prompts, rewards
-    return open_run(_start(jobs.TRAINING, begins, settings, brought, name, Path(runs)).root)
+    started = _start(jobs.TRAINING, begins, settings, brought, name, Path(runs), datasets=datasets)
+    return open_run(started.root)
 
 
 def evaluate(
@@ -207,6 +211,8 @@ def _start(
     brought: tuple[str, Rows | None, Rewards],
     name: str | None,
     runs: Path,
+    *,
+    datasets: str = "",
 ) -> RunLayout:
     """Make a run of a recipe, with settings over it, and drive it to its end.
 
@@ -240,5 +246,14 @@ def _start(
     layout = run_layout(runs, name or jobs.default_name(stem))
     fork = recipe if isinstance(recipe, Fork) else None
     with arguments.bad_rows_numbered(rows):
-        jobs.start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
+        jobs.start(
+            job,
+            layout,
+            chosen,
+            began=began,
+            recipe_name=stem,
+            fill=fill,
+            fork=fork,
+            datasets=datasets,
+        )
     return layout

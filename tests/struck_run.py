@@ -107,7 +107,7 @@ class StruckRun:
 
     def head(self) -> int:
         """Return the newest step."""
-        if not self.layout.steps.is_dir():
+        if not self.layout.steps.exists():
             return -1
         steps = areal_flow.open_run(self.layout.root).steps("arrow", columns=["step"])
         return len(steps) - 1

@@ -79,7 +79,7 @@ def find_run(runs: Path, reference: str) -> RunLayout:
     """Return a run by its name in `runs`, or by its directory; a damaged one by its ledger."""
     for root in (runs / reference, Path(reference)):
         layout = RunLayout(root.resolve())
-        if layout.config.is_file() or layout.steps.is_dir():
+        if layout.config.is_file() or layout.steps.exists():
             check_schema_version(layout)
             return layout
     known = ", ".join(run.name for run in list_runs(runs)) or "none"

@@ -12,6 +12,8 @@ runs/NAME/
     trajectories.lance     the events
     steps.lance            their order
     evaluations.lance      held-out answers
+    datasets.url           of a run with datasets in an object store: where they are; then the three
+                           above are files that name theirs
     checkpoints/           snapshots
     weights/00000002/      what the generators of one driver's life load: files, or a link into
                            shared memory
@@ -38,6 +40,7 @@ from areal_flow.errors import RunError
 
 SCHEMA_VERSION = 6
 """Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
+_URL = re.compile(r"[a-z][a-z0-9]+:/")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
@@ -69,6 +72,7 @@ class RunLayout:
     trajectories = _Within("trajectories.lance")
     steps = _Within("steps.lance")
     evaluations = _Within("evaluations.lance")
+    datasets_url = _Within("datasets.url")
     checkpoints = _Within("checkpoints")
     weights = _Within("weights")
     rendezvous = _Within("rendezvous")
@@ -101,5 +105,10 @@ def run_layout(runs: Path, name: str) -> RunLayout:
     if not _NAME.fullmatch(name) or name in (".", ".."):
         raise RunError(
             f"run name {name!r}: expected 1 to 80 letters, digits, dots, dashes or underscores"
+        )
+    if _URL.match(str(runs)):
+        raise RunError(
+            f"expected a folder for runs, found {runs}: checkpoints and weights need a file "
+            "system; only the datasets can be in an object store, by --datasets s3://BUCKET/FOLDER"
         )
     return RunLayout((runs / name).resolve())

@@ -17,7 +17,13 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import Maintenance, create_dataset, read_rows, storage_errors
+from areal_flow.store.dataset import (
+    Maintenance,
+    create_dataset,
+    located,
+    read_rows,
+    storage_errors,
+)
 from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import GroupReceipt, TrajectoryReceipt
@@ -92,18 +98,18 @@ def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer:
     if not path.exists():
         create_dataset(path, EVALUATIONS, stable_row_ids=True)
     with storage_errors(path):
-        lance.write_dataset(table, str(path), mode="append")
+        lance.write_dataset(table, located(path), mode="append")
 
 
 def evaluation_names(layout: RunLayout) -> list[str]:
-    if not layout.evaluations.is_dir():
+    if not layout.evaluations.exists():
         return []
     found = read_rows(layout, "evaluations", ["evaluation"])["evaluation"]
     return sorted(pc.unique(found).to_pylist())
 
 
 def read_evaluation(layout: RunLayout, name: str) -> list[dict[str, Any]]:
-    if not layout.evaluations.is_dir():
+    if not layout.evaluations.exists():
         return []
     found = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")
     return found.to_pylist()  # type: ignore[no-any-return]

@@ -3,6 +3,9 @@
 All rows count but those that a driver wrote after its run was taken over. A run that was never
 taken over from a driver that was alive has no fences and needs no condition.
 
+A dataset is a directory, or in an object store, whose address a file in its place has. There, too,
+Lance commits a version only if nobody else did: a put that fails if the manifest exists.
+
 Commits are counted; every so many, compaction is due. Nobody else commits while the result of a
 compaction is named. A writer that died before its commit leaves data files that no version names:
 the next writer removes them.
@@ -62,31 +65,45 @@ def create_dataset(
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     batches = (batch for table in tables for batch in table.cast(schema).to_batches())
+    url = _url_of_new(path)
     with storage_errors(path):
         lance.write_dataset(
             pa.RecordBatchReader.from_batches(schema, batches),
-            str(aside),
+            url or str(aside),
             enable_stable_row_ids=stable_row_ids,
             data_storage_version=FORMAT_VERSION,
         )
+        if url:
+            aside.write_text(url)
         aside.rename(path)
     dataset = open_dataset(path)
     assert dataset.has_stable_row_ids == stable_row_ids
     return dataset
 
 
+def _url_of_new(path: Path) -> str:
+    """Return where a run's dataset is to be made in an object store; "" if it is not."""
+    named = RunLayout(path.parent).datasets_url
+    return f"{named.read_text()}/{path.name}" if named.is_file() else ""
+
+
+def located(path: Path) -> str:
+    """Return where a run's dataset is: its directory, or what the file in its place names."""
+    return path.read_text() if path.is_file() else str(path)
+
+
 def open_dataset(path: Path) -> lance.LanceDataset:
-    if not path.is_dir():
+    if not path.exists():
         raise RunError(f"expected a Lance dataset at {path}, found none")
     session = lance.Session(
         index_cache_size_bytes=CACHE_BYTES, metadata_cache_size_bytes=CACHE_BYTES
     )
-    return lance.dataset(str(path), session=session)
+    return lance.dataset(located(path), session=session)
 
 
 def has_version(path: Path, version: int) -> bool:
     try:
-        lance.dataset(str(path), version=version)
+        lance.dataset(located(path), version=version)
     except (OSError, ValueError):
         return False
     return True
@@ -127,7 +144,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno == errno.ENOSPC or "No space left" in str(error)
-        advice = "free some space" if full else "check the disk and its permissions"
+        advice = "free some space" if full else "check the storage and its permissions"
         reason = "the disk is full" if full else str(error)
         raise StorageError(
             f"could not write {path}: {reason}. Everything committed is intact: {advice}, "
@@ -185,6 +202,9 @@ class Maintenance:
         if rewritten := [task.execute(dataset) for task in plan.tasks]:
             with self._committing:
                 Compaction.commit(dataset, rewritten)
+        if self._path.is_file():  # listing an object store takes longer than its space is worth
+            dataset.cleanup_old_versions(retain_versions=LEAST_VERSIONS)
+            return
         manifests = list(_file_sizes(self._path / "_versions"))
         affordable = sum(_file_sizes(self._path / "data")) // (4 * max(manifests, default=1))
         retained = max(LEAST_VERSIONS, affordable)
@@ -215,6 +235,9 @@ def _force_to_disk(path: Path) -> None:
 
 
 def unreferenced_files(path: Path) -> list[str]:
+    """Return data files that no version names; those in an object store are not looked for."""
+    if path.is_file():
+        return []
     stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
     with read_errors(path):
         for batch in open_dataset(path).tracked_files():

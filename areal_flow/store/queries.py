@@ -172,7 +172,7 @@ class Run:
             "consumption": self.consumption("arrow", at=at),
             "steps": self.steps("arrow", where=_until(at)),
         }
-        if self.layout.evaluations.is_dir():
+        if self.layout.evaluations.exists():
             tables["stored_evaluations"] = self.evaluations("arrow")
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))

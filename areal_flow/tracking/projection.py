@@ -135,7 +135,7 @@ class Projection:
         return self._delivered - before
 
     def _deliver_evaluations(self) -> None:
-        if not self._layout.evaluations.is_dir():
+        if not self._layout.evaluations.exists():
             return
         version_now = open_dataset(self._layout.evaluations).version
         if version_now == self._evaluations:

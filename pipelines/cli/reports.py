@@ -137,7 +137,7 @@ def report_runs(runs: Path) -> Report:
 def _run(layout: RunLayout) -> dict[str, Any]:
     observed, lease = observed_state(layout), newest_lease(layout.writers)
     num_steps, rates = None, []
-    if layout.steps.is_dir():
+    if layout.steps.exists():
         num_steps = max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1)
     if layout.summary.is_file():
         summary = json.loads(layout.summary.read_text())

@@ -30,6 +30,8 @@ class Which:
     """Of the run's directory; recipe and time by default."""
     resume: str | None = None
     """The run to continue; only --num-steps and --max-minutes may change."""
+    datasets: str = ""
+    """s3://BUCKET/FOLDER for a new run's datasets; the rest stays in its directory."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
 
@@ -131,8 +133,8 @@ def _drive(
     over, began = nest(settings), folders.began
     if which.resume is not None:
         layout = find_run(folders.runs, which.resume)
-        if source or which.name:
-            raise ConfigError("a resumed run keeps its recipe and its name: leave them out")
+        if source or which.name or which.datasets:
+            raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
         recipe = jobs.recipe_to_resume(layout, over, spelling=OPTION)
         how = {"take_over": which.take_over, "accept_verifier": accept_verifier}
         outcome = jobs.resume(job, layout, recipe, began=began, **how)
@@ -142,7 +144,9 @@ def _drive(
         stem, recipe = jobs.chosen_recipe(source or jobs.DEFAULT_RECIPE, over, spelling=OPTION)
         layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
         fork = source if isinstance(source, Fork) else None
-        outcome = jobs.start(job, layout, recipe, began=began, recipe_name=stem, fork=fork)
+        outcome = jobs.start(
+            job, layout, recipe, began=began, recipe_name=stem, fork=fork, datasets=which.datasets
+        )
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 

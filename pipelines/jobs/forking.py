@@ -87,7 +87,7 @@ class Fork:
 
 def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
     parent, step = found.run, found.step
-    if not parent.steps.is_dir():
+    if not parent.steps.exists():
         raise RunError(
             f"run {parent.name} has no ledger: expected one that `areal-flow train` made. What "
             f"`areal-flow sft` made is a model: give it to --model"

@@ -45,6 +45,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
 MAY_CHANGE = ("num_steps", "max_minutes")
 """Settings that a resume may change."""
+_BUCKET = re.compile(r"s3://[^/\s]+(/\S+)?")
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,16 @@ def recipe_to_resume(
     return build_recipe(table, overrides, source=str(layout.config), spelling=spelling)
 
 
+def url_of_datasets(folder: str, name: str) -> str:
+    """Return where a run's datasets are made in an object store."""
+    if not _BUCKET.fullmatch(folder):
+        raise ConfigError(
+            f"--datasets: expected s3://BUCKET/FOLDER, found {folder!r}; credentials and a region "
+            "or an endpoint come from the environment: AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT"
+        )
+    return f"{folder.rstrip('/')}/{name}"
+
+
 def supervised(objective: str) -> Job:
     return replace(SFT, command=objective.replace("_", "-"))
 
@@ -171,6 +182,7 @@ def start(
     recipe_name: str = "",
     fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
     fork: Fork | None = None,
+    datasets: str = "",
 ) -> Outcome:
     """Make a run and drive it to its end; a mistake found in the preparation leaves nothing behind.
 
@@ -178,9 +190,13 @@ def start(
         began: `monotonic()` when the program began.
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
+        datasets: the folder of an object store for the run's datasets; "": in its directory.
     """
     check_devices(recipe)
+    url = url_of_datasets(datasets, layout.name) if datasets else ""
     create_run(layout, recipe, recipe_name=recipe_name)
+    if url:
+        layout.datasets_url.write_text(url)
     with hold_run(layout) as writer, standing_by(job.workers(recipe)) as standby:
         try:
             recipe = fill(layout, recipe)

@@ -53,7 +53,7 @@ def write_report(layout: RunLayout, path: Path | None = None) -> Path:
 
 def report_page(run: Run) -> str:
     layout = run.layout
-    if not layout.steps.is_dir():
+    if not layout.steps.exists():
         raise RunError(
             f"expected a run that `areal-flow train` prepared, found no ledger in {layout.root}: "
             "a report is drawn from the ledger"
@@ -61,7 +61,7 @@ def report_page(run: Run) -> str:
     recipe = load_recipe(layout.config)
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
     steps = [row for row in table.to_pylist() if row["step"] > 0]
-    answers = run.evaluations("arrow") if layout.evaluations.is_dir() else None
+    answers = run.evaluations("arrow") if layout.evaluations.exists() else None
     evaluations = _evaluations(answers, run) if answers else []
     totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
     passed = [found.overall.passed for _, found in evaluations]

@@ -1,8 +1,9 @@
 """Replaces workers that hang: it looks at their heartbeats and processor time once a second.
 
 A long import or call into C delays heartbeats for seconds. So a silent worker counts as hung only
-if its process uses no processor time either, or after a longer silence. Silence counts only time in
-which the observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own
+if its process neither uses processor time nor waits for slow storage, or after a longer silence.
+Heartbeats are dated when they arrive, so no clock but the driver's counts. Silence counts only time
+in which the observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own
 rule (`worker-ttl`) goes by wall-clock time, so it is switched off.
 """
 
@@ -44,8 +45,12 @@ class SignsOfLife:
     """The time of its last heartbeat, by any clock."""
     processor_s: float | None
     """The processor time of its process so far, if it can be known."""
+    waits_for_storage: bool = False
+    """Whether its process is in an uninterruptible read or write."""
 
     def show_work_since(self, earlier: SignsOfLife) -> bool:
+        if self.waits_for_storage:
+            return True
         if self.processor_s is None or earlier.processor_s is None:
             return False
         return self.processor_s - earlier.processor_s > MIN_PROCESSOR_S
@@ -145,14 +150,20 @@ def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
     """Return the signs of a worker; one that starts has no heartbeat, so its work counts as one."""
     worker = pool.scheduler.workers.get(record.address)
     if worker is None:
-        return SignsOfLife(processor_s(pool.pid(record)) or 0.0, None)
+        processor_s, _ = _process_signs(pool.pid(record))
+        return SignsOfLife(processor_s or 0.0, None)
     here = worker.host == pool.scheduler.ip
-    return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
+    return SignsOfLife(worker.last_seen, *_process_signs(worker.pid if here else None))
 
 
-def processor_s(pid: int | None) -> float | None:
+def _process_signs(pid: int | None) -> tuple[float | None, bool]:
+    """Return the processor time of a process, and whether it waits for storage."""
+    if pid is None:
+        return None, False
     try:
-        times = psutil.Process(pid).cpu_times() if pid else None
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return times.user + times.system, process.status() == psutil.STATUS_DISK_SLEEP
     except psutil.Error:
-        return None
-    return times.user + times.system if times else None
+        return None, False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from areal_flow.cluster.health import FailureDetector, SignsOfLife
 
 
@@ -11,9 +13,7 @@ class Looks:
     def __init__(self) -> None:
         self._detector = FailureDetector(silent_after_s=10.0, lost_after_s=60.0)
 
-    def look(
-        self, now: float, *, heartbeat_s: float = 0.0, **workers: tuple[float, float | None]
-    ) -> None:
+    def look(self, now: float, *, heartbeat_s: float = 0.0, **workers: tuple[Any, ...]) -> None:
         signs = {name: SignsOfLife(*seen) for name, seen in workers.items()}
         self._found = self._detector.observe(signs, now=now, heartbeat_s=heartbeat_s)
 
@@ -42,6 +42,22 @@ def test_silent_worker_that_computes_is_spared_until_it_counts_as_lost() -> None
         assert looks.hung() == []
     looks.look(61, importing=(0.0, 6.1))
     assert looks.hung() == ["importing"]
+
+
+def test_worker_that_waits_for_slow_storage_is_spared_until_it_counts_as_lost() -> None:
+    looks = Looks()
+    for second in range(61):
+        looks.look(second, writing=(0.0, 1.0, True))
+        assert looks.hung() == []
+    looks.look(61, writing=(0.0, 1.0, True))
+    assert looks.hung() == ["writing"]
+
+
+def test_clock_that_differs_or_jumps_is_no_silence() -> None:
+    looks = Looks()
+    for second in range(100):
+        looks.look(second, skewed=((-1) ** second * 3600.0 * second, 1.0))
+        assert looks.hung() == []
 
 
 def test_little_work_counts_once_it_adds_up() -> None:

@@ -11,6 +11,8 @@ from pydantic import Field, Strict, model_validator
 from areal_flow.settings import Settings, require
 
 SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
+PodTemplate = Annotated[Path, Strict(False)]
+Workers = Literal["all", "trainer", "generator", "reward"]
 
 
 def is_loopback(host: str) -> bool:
@@ -52,6 +54,20 @@ class RemoteSettings(Settings):
     """More arguments for `ssh`."""
 
 
+class KubernetesSettings(Settings):
+    """What workers' Pods are made of, beside their names, commands, cores and GPUs."""
+
+    image: str = ""
+    """The image of the workers, with this project; empty: the driver's, if it runs in a Pod."""
+    namespace: str = ""
+    """Of the Pods; empty: the one that `kubectl` uses."""
+    templates: dict[Workers, PodTemplate] = Field({})
+    """YAML files, each a Pod that the workers' Pods contain: of `all`, then of a role, `trainer`,
+    `generator` or `reward`; of two equal keys the last counts. Their container is `worker`."""
+    python: str = ""
+    """The environment's Python in the image; empty: the driver's path."""
+
+
 class ClusterSettings(Settings):
     """Worker processes; with one thread each, results do not depend on their number."""
 
@@ -64,10 +80,13 @@ class ClusterSettings(Settings):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of each machine; none: those that are found here."""
     launcher: str = "local"
-    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job;
+    `kubernetes`: each is a Pod."""
     remote: RemoteSettings = RemoteSettings()
     """Other machines for the workers."""
-    slurm: dict[Literal["all", "trainer", "generator", "reward"], SbatchOptions] = Field({})
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    """The workers' Pods."""
+    slurm: dict[Workers, SbatchOptions] = Field({})
     """Options of the workers' jobs for `sbatch`, such as `--partition=gpu`: of `all`, then of a
     role, `trainer`, `generator` or `reward`; of two equal ones the last counts."""
     network: NetworkSettings = NetworkSettings()

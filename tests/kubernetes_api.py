@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +23,11 @@ from uuid import uuid4
 
 import kubernetes_validate
 import pytest
+import yaml
 from aiohttp import web
 
+ROLE = Path(__file__).parents[1] / "infra" / "kubernetes" / "base" / "access.yaml"
+"""What a driver may do in a cluster is all that the server allows."""
 HOST = "127.0.0.1"
 NAMESPACE = "training"
 IMAGE = "registry.test/areal-flow:1"
@@ -64,6 +68,9 @@ class FakeKubernetes:
         self.pods: dict[str, Manifest] = {}
         self.unschedulable = ""
         """The scheduler's message for new Pods; empty: they run."""
+        role = next(each for each in yaml.safe_load_all(ROLE.read_text()) if "rules" in each)
+        (rule,) = role["rules"]
+        self._verbs = set(rule["verbs"])
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.loop = asyncio.new_event_loop()
@@ -74,7 +81,7 @@ class FakeKubernetes:
             name
             for name, pod in [*self.pods.items()]
             if pod["status"]["phase"] in ("Pending", "Running")
-            and worker in ("", pod["metadata"]["labels"].get("areal-flow/worker"))
+            and worker in ("", labels_of(pod).get("areal-flow/worker"))
         ]
 
     def add(self, pod: Manifest) -> Manifest:
@@ -117,10 +124,13 @@ class FakeKubernetes:
         name = request.match_info.get("name", "")
         if request.path in DISCOVERY:
             return web.json_response(DISCOVERY[request.path])
-        if request.method == "POST":
-            return self._create(await request.json())
         if "namespace" not in request.match_info:
             return _failure(404, "NotFound", request.path)
+        verbs = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}
+        if (verb := verbs.get(request.method, "")) not in self._verbs:
+            return _failure(403, "Forbidden", f"cannot {verb or request.method} pods")
+        if request.method == "POST":
+            return self._create(await request.json())
         if not name:
             return web.json_response(self._list(request.query.get("labelSelector", "")))
         if name not in self.pods:
@@ -140,7 +150,7 @@ class FakeKubernetes:
 
     def _list(self, selector: str) -> Manifest:
         key, _, value = selector.partition("=")
-        items = [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
+        items = [pod for pod in self.pods.values() if labels_of(pod).get(key) == value]
         return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}
 
     async def _run(self, pod: Manifest) -> None:
@@ -150,7 +160,7 @@ class FakeKubernetes:
             container["command"],
             cwd=container["workingDir"],
             env={
-                "PATH": os.environ["PATH"],
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 **{each["name"]: each["value"] for each in container["env"]},
             },
             stdin=subprocess.DEVNULL,
@@ -188,6 +198,10 @@ class FakeKubernetes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def labels_of(pod: Manifest) -> dict[str, str]:
+    return dict(pod["metadata"].get("labels", {}))
 
 
 def _failure(code: int, reason: str, message: str) -> web.Response:

@@ -23,22 +23,14 @@ def is_loopback(host: str) -> bool:
 
 
 class NetworkSettings(Settings):
-    """Where the scheduler and the workers listen. Beyond this machine they need certificates."""
+    """Where the scheduler and the workers listen. Beyond this machine they need certificates, but
+    with `kubernetes`, where each run makes its own."""
 
     host: str = "127.0.0.1"
     """The address at which the scheduler listens."""
     tls_directory: Path | None = Field(None, strict=False)
     """A folder with `ca.pem` (the authority's certificate), `certificate.pem` (this run's) and
     `key.pem` (its key, without a passphrase)."""
-
-    @model_validator(mode="after")
-    def _encrypted(self) -> NetworkSettings:
-        require(
-            self.tls_directory is not None or is_loopback(self.host),
-            f"cluster.network.host = {self.host!r} needs TLS: whoever reaches the scheduler's port "
-            "can run any code; set tls_directory, or host to 127.0.0.1",
-        )
-        return self
 
 
 class RemoteSettings(Settings):
@@ -58,14 +50,10 @@ class KubernetesSettings(Settings):
     """What workers' Pods are made of, beside their names, commands, cores and GPUs."""
 
     image: str = ""
-    """The image of the workers, with this project; empty: the driver's, if it runs in a Pod."""
-    namespace: str = ""
-    """Of the Pods; empty: the one that `kubectl` uses."""
+    """Its `bash` and `python` (with this project) run workers; empty: the driver's own image."""
     templates: dict[Workers, PodTemplate] = Field({})
     """YAML files, each a Pod that the workers' Pods contain: of `all`, then of a role, `trainer`,
     `generator` or `reward`; of two equal keys the last counts. Their container is `worker`."""
-    python: str = ""
-    """The environment's Python in the image; empty: the driver's path."""
 
 
 class ClusterSettings(Settings):
@@ -109,10 +97,16 @@ class ClusterSettings(Settings):
             f"cluster.launcher = 'local' starts workers on this machine only, but "
             f"cluster.remote.hosts = {list(self.remote.hosts)}; set launcher to 'ssh'",
         )
-        far = [host for host in self.remote.hosts if not is_loopback(host.rpartition("@")[2])]
+        host, has_tls = self.network.host, self.network.tls_directory is not None
         require(
-            not far or not is_loopback(self.network.host),
-            f"cluster.network.host = {self.network.host!r} cannot be reached from {far}; set it to "
+            has_tls or self.launcher == "kubernetes" or is_loopback(host),
+            f"cluster.network.host = {host!r} needs TLS: whoever reaches the scheduler's port can "
+            "run any code; set tls_directory, or host to 127.0.0.1",
+        )
+        far = [each for each in self.remote.hosts if not is_loopback(each.rpartition("@")[2])]
+        require(
+            not far or not is_loopback(host),
+            f"cluster.network.host = {host!r} cannot be reached from {far}; set it to "
             "this machine's address in their network, with TLS",
         )
         return self

@@ -92,6 +92,7 @@ def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings
     made = Security.temporary()
     texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
     for name, text in zip(CERTIFICATES, texts, strict=True):
+        (folder / name).touch(0o600)
         (folder / name).write_text(text)
     return network.model_copy(update={"tls_directory": folder})
 

@@ -63,12 +63,12 @@ class Job:
 
     submission: asyncio.Future[None]
 
-    def __init__(self, name: str, on_exit: Callable[[str], None]) -> None:
+    def __init__(self, name: str, on_exit: Callable[[str], None], logs: Path) -> None:
         self.name = name
         self.on_exit = on_exit
-        self.unique = secrets.token_hex(4)
         self.token = secrets.token_hex(16)
         """What its connection begins with: nobody else can connect in its place."""
+        self.token_file = logs / f"{name}-{secrets.token_hex(4)}.token"
         self.id = ""
         """Empty until the system has accepted it."""
         self.server: asyncio.Server | None = None
@@ -95,13 +95,19 @@ class Job:
         for option, value in KEEP_ALIVE.items():
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self.connection = writer
+        self.forget_token()
         self.begun.set()
         with suppress(OSError):
             await reader.read()
         self.ending_since = self.ending_since or monotonic()
         self.disconnected.set()
 
+    def forget_token(self) -> None:
+        with suppress(OSError):
+            self.token_file.unlink()
+
     def close(self) -> None:
+        self.forget_token()
         self.begun.set()
         for end in (self.server, self.connection):
             if end is not None:
@@ -129,11 +135,11 @@ class QueuedLauncher(ABC):
         self._watching: asyncio.Future[None] | None = None
 
     @abstractmethod
-    def describe(self, placement: WorkerPlacement, port: object, unique: str) -> str:
-        """Return what is submitted for a worker; its job connects to this port of the driver."""
+    def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
+        """Return what is submitted: a job that sends the token to this port of the driver."""
 
     @abstractmethod
-    async def submit(self, placement: WorkerPlacement, port: int, unique: str) -> str:
+    async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
         """Submit a worker's job and return its id; like all commands, fail by an `OSError`."""
 
     @abstractmethod
@@ -144,17 +150,14 @@ class QueuedLauncher(ABC):
     async def cancel(self, job_id: str) -> None: ...
 
     def commands(
-        self, placement: WorkerPlacement, port: object, unique: str, python: str = sys.executable
+        self, placement: WorkerPlacement, port: object, token: Path, python: str = sys.executable
     ) -> str:
-        """Return commands for bash that connect to the driver and become the supervisor.
-
-        A job is not told its token but the file that holds it, as of the certificate.
-        """
+        """Return commands for bash that connect to the driver and become the supervisor."""
         worker = worker_options(placement, self.scheduler, self.settings.network)
         supervised = (python, "-m", "areal_flow.cluster.supervisor", *WORKER_PROGRAM, worker)
         return (
             f"exec 0<>/dev/tcp/{self._host}/{port} || exit 1\n"
-            f"cat {shlex.quote(str(self._token(placement.name, unique)))} >&0\n"
+            f"cat {shlex.quote(str(token))} >&0\n"
             f"exec {shlex.join(supervised)}"
         )
 
@@ -165,15 +168,12 @@ class QueuedLauncher(ABC):
     def log(self, name: str, job_id: str) -> Path:
         return self.logs / f"{name}-{job_id}.log"
 
-    def _token(self, name: str, unique: str) -> Path:
-        return self.logs / f"{name}-{unique}.token"
-
     def preview(self, placement: WorkerPlacement) -> str:
-        return self.describe(placement, "PORT", "ID")
+        return self.describe(placement, "PORT", self.logs / f"{placement.name}-ID.token")
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         """Submit a worker's job; return when it runs, however long it waits in the queue."""
-        job = self._jobs[placement.name] = Job(placement.name, on_exit)
+        job = self._jobs[placement.name] = Job(placement.name, on_exit, self.logs)
         job.submission = asyncio.ensure_future(self._submit(job, placement))
         await asyncio.shield(job.submission)  # without its id a job could not be cancelled
         await job.begun.wait()
@@ -181,12 +181,11 @@ class QueuedLauncher(ABC):
     async def _submit(self, job: Job, placement: WorkerPlacement) -> None:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            token = self._token(job.name, job.unique)
-            token.touch(0o600)
-            token.write_text(f"{job.token}\n")
+            job.token_file.touch(0o600)
+            job.token_file.write_text(f"{job.token}\n")
             job.server = await asyncio.start_server(job.accept, self._host, 0)
             port = job.server.sockets[0].getsockname()[1]
-            job.id = await self.submit(placement, port, job.unique)
+            job.id = await self.submit(placement, port, job.token_file)
         except OSError as error:
             self._ended(job)
             raise EngineError(f"{job.name} cannot be submitted: {error}") from error
@@ -261,8 +260,6 @@ class QueuedLauncher(ABC):
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
             job.close()
-            with suppress(OSError):
-                self._token(job.name, job.unique).unlink()
             if cause:
                 job.on_exit(cause)
 
@@ -288,8 +285,8 @@ def _last_line(log: Path) -> str:
 async def run_command(*command: str, given: str = "") -> str:
     """Run a program and return what it prints; raise an `OSError` if it fails."""
     # Variables of the driver's own job, if it runs in one, do not hold for the workers' jobs.
-    own = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    outside = {name: value for name, value in os.environ.items() if name not in own}
+    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    outside = {name: os.environ[name] for name in os.environ.keys() - own}
     run = partial(subprocess.run, input=given, env=outside, timeout=COMMAND_LIMIT_S, text=True)
     try:
         done = await asyncio.to_thread(run, command, capture_output=True)

@@ -20,20 +20,13 @@ ENDED = (
     *("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
 )
 
-SCRIPT = """\
-#!/bin/bash
-{directives}
-export {variables}
-{commands}
-"""
-
 
 class SlurmLauncher(QueuedLauncher):
     """Workers whose nodes and GPUs Slurm chooses."""
 
     noun = "Slurm job"
 
-    def describe(self, placement: WorkerPlacement, port: object, unique: str) -> str:
+    def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
         jobs = ("all", placement.role)
         given = [each for key, each in sorted(self.settings.slurm.items()) if key in jobs]
         options = [
@@ -44,15 +37,13 @@ class SlurmLauncher(QueuedLauncher):
             *(f"--chdir={Path.cwd()}", f"--output={self.log(placement.name, '%j')}"),
             "--no-requeue",  # the pool submits it again
         ]
-        variables = self.variables(placement).items()
-        return SCRIPT.format(
-            directives="\n".join(f"#SBATCH {shlex.quote(option)}" for option in options),
-            variables=" ".join(f"{name}={shlex.quote(value)}" for name, value in variables),
-            commands=self.commands(placement, port, unique),
-        )
+        directives = [f"#SBATCH {shlex.quote(option)}" for option in options]
+        variables = [f"{k}={shlex.quote(v)}" for k, v in self.variables(placement).items()]
+        commands = self.commands(placement, port, token)
+        return "\n".join(["#!/bin/bash", *directives, f"export {' '.join(variables)}", commands])
 
-    async def submit(self, placement: WorkerPlacement, port: int, unique: str) -> str:
-        script = self.describe(placement, port, unique)
+    async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
+        script = self.describe(placement, port, token)
         answer = await run_command("sbatch", "--parsable", given=script)
         return answer.strip().partition(";")[0]
 

@@ -164,14 +164,16 @@ class FakeKubernetes:
                 **{each["name"]: each["value"] for each in container["env"]},
             },
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         pod["status"] = {"phase": "Running"}
-        code = await asyncio.to_thread(process.wait)
-        code = 128 - code if code < 0 else code
+        output, _ = await asyncio.to_thread(process.communicate)
+        code = 128 - process.returncode if process.returncode < 0 else process.returncode
         ended = {"exitCode": code, "reason": "Error" if code else "Completed"}
+        if code and container["terminationMessagePolicy"] == "FallbackToLogsOnError":
+            ended["message"] = output.decode()[-2048:]
         state = {"name": container["name"], "state": {"terminated": ended}}
         phase = "Failed" if code else "Succeeded"
         pod["status"] = {"phase": phase, "containerStatuses": [state]} | {

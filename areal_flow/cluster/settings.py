@@ -11,7 +11,6 @@ from pydantic import Field, Strict, model_validator
 from areal_flow.settings import Settings, require
 
 SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
-PodTemplate = Annotated[Path, Strict(False)]
 Workers = Literal["all", "trainer", "generator", "reward"]
 
 
@@ -51,7 +50,7 @@ class KubernetesSettings(Settings):
 
     image: str = ""
     """Its `bash` and `python` (with this project) run workers; empty: the driver's own image."""
-    templates: dict[Workers, PodTemplate] = Field({})
+    templates: dict[Workers, Annotated[Path, Strict(False)]] = Field({})
     """YAML files, each a Pod that the workers' Pods contain: of `all`, then of a role, `trainer`,
     `generator` or `reward`; of two equal keys the last counts. Their container is `worker`."""
 

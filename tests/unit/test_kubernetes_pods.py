@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def test_pod_asks_for_cores_and_gpus_and_has_few_rights() -> None:
     reward = pod_of("reward", recipe(image=IMAGE))["spec"]["containers"][0]
     assert "limits" not in reward["resources"]
     assert {"name": VISIBLE_GPUS, "value": ""} in reward["env"]
+
+
+def test_pod_runs_as_the_driver_who_alone_reads_the_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for uid, expected in ((1234, 1234), (0, None)):
+        monkeypatch.setattr(os, "getuid", lambda uid=uid: uid)
+        security = pod_of("reward", recipe(image=IMAGE))["spec"]["securityContext"]
+        assert security.get("runAsUser") == expected
+        assert security["runAsNonRoot"]
 
 
 def test_pod_names_files_of_secrets_and_holds_none() -> None:
@@ -168,6 +179,7 @@ EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low 
 OOM = container(terminated={"exitCode": 137, "reason": "OOMKilled"})
 UNSCHEDULABLE = {"reason": "Unschedulable", "message": "0/3 nodes are available."}
 PREEMPTED = {"type": "DisruptionTarget", "reason": "PreemptionByScheduler", "message": "preempting"}
+UNREADABLE = {"exitCode": 1, "reason": "Error", "message": "much\nno file\n"}
 DELETED = "2026-01-01T00:00:00Z"
 
 
@@ -199,13 +211,15 @@ DELETED = "2026-01-01T00:00:00Z"
             ),
             "killed by signal 9",
         ),
-        (seen({"phase": "Failed"}), "Pod a: ended without a status"),
+        (seen({"containerStatuses": container(terminated=UNREADABLE)}), "exit status 1: no file"),
+        (seen({"phase": "Failed"}), "Pod a: no status"),
         (None, "Pod a ended, and is no longer listed"),
     ],
 )
 def test_end_of_a_pod_is_told_in_words(state: JobState | None, cause: str) -> None:
     assert state is None or state.has_ended
-    assert cause_of_end("Pod a", state, "no module") == cause
+    line = "" if cause.endswith("no file") else "no module"
+    assert cause_of_end("Pod a", state, line) == cause
 
 
 @pytest.mark.parametrize(

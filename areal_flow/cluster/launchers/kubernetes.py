@@ -145,11 +145,11 @@ def pod_state(pod: Manifest) -> JobState:
     is_deleted = "deletionTimestamp" in pod["metadata"]
     if is_deleted or ended or status.get("phase") in ("Failed", "Succeeded"):
         why = _words(conditions.get("DisruptionTarget", {})) or _words(status)
-        if why or is_deleted:
-            return JobState(has_ended=True, reason=why or "deleted")
-        if ended.get("reason") in ("Error", "Completed"):
-            return JobState(has_ended=True, exit_code=ended["exitCode"])
-        return JobState(has_ended=True, reason=_words(ended) or "ended without a status")
+        why = why or ("deleted" if is_deleted else "")
+        if why or ended.get("reason") not in ("Error", "Completed"):
+            return JobState(has_ended=True, reason=why or _words(ended) or "no status")
+        line = ended.get("message", "").strip().rpartition("\n")[2]
+        return JobState(has_ended=True, reason=line, exit_code=ended["exitCode"])
     if status.get("phase") == "Running":
         return JobState()
     waits = _words(state.get("waiting", {})) or _words(conditions.get("PodScheduled", {}))

@@ -53,9 +53,9 @@ class JobState(NamedTuple):
     is_waiting: bool = False
     has_ended: bool = False
     reason: str = ""
-    """Why it waits, or why the system ended it."""
-    exit_code: int = 0
-    """Of its program as a shell reports it, if it ended for no other reason."""
+    """Why it waits, why the system ended it, or what its program said last, if that is known."""
+    exit_code: int | None = None
+    """Of its program as a shell reports it, if it ended by itself."""
 
 
 class Job:
@@ -157,7 +157,7 @@ class QueuedLauncher(ABC):
         supervised = (python, "-m", "areal_flow.cluster.supervisor", *WORKER_PROGRAM, worker)
         return (
             f"exec 0<>/dev/tcp/{self._host}/{port} || exit 1\n"
-            f"cat {shlex.quote(str(token))} >&0\n"
+            f"cat {shlex.quote(str(token))} >&0 || exit 1\n"
             f"exec {shlex.join(supervised)}"
         )
 
@@ -268,11 +268,11 @@ def cause_of_end(job: str, found: JobState | None, last_line: str) -> str:
     """Return in words why a job ended; its last line matters only if it ended by itself."""
     if found is None:
         return f"{job} ended, and is no longer listed"
-    if found.reason:
+    if found.exit_code is None:
         return f"{job}: {found.reason}"
     if found.exit_code > 128:
         return f"killed by signal {found.exit_code - 128}"
-    return f"exit status {found.exit_code}{last_line and ': '}{last_line}"
+    return ": ".join(filter(None, (f"exit status {found.exit_code}", last_line or found.reason)))
 
 
 def _last_line(log: Path) -> str:

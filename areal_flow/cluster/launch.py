@@ -31,6 +31,7 @@ from areal_flow.cluster.worker_process import (
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
+SUBMITTING = {"kubernetes": "kubectl", "slurm": "sbatch"}
 DASHBOARD_HOST = "127.0.0.1"
 """Dask's dashboard has no authentication: reach it from elsewhere through a tunnel."""
 
@@ -48,10 +49,11 @@ class RunningCluster:
 
 def check_cluster(recipe: Recipe) -> None:
     """Refuse settings with which no cluster can start."""
-    if recipe.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+    program = SUBMITTING.get(recipe.cluster.launcher)
+    if program is not None and shutil.which(program) is None:
         raise ConfigError(
-            "cluster.launcher = 'slurm': there is no sbatch; start the driver where jobs are "
-            "submitted"
+            f"cluster.launcher = {recipe.cluster.launcher!r}: there is no {program}; start the "
+            "driver where jobs are submitted"
         )
     _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)

@@ -20,8 +20,8 @@ CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
 THIS_MACHINE = ""
-SLURM = "Slurm"
-"""The host of a worker whose real one Slurm chooses."""
+QUEUES = {"kubernetes": "Kubernetes", "slurm": "Slurm"}
+"""By launcher, the host of a worker whose real one such a system chooses."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NUM_THREADS = "OMP_NUM_THREADS"
 
@@ -34,7 +34,7 @@ class Machines:
     gpus: tuple[str, ...] = ()
     """What `CUDA_VISIBLE_DEVICES` calls each of them: an index or a UUID."""
     assign_gpus: bool = False
-    """Whether they choose hosts and GPUs themselves, as Slurm does: then none are counted here."""
+    """Whether a system chooses hosts and GPUs: then none are counted here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ def _is_gpu(setting: str, device: str) -> bool:
 
 def machines_of(cluster: ClusterSettings) -> Machines:
     """Return the hosts and their GPUs; GPUs of other hosts must be stated in the settings."""
-    if cluster.launcher == "slurm":
-        return Machines((SLURM,), assign_gpus=True)
+    if cluster.launcher in QUEUES:
+        return Machines((QUEUES[cluster.launcher],), assign_gpus=True)
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))

@@ -11,6 +11,7 @@ from pydantic import Field, Strict, model_validator
 from areal_flow.settings import Settings, require
 
 SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
+Workers = Literal["all", "trainer", "generator", "reward"]
 
 
 def is_loopback(host: str) -> bool:
@@ -44,6 +45,16 @@ class RemoteSettings(Settings):
     """More arguments for `ssh`."""
 
 
+class KubernetesSettings(Settings):
+    """What workers' Pods are made of, beside their names, commands, cores and GPUs."""
+
+    image: str = ""
+    """Its `bash` and `python` (with this project) run workers; empty: the driver's own image."""
+    templates: dict[Workers, Annotated[Path, Strict(False)]] = Field({})
+    """YAML files, each a Pod that the workers' Pods contain: of `all`, then of a role, `trainer`,
+    `generator` or `reward`; of two equal keys the last counts. Their container is `worker`."""
+
+
 class ClusterSettings(Settings):
     """Worker processes; with one thread each, results do not depend on their number."""
 
@@ -59,10 +70,13 @@ class ClusterSettings(Settings):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of each machine; none: those that are found here."""
     launcher: str = "local"
-    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job;
+    `kubernetes`: each is a Pod."""
     remote: RemoteSettings = RemoteSettings()
     """Other machines for the workers."""
-    slurm: dict[Literal["all", "trainer", "generator", "reward"], SbatchOptions] = Field({})
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    """The workers' Pods."""
+    slurm: dict[Workers, SbatchOptions] = Field({})
     """Options of the workers' jobs for `sbatch`, such as `--partition=gpu`: of `all`, then of a
     role, `trainer`, `generator` or `reward`; of two equal ones the last counts."""
     network: NetworkSettings = NetworkSettings()

@@ -22,7 +22,7 @@ runs/NAME/
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
     train.log              what its drivers said, and their warnings
-    jobs/                  with Slurm: what each worker's job printed
+    jobs/                  with Slurm or Kubernetes: what each worker's job printed
     summary.json           written at the end
     report.html            the run on one page, written at the end
     writers/               who may write: one lease a driver's life

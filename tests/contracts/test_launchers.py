@@ -24,8 +24,9 @@ from areal_flow.cluster.placement import (
     worker_environment,
 )
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.settings import ClusterSettings, RemoteSettings
+from areal_flow.cluster.settings import ClusterSettings, KubernetesSettings, RemoteSettings
 from areal_flow.errors import EngineError
+from tests.kubernetes_api import IMAGE, running_kubernetes
 from tests.slurmd import running_slurm
 from tests.sshd import HOST, running_sshd
 
@@ -43,6 +44,11 @@ def settings(
         with running_slurm(tmp_path_factory.mktemp("slurm")):
             yield ClusterSettings(launcher="slurm")
         return
+    if request.param == "kubernetes":
+        with running_kubernetes(tmp_path_factory.mktemp("kubernetes")):
+            own = KubernetesSettings(image=IMAGE)
+            yield ClusterSettings(launcher="kubernetes", kubernetes=own)
+        return
     with running_sshd(tmp_path_factory.mktemp("sshd")) as options:
         remote = RemoteSettings(hosts=(HOST,), ssh_options=options)
         yield ClusterSettings(launcher=request.param, remote=remote)
@@ -57,7 +63,7 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 @asynccontextmanager
 async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
     async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
-        logs = Path(os.environ.get("SLURM_CONF", "nowhere")).parent
+        logs = Path(os.environ.get("SLURM_CONF") or os.environ.get("KUBECONFIG", "nowhere")).parent
         launcher = make_launcher(scheduler.address, settings, logs=logs)
         pool = WorkerPool(scheduler, launcher, machines_of(settings), Executions(Path("nowhere")))
         try:

@@ -78,6 +78,7 @@ def test_help_shows_every_setting_with_type_default_and_meaning(
         ({}, '-m areal_flow.cluster.worker_process \'{"name": "generator-0"'),
         ({"launcher": "ssh", "remote.hosts": '["127.0.0.1"]'}, "127.0.0.1 'cd "),
         ({"launcher": "slurm", "slurm": '{reward = ["--mem=2G"]}'}, "#SBATCH --mem=2G"),
+        ({"launcher": "kubernetes", "kubernetes.image": "here/it:1"}, "image: here/it:1"),
     ],
 )
 def test_plan_shows_once_what_each_kind_of_worker_would_start(

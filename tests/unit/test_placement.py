@@ -125,7 +125,10 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
 @pytest.mark.parametrize(
     ("cluster", "rule"),
     [
-        ({"launcher": "shh"}, "cluster.launcher = 'shh': expected one of local, slurm, ssh"),
+        (
+            {"launcher": "shh"},
+            "'shh': expected one of kubernetes, local, slurm, ssh",
+        ),
         ({"launcher": "ssh"}, "needs cluster.remote.hosts"),
         ({"num_gpus": 1}, "found 1 GPU"),
         (

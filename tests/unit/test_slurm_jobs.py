@@ -9,7 +9,8 @@ import pytest
 
 from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers import make_launcher
-from areal_flow.cluster.launchers.slurm import JobState, cause_of_end, job_states
+from areal_flow.cluster.launchers.queued import JobState, cause_of_end
+from areal_flow.cluster.launchers.slurm import job_states
 from areal_flow.cluster.placement import VISIBLE_GPUS, place_workers
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
@@ -71,8 +72,8 @@ def test_driver_without_sbatch_is_refused_early(monkeypatch: pytest.MonkeyPatch)
 
 def test_states_are_read_with_reasons_of_several_words() -> None:
     assert job_states(LISTED) == {
-        "7": JobState("RUNNING", 0, "None"),
-        "8": JobState("PENDING", 0, "ReqNodeNotAvail, UnavailableNodes:node-3"),
+        "7": JobState(reason="None"),
+        "8": JobState(is_waiting=True, reason="ReqNodeNotAvail, UnavailableNodes:node-3"),
     }
 
 
@@ -90,8 +91,10 @@ def test_states_are_read_with_reasons_of_several_words() -> None:
     ],
 )
 def test_end_of_a_job_is_told_in_words(state: str, wait_status: int, cause: str) -> None:
-    assert cause_of_end("7", JobState(state, wait_status, "None"), "no module") == cause
+    found = job_states(f"7 {state} {wait_status} None")["7"]
+    assert cause_of_end("Slurm job 7", found, "no module") == cause
 
 
 def test_end_of_a_job_that_slurm_forgot_is_an_end() -> None:
-    assert cause_of_end("7", None, "") == "Slurm job 7 ended, and Slurm no longer lists it"
+    cause = cause_of_end("Slurm job 7", None, "")
+    assert cause == "Slurm job 7 ended, and is no longer listed"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
@@ -48,6 +49,7 @@ class Launcher(Protocol):
 
 
 LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers, Path], Launcher]] = {
+    "kubernetes": KubernetesLauncher,
     "local": LocalLauncher,
     "slurm": SlurmLauncher,
     "ssh": SshLauncher,

@@ -1,0 +1,297 @@
+"""Workers as jobs of a system that decides when and where they start; each ends with the driver.
+
+A job first connects to the driver. The connection is the standard input of its supervisor
+(`areal_flow.cluster.supervisor`), so that the worker ends when the driver does, even by force.
+
+| what happens            | who reports it       | what follows                               |
+|-------------------------|----------------------|--------------------------------------------|
+| a job starts            | its connection       | `start` returns                            |
+| a worker ends           | its connection       | the jobs are listed, every second          |
+| a job ends in the queue | the list             | it counts as a death                       |
+| a node is lost          | either of them       | its job is cancelled and counts as a death |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from areal_flow.cluster.launchers.child import import_paths
+from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.supervisor import GRACE_S, KILL
+from areal_flow.cluster.worker_process import worker_options
+from areal_flow.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+ENDING_LIMIT_S = 30.0
+"""How long the system may take to say how a job ended, before it is cancelled."""
+COMMAND_LIMIT_S = 60.0
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+
+
+class JobState(NamedTuple):
+    """What the system says of a job: at most one of the first two is true."""
+
+    is_waiting: bool = False
+    has_ended: bool = False
+    reason: str = ""
+    """Why it waits, why the system ended it, or what its program said last, if that is known."""
+    exit_code: int | None = None
+    """Of its program as a shell reports it, if it ended by itself."""
+
+
+class Job:
+    """One job of a worker, from its submission to its end."""
+
+    submission: asyncio.Future[None]
+
+    def __init__(self, name: str, on_exit: Callable[[str], None], logs: Path) -> None:
+        self.name = name
+        self.on_exit = on_exit
+        self.token = secrets.token_hex(16)
+        """What its connection begins with: nobody else can connect in its place."""
+        self.token_file = logs / f"{name}-{secrets.token_hex(4)}.token"
+        self.id = ""
+        """Empty until the system has accepted it."""
+        self.server: asyncio.Server | None = None
+        self.connection: StreamWriter | None = None
+        self.begun = asyncio.Event()
+        """Set when it has connected, or has ended."""
+        self.disconnected = asyncio.Event()
+        self.ending_since: float | None = None
+        """When its connection ended, or it was killed."""
+        self.is_stopping = False
+        self.reported_waits: set[str] = set()
+
+    async def accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Hold the job's connection until the job ends it; refuse any other."""
+        try:
+            line = await reader.readline()
+        except (OSError, ValueError):
+            line = b""
+        if self.connection or line.decode(errors="replace").strip() != self.token:
+            writer.close()
+            return
+        connected: socket.socket = writer.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.connection = writer
+        self.forget_token()
+        self.begun.set()
+        with suppress(OSError):
+            await reader.read()
+        self.ending_since = self.ending_since or monotonic()
+        self.disconnected.set()
+
+    def forget_token(self) -> None:
+        with suppress(OSError):
+            self.token_file.unlink()
+
+    def close(self) -> None:
+        self.forget_token()
+        self.begun.set()
+        for end in (self.server, self.connection):
+            if end is not None:
+                end.close()
+
+
+class QueuedLauncher(ABC):
+    """Submits, watches and cancels jobs; a subclass says by which commands."""
+
+    noun: str
+    """What a job is called in messages, such as `Slurm job`."""
+    poll_s = 10.0
+    """How often the jobs are listed while nothing seems to end."""
+    keeps_ended = False
+    """Whether ended jobs stay in the system until they are cancelled."""
+
+    def __init__(
+        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+    ) -> None:
+        self.scheduler = scheduler
+        self._host = urlsplit(scheduler).hostname or ""
+        self.settings = settings
+        self.logs = logs
+        self._jobs: dict[str, Job] = {}
+        self._watching: asyncio.Future[None] | None = None
+
+    @abstractmethod
+    def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
+        """Return what is submitted: a job that sends the token to this port of the driver."""
+
+    @abstractmethod
+    async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
+        """Submit a worker's job and return its id; like all commands, fail by an `OSError`."""
+
+    @abstractmethod
+    async def list_jobs(self) -> Mapping[str, JobState]:
+        """Return the jobs that wait or run, and those that ended lately."""
+
+    @abstractmethod
+    async def cancel(self, job_id: str) -> None: ...
+
+    def commands(
+        self, placement: WorkerPlacement, port: object, token: Path, python: str = sys.executable
+    ) -> str:
+        """Return commands for bash that connect to the driver and become the supervisor."""
+        worker = worker_options(placement, self.scheduler, self.settings.network)
+        supervised = (python, "-m", "areal_flow.cluster.supervisor", *WORKER_PROGRAM, worker)
+        return (
+            f"exec 0<>/dev/tcp/{self._host}/{port} || exit 1\n"
+            f"cat {shlex.quote(str(token))} >&0 || exit 1\n"
+            f"exec {shlex.join(supervised)}"
+        )
+
+    def variables(self, placement: WorkerPlacement) -> dict[str, str]:
+        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
+        return PROCESS_ENVIRONMENT | placement.environment | paths
+
+    def log(self, name: str, job_id: str) -> Path:
+        return self.logs / f"{name}-{job_id}.log"
+
+    def preview(self, placement: WorkerPlacement) -> str:
+        return self.describe(placement, "PORT", self.logs / f"{placement.name}-ID.token")
+
+    async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
+        """Submit a worker's job; return when it runs, however long it waits in the queue."""
+        job = self._jobs[placement.name] = Job(placement.name, on_exit, self.logs)
+        job.submission = asyncio.ensure_future(self._submit(job, placement))
+        await asyncio.shield(job.submission)  # without its id a job could not be cancelled
+        await job.begun.wait()
+
+    async def _submit(self, job: Job, placement: WorkerPlacement) -> None:
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            job.token_file.touch(0o600)
+            job.token_file.write_text(f"{job.token}\n")
+            job.server = await asyncio.start_server(job.accept, self._host, 0)
+            port = job.server.sockets[0].getsockname()[1]
+            job.id = await self.submit(placement, port, job.token_file)
+        except OSError as error:
+            self._ended(job)
+            raise EngineError(f"{job.name} cannot be submitted: {error}") from error
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch())
+
+    def kill(self, name: str) -> bool:
+        job = self._jobs.get(name)
+        if job is None or job.connection is None:
+            return False
+        job.connection.write(KILL)
+        job.ending_since = job.ending_since or monotonic()
+        return True
+
+    async def stop(self, name: str) -> None:
+        job = self._jobs.get(name)
+        if job is None:
+            return
+        job.is_stopping = True
+        await asyncio.wait([job.submission])
+        if job.connection is not None:
+            with suppress(OSError, TimeoutError):
+                job.connection.write_eof()
+                await asyncio.wait_for(job.disconnected.wait(), GRACE_S + 3.0)
+        if job.id and (self.keeps_ended or not job.disconnected.is_set()):
+            await self._cancel(job)
+        self._ended(job)
+
+    def pid(self, name: str) -> int | None:
+        return None  # it is a process of another machine
+
+    async def _watch(self) -> None:
+        """List all jobs at once, again and again, until there are none."""
+        while self._jobs:
+            for _ in range(int(self.poll_s)):
+                await asyncio.sleep(1.0)
+                if any(job.ending_since for job in self._jobs.values()):
+                    break
+            submitted = [job for job in self._jobs.values() if job.id]
+            try:
+                states = await self.list_jobs()
+            except OSError as error:
+                logger.warning("the workers' jobs cannot be listed, tried again: %s", error)
+                continue
+            for job in submitted:
+                if not job.is_stopping and self._jobs.get(job.name) is job:
+                    await self._look(job, states.get(job.id))
+
+    async def _look(self, job: Job, found: JobState | None) -> None:
+        if found is None or found.has_ended:
+            line = _last_line(self.log(job.name, job.id))
+            cause = cause_of_end(f"{self.noun} {job.id}", found, line)
+            if found is not None and self.keeps_ended:
+                await self._cancel(job)
+            self._ended(job, cause)
+        elif job.ending_since and monotonic() - job.ending_since > ENDING_LIMIT_S:
+            await self._cancel(job)
+            self._ended(job, f"{self.noun} {job.id}: its node does not answer")
+        elif (
+            found.is_waiting and (kind := found.reason.partition(":")[0]) not in job.reported_waits
+        ):
+            job.reported_waits.add(kind)
+            logger.warning("%s waits as %s %s (%s)", job.name, self.noun, job.id, found.reason)
+
+    async def _cancel(self, job: Job) -> None:
+        try:
+            await self.cancel(job.id)
+        except OSError as error:
+            logger.warning("%s %s of %s was not cancelled: %s", self.noun, job.id, job.name, error)
+
+    def _ended(self, job: Job, cause: str = "") -> None:
+        if self._jobs.get(job.name) is job:
+            del self._jobs[job.name]
+            job.close()
+            if cause:
+                job.on_exit(cause)
+
+
+def cause_of_end(job: str, found: JobState | None, last_line: str) -> str:
+    """Return in words why a job ended; its last line matters only if it ended by itself."""
+    if found is None:
+        return f"{job} ended, and is no longer listed"
+    if found.exit_code is None:
+        return f"{job}: {found.reason}"
+    if found.exit_code > 128:
+        return f"killed by signal {found.exit_code - 128}"
+    return ": ".join(filter(None, (f"exit status {found.exit_code}", last_line or found.reason)))
+
+
+def _last_line(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
+    except OSError:
+        return ""
+
+
+async def run_command(*command: str, given: str = "") -> str:
+    """Run a program and return what it prints; raise an `OSError` if it fails."""
+    # Variables of the driver's own job, if it runs in one, do not hold for the workers' jobs.
+    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    outside = {name: os.environ[name] for name in os.environ.keys() - own}
+    run = partial(subprocess.run, input=given, env=outside, timeout=COMMAND_LIMIT_S, text=True)
+    try:
+        done = await asyncio.to_thread(run, command, capture_output=True)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} took longer than {COMMAND_LIMIT_S:.0f} s") from error
+    if done.returncode:
+        raise OSError(" ".join(done.stderr.split()) or f"{command[0]}: status {done.returncode}")
+    return str(done.stdout)

@@ -53,17 +53,18 @@ def test_preempted_pod_counts_as_a_death_and_another_starts(
     assert not [*tmp_path.glob("*.token")]
 
 
+@pytest.mark.slow
 def test_pending_pod_is_waited_for_with_its_reason(
     kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pools, "START_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(pools, "START_TIMEOUT_S", 8.0)
     kubernetes.unschedulable = "0/3 nodes are available: 3 Insufficient cpu."
 
     async def wait() -> None:
         async with empty_pool(SETTINGS) as pool:
             starting = asyncio.ensure_future(pool.start_until_joined([GENERATOR]))
             name = await until_there(kubernetes)
-            await asyncio.sleep(4.5)
+            await asyncio.sleep(9)
             kubernetes.schedule()
             await starting
             waits = f"generator-0 waits as Pod {name} (Unschedulable: 0/3 nodes are available: 3"

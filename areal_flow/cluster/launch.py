@@ -15,6 +15,8 @@ import dask
 from distributed import Client, Scheduler, Security
 
 from areal_flow.cluster.control import serve_pool
+from areal_flow.cluster.dashboard.rl_page import PAGE, link_page, page_added
+from areal_flow.cluster.dashboard.run_feed import RunFeed
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
@@ -44,6 +46,8 @@ class RunningCluster:
     scheduler: str
     dashboard: str
     network: NetworkSettings
+    feed: RunFeed
+    """Of the page about the run."""
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -80,10 +84,15 @@ async def launch_cluster(
         network = with_certificates(settings.network, folder)
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
-        async with await _listening_scheduler(settings, security) as scheduler:
+        feed = RunFeed(context.layout)
+        with page_added(feed):
+            listening = await _listening_scheduler(settings, security)
+        async with listening as scheduler:
+            link_page(scheduler)
             launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
+            feed.pool = pool
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
@@ -91,9 +100,9 @@ async def launch_cluster(
                 address = scheduler.address
                 async with Client(address, asynchronous=True, security=security) as client:
                     await client.register_plugin(context)
-                    dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
+                    dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/{PAGE}"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, address, dashboard, network)
+                        yield RunningCluster(client, pool, address, dashboard, network, feed)
             finally:
                 await pool.stop()
 

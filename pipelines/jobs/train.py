@@ -210,6 +210,7 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        self.cluster.feed.flow = flow
         self.evaluations = self.held_out.beside_training(flow)
         self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)

@@ -15,14 +15,13 @@ import dask
 from distributed import Client, Scheduler, Security
 
 from areal_flow.cluster.control import serve_pool
-from areal_flow.cluster.dashboard.rl_page import PAGE, link_page, page_added
-from areal_flow.cluster.dashboard.run_feed import RunFeed
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
@@ -47,7 +46,6 @@ class RunningCluster:
     dashboard: str
     network: NetworkSettings
     feed: RunFeed
-    """Of the page about the run."""
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -84,15 +82,12 @@ async def launch_cluster(
         network = with_certificates(settings.network, folder)
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
-        feed = RunFeed(context.layout)
-        with page_added(feed):
-            listening = await _listening_scheduler(settings, security)
-        async with listening as scheduler:
-            link_page(scheduler)
+        async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
-            feed.pool = pool
+            feed = RunFeed(context.layout, pool)
+            add_page(scheduler, feed)
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_flow.controller.ledger_row import OBSERVED, SPEED_AREA, SPEED_COLUMNS, speed_metrics
 
@@ -16,8 +15,7 @@ QUEUE = f"{SPEED_AREA}reward_queue_s_mean"
 COLUMNS = (*SPEED_COLUMNS, "seconds_wait", OBSERVED, QUEUE)
 
 
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
+class Bottleneck(NamedTuple):
     text: str
     remedy: str = ""
     """Empty where nothing waits for long."""
@@ -28,35 +26,27 @@ def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) 
     totals = {name: sum(row.get(name) or 0.0 for row in steps) for name in COLUMNS}
     observed, seconds = totals[OBSERVED], totals["seconds_step"]
     speed = speed_metrics(totals, num_generators=num_generators, seconds_observed=observed)
-    return judge_speed(
-        waiting=totals["seconds_wait"] / seconds,
-        generators_busy=speed[f"{SPEED_AREA}generators_busy_fraction"],
-        queue_steps=totals[QUEUE] / seconds,
-    )
+    busy = speed[f"{SPEED_AREA}generators_busy_fraction"]
+    return judge_speed(totals["seconds_wait"] / seconds, busy, totals[QUEUE] / seconds)
 
 
-def judge_speed(*, waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
-    """Return the verdict on three numbers.
-
-    Args:
-        waiting: the share of its time that the trainer waits for a batch.
-        generators_busy: the share of their time that generators decode.
-        queue_steps: how long a group waits to be scored, in durations of a step.
-    """
+def judge_speed(waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
+    """Return the verdict on the trainer's share of waiting for data, the generators' share of
+    decoding, and how long a group waits to be scored, in durations of a step."""
     waits = f"the trainer waits {waiting:.0%} of its time for data"
-    found = f"{waits}, generators are busy {generators_busy:.0%} of theirs."
-    add = "or `areal-flow workers add` while it runs."
+    found = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
+    adding = "or `areal-flow workers add` while it runs"
     if waiting < LONG_WAIT and generators_busy >= BUSY:
         return Bottleneck(f"Neither side waits for long: {found}")
     if waiting < LONG_WAIT:
-        remedy = "Add a trainer rank (cluster.num_trainers), or use fewer generators."
+        remedy = "add a trainer rank (cluster.num_trainers), or use fewer generators"
         return Bottleneck(f"Training is the bottleneck: {found}", remedy)
     if queue_steps > 1:
-        queue = f"a group waits {queue_steps:.1f} steps to be scored."
-        remedy = f"Add a reward worker: cluster.num_reward_workers, {add}"
+        queue = f"a group waits {queue_steps:.1f} steps to be scored"
+        remedy = f"add a reward worker: cluster.num_reward_workers, {adding}"
         return Bottleneck(f"Scoring is the bottleneck: {waits}, {queue}", remedy)
     if generators_busy >= BUSY:
-        remedy = f"Add a generator: cluster.num_generators, {add}"
+        remedy = f"add a generator: cluster.num_generators, {adding}"
         return Bottleneck(f"Generation is the bottleneck: {found}", remedy)
-    remedy = "Let generation run further ahead: raise controller.max_staleness."
+    remedy = "let generation run further ahead: raise controller.max_staleness"
     return Bottleneck(f"Both sides wait for each other: {found}", remedy)

@@ -1,1 +1,0 @@
-"""The page `/rl` of a run in Dask's dashboard: what it reads, what it computes, how it draws."""

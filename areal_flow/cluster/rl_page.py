@@ -1,14 +1,10 @@
-"""The page `/rl` in Dask's dashboard: what a run learns, who waits, where its trajectories are.
-
-The run's logs are read only while somebody looks, in a thread, once for all viewers.
-"""
+"""The page `/rl` in Dask's dashboard. The run's logs are read only while somebody looks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from functools import partial
-from html import escape
 from time import monotonic, time
 from typing import Any
 
@@ -25,7 +21,6 @@ from tornado.ioloop import IOLoop
 
 from areal_flow.cluster import run_numbers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.run_numbers import LENGTH, REWARDS, STALENESS, TIMES, TRAINER
 from areal_flow.controller.bottleneck import find_bottleneck
 from areal_flow.controller.flow import Flow
 from areal_flow.run.layout import RunLayout
@@ -34,19 +29,17 @@ from areal_flow.store.ledger import STEPS, LedgerReader
 
 PAGE = "rl"
 UPDATE_EVERY_S = 2.0
-MOST_STEPS = 2000
-"""Of the newest ones are read."""
-MOST_ROWS = 16_384
-"""Of the log."""
 RECENT_STEPS = 8
 """All but the curves is about so many steps."""
+MOST_STEPS, MOST_ROWS = 2000, 16_384
+"""The newest of the ledger, and of the log, are read."""
 BLUE, ORANGE = "#3b7dd8", "#e0803a"
 PALE = {BLUE: "#c4d8f3", ORANGE: "#f6d9c4"}
-_ORANGE = {TRAINER, "committed", "trained", "discarded"}
+_ORANGE = {run_numbers.TRAINER, "committed", "trained", "discarded"}
 _CURVES = {
-    "Reward and pass rate": REWARDS,
-    "Length of completions, in tokens": LENGTH,
-    "Staleness, in versions": STALENESS,
+    "Reward and pass rate": run_numbers.CURVES[:2],
+    "Length of completions, in tokens": run_numbers.CURVES[2:3],
+    "Staleness, in versions": run_numbers.CURVES[3:],
 }
 _BARS = {
     "spans": "At work (pale: now); dotted: new weights",
@@ -59,12 +52,12 @@ _WRAPPED: dict[str, Any] = {"sizing_mode": "stretch_width", "styles": {"flex-wra
 
 
 class RunFeed:
-    """What the pages of one run show, as tables by the parts that draw them."""
+    """What all viewers of one run are shown, as tables by the parts that draw them. `flow` is set
+    when training begins."""
 
     def __init__(self, layout: RunLayout, pool: WorkerPool) -> None:
         self.layout = layout
         self.flow: Flow | None = None
-        """Of the training, once it begins."""
         self._pool = pool
         self._steps = run_numbers.steps_of([])
         self._shown: Mapping[str, pl.DataFrame] = {}
@@ -72,7 +65,7 @@ class RunFeed:
         self._reading = asyncio.Lock()
 
     async def shown(self) -> Mapping[str, pl.DataFrame]:
-        """Return what there is, read now or a moment ago; nothing before the first step."""
+        """Return what there is, read in a thread now or a moment ago; {} before the first step."""
         async with self._reading:
             if monotonic() - self._read_at > UPDATE_EVERY_S / 2 and self.layout.steps.is_dir():
                 self._shown = await asyncio.to_thread(self._read, self._at_work())
@@ -83,8 +76,8 @@ class RunFeed:
         """Return of the trainer and of each generator whether it has something to do."""
         workers = self._pool.scheduler.workers
         generators = self._pool.registry.present("generator")
-        found = {each.name: bool(workers[each.address].processing) for each in generators}
-        return found | {TRAINER: bool(self.flow and self.flow.accounting.in_step)}
+        found = {e.name: bool(getattr(workers.get(e.address), "processing", 0)) for e in generators}
+        return found | {run_numbers.TRAINER: bool(self.flow and self.flow.accounting.in_step)}
 
     def _read(self, at_work: Mapping[str, bool]) -> dict[str, pl.DataFrame]:
         ledger, newest = LedgerReader(self.layout), max(self._steps["step"], default=0)
@@ -97,26 +90,20 @@ class RunFeed:
             return {}
         first, last = steps["trajectory_watermark"][0], steps["trajectory_watermark"][-1]
         where = f"{COMMIT_ORDER} >= {max(first, last - MOST_ROWS)}"
-        columns = ["group_id", "generator", "version_spans", *TIMES]
+        columns = ["group_id", "generator", "version_spans", *run_numbers.TIMES]
         rows = read_rows(self.layout, "trajectories", columns, where)
-        return self._tables(steps, run_numbers.groups_of(pl.DataFrame(rows)), at_work)
-
-    def _tables(
-        self, steps: pl.DataFrame, groups: pl.DataFrame, at_work: Mapping[str, bool]
-    ) -> dict[str, pl.DataFrame]:
+        groups = run_numbers.groups_of(pl.DataFrame(rows))
         began, ended = steps["committed_at"][0], steps["committed_at"][-1]
         now = time() if any(at_work.values()) else ended
         found = find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))
-        tables = {
+        flow = {"stages": run_numbers.flow_stages(self.flow, steps, groups)} if self.flow else {}
+        return flow | {
             "verdict": pl.DataFrame([{"step": steps["step"][-1], **found._asdict()}]),
             "curves": self._steps,
             "spans": run_numbers.work_spans(steps, groups, at_work=at_work, now=now),
             "swaps": steps.select(at=pl.col("committed_at") - now),
             "speeds": run_numbers.generator_speeds(groups, since=began, now=now),
         }
-        if self.flow:
-            tables["stages"] = run_numbers.flow_stages(self.flow, steps, groups)
-        return tables
 
 
 def add_page(scheduler: Any, feed: RunFeed) -> None:
@@ -162,9 +149,8 @@ class Page:
     def _fill(self, part: str, columns: dict[str, Any]) -> None:
         if part == "verdict":
             (step,), (text,), (remedy,) = columns.values()
-            advice = f" To train faster, {remedy}." if remedy else ""
-            name = escape(self._feed.layout.name)
-            self._verdict.text = f"{name}, step {step}. <b>{text}.</b>{advice}"
+            advice = f"To train faster, {remedy}." if remedy else ""
+            self._verdict.text = f"{self._feed.layout.name}, step {step}. <b>{text}.</b> {advice}"
         if part in _BARS:
             self._lanes[part].factors = [*dict.fromkeys(reversed(columns["lane"]))]
             colours = [ORANGE if lane in _ORANGE else BLUE for lane in columns["lane"]]

@@ -13,11 +13,9 @@ from areal_flow.controller.flow import Flow
 from areal_flow.evaluation.pass_rates import PASS_RATE
 
 TRAINER = "trainer"
-REWARDS = ("reward_mean", PASS_RATE)
-LENGTH = ("completion_tokens_mean",)
-STALENESS = ("staleness_mean", "staleness_max")
+CURVES = ("reward_mean", PASS_RATE, "completion_tokens_mean", "staleness_mean", "staleness_max")
 TIMES = ("submitted_at", "started_at", "finished_at", "scored_at")
-_NUMBERS = ("committed_at", *REWARDS, *LENGTH, *STALENESS, *bottleneck.COLUMNS)
+_NUMBERS = ("committed_at", *CURVES, *bottleneck.COLUMNS)
 _STEP = {"step": pl.Int64, "trajectory_watermark": pl.Int64, **dict.fromkeys(_NUMBERS, pl.Float64)}
 
 

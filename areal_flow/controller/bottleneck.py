@@ -18,7 +18,6 @@ COLUMNS = (*SPEED_COLUMNS, "seconds_wait", OBSERVED, QUEUE)
 class Bottleneck(NamedTuple):
     text: str
     remedy: str = ""
-    """Empty where nothing waits for long."""
 
 
 def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from statistics import fmean
 from time import monotonic
 from typing import Any
@@ -20,7 +21,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 
 from areal_flow.controller import ledger_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
@@ -112,7 +113,6 @@ class Progress:
         self._num_generators = num_generators
         self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
         self._curves: list[tuple[float, ...]] = []
-        """What `_numbers` were at each step."""
         self._counted_at = 0.0
         self._picture: RenderableType | None = None
 
@@ -190,11 +190,9 @@ class Progress:
 
     def _steps_picture(self, window: str, left: str, rates: Mapping[str, str]) -> Group:
         """Return the same few lines at any width: values, and what they were so far."""
-        picture, last = Table.grid(padding=(0, 2, 0, 0), expand=True), self._rows[-1]
-        picture.add_column(no_wrap=True)
-        picture.add_column(no_wrap=True, justify="right")
-        picture.add_column(no_wrap=True, ratio=1)
-        done, total = last["step"], self._num_steps
+        columns = Column(no_wrap=True), Column(no_wrap=True, justify="right"), Column(ratio=1)
+        picture = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
+        last, done, total = self._rows[-1], self._rows[-1]["step"], self._num_steps
         picture.add_row("step", f"{done}/{total}", _bar(done, total))
         picture.add_row("left", left)
         for place, (label, value) in enumerate(_values([last]).items()):
@@ -221,18 +219,16 @@ def _numbers(rows: Collection[Mapping[str, Any]]) -> tuple[float, ...]:
 
 
 class Sparkline:
-    """Numbers as bars of one character each, at most `BAR_WIDTH`; each a mean of its share."""
+    """Finite numbers as bars of one character, at most `BAR_WIDTH`; each a mean of its share."""
 
     def __init__(self, numbers: Sequence[float]) -> None:
-        self._numbers = numbers
+        self._numbers = [*filter(isfinite, numbers)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        levels = " .:-=+*#" if options.ascii_only else "▁▂▃▄▅▆▇█"
-        every = -(-len(self._numbers) // min(options.max_width, BAR_WIDTH))
-        means = [
-            fmean(self._numbers[at : at + every]) for at in range(0, len(self._numbers), every)
-        ]
-        low, high = min(means), max(means)
+        levels, numbers = " .:-=+*#" if options.ascii_only else "▁▂▃▄▅▆▇█", self._numbers
+        every = -(-len(numbers) // max(1, min(options.max_width, BAR_WIDTH))) or 1
+        means = [fmean(numbers[at : at + every]) for at in range(0, len(numbers), every)]
+        low, high = min(means, default=0), max(means, default=0)
         yield "".join(levels[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 

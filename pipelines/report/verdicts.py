@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from areal_flow.config import Recipe
-from areal_flow.controller.bottleneck import Bottleneck, find_bottleneck
+from areal_flow.controller.bottleneck import find_bottleneck
 from areal_flow.evaluation.pass_rates import PASS_RATE, PassRate, wilson_interval
 
 WINDOW_STEPS = 8
@@ -60,9 +60,8 @@ def judge_run(
     if first is not None and last is not None:
         found.append(judge_entropy(first, last))
     if any(row.get("seconds_step") for row in steps):
-        found.append(
-            judge_speed(find_bottleneck(steps, num_generators=recipe.cluster.num_generators))
-        )
+        text, remedy = find_bottleneck(steps, num_generators=recipe.cluster.num_generators)
+        found.append(Verdict("Speed", "look" if remedy else "good", text, remedy))
     mean, limit = totals["staleness_mean"], recipe.controller.max_staleness
     return [
         *found,
@@ -101,10 +100,6 @@ def judge_entropy(first: float, last: float) -> Verdict:
     elif last > MOST_ENTROPY * first:
         mark, meaning = "look", "the policy may forget what it could"
     return Verdict("Entropy", mark, f"Entropy {moved} {last:.2f}: {meaning}", "nats a token")
-
-
-def judge_speed(found: Bottleneck) -> Verdict:
-    return Verdict("Speed", "look" if found.remedy else "good", found.text, found.remedy)
 
 
 def judge_staleness(mean: float, limit: int, *, masked: float) -> Verdict:

@@ -67,7 +67,7 @@ class RunFeed:
     async def shown(self) -> Mapping[str, pl.DataFrame]:
         """Return what there is, read in a thread now or a moment ago; {} before the first step."""
         async with self._reading:
-            if monotonic() - self._read_at > UPDATE_EVERY_S / 2 and self.layout.steps.is_dir():
+            if monotonic() - self._read_at > UPDATE_EVERY_S / 2 and self.layout.steps.exists():
                 self._shown = await asyncio.to_thread(self._read, self._at_work())
                 self._read_at = monotonic()
         return self._shown

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sys
+from time import sleep
 from typing import Annotated
 
 from cyclopts import App, Parameter, validators
@@ -16,6 +18,7 @@ from areal_flow.run.directory import find_run, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease, is_held, newest_lease
 from pipelines.cli.settings import Flag, Given
+from pipelines.console.run_log import LoggedLines
 from pipelines.console.tables import Report
 
 group = App(name="runs", help="List runs with their state; `runs remove` removes one.")
@@ -126,4 +129,31 @@ def ui(
     serve(default_tracking_uri(folders.runs), port=port)
 
 
-COMMANDS = (group, track, ui)
+def logs(
+    run: str,
+    /,
+    *,
+    worker: str | None = None,
+    follow: Annotated[Flag, Parameter(name=("--follow", "-f"))] = False,
+    folders: Given,
+) -> None:
+    """Print the log of a run: what its drivers said and its workers printed.
+
+    Args:
+        run: A run's name, or its directory.
+        worker: Only lines that this worker printed or that name it, such as generator-0.
+        follow: Go on with what is logged later, until the run ends.
+    """
+    layout = find_run(folders.runs, run)
+    if worker and not re.fullmatch(r"(trainer|generator|reward)-\d+", worker):
+        raise ConfigError(f"--worker {worker}: expected one such as generator-0 or trainer-0")
+    lines, goes_on = LoggedLines(layout), True
+    while goes_on:
+        goes_on = follow and observed_state(layout).state == "running"
+        for line in lines.new():
+            if re.search(rf"\b{worker or ''}(?!\d)", line):
+                print(line, flush=follow)
+        sleep(0.5 * goes_on)
+
+
+COMMANDS = (group, track, ui, logs)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import dask
 from distributed import Client, Scheduler, Security
+from prometheus_client import REGISTRY
 
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
@@ -44,6 +46,7 @@ class RunningCluster:
     scheduler: str
     dashboard: str
     network: NetworkSettings
+    metrics: RunMetrics
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -85,6 +88,7 @@ async def launch_cluster(
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
             serve_pool(pool)
+            REGISTRY.register(metrics := RunMetrics(context.layout, pool))
             try:
                 await pool.start_until_joined(placements)
                 pool.spawn(watch_health(pool, settings))
@@ -93,8 +97,9 @@ async def launch_cluster(
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, address, dashboard, network)
+                        yield RunningCluster(client, pool, address, dashboard, network, metrics)
             finally:
+                REGISTRY.unregister(metrics)
                 await pool.stop()
 
 

@@ -210,6 +210,7 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        await self.cluster.metrics.follow(flow, self.ledger)
         self.evaluations = self.held_out.beside_training(flow)
         self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
@@ -248,6 +249,7 @@ class Training:
 
     async def on_step(self, row: dict[str, Any]) -> None:
         self.progress.step(row)
+        self.cluster.metrics.ledger.add(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()
         await self.checkpoints.after_step(row)

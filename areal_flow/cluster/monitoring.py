@@ -40,9 +40,8 @@ class LedgerTotals:
 
     def add(self, row: Mapping[str, Any]) -> None:
         self._newest = row
-        if not row["step"]:  # its seconds are those of fine-tuning
-            return
-        self._seconds.update({part: row[f"seconds_{part}"] for part in PARTS})
+        if row["step"]:  # the seconds of the genesis are those of fine-tuning
+            self._seconds.update({part: row[f"seconds_{part}"] for part in PARTS})
         for name, value in row["metrics"].items():
             if name.startswith(TRAINED_BY_STALENESS):
                 self._num_trained[int(name.removeprefix(TRAINED_BY_STALENESS))] += int(value)

@@ -30,7 +30,6 @@ _said.setLevel(logging.INFO)
 _said.propagate = False
 _said.addHandler(logging.NullHandler())
 _of_workers = logging.getLogger("areal_flow.output")  # see `cluster.launchers.child`
-_STEP = re.compile(r"\s*step (\d+)/")
 
 
 class _Lines(logging.Formatter):
@@ -51,7 +50,7 @@ class _JsonLines(logging.Handler, TextIOBase):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = self.format(record)
-        if found := _STEP.match(message):
+        if found := re.match(r"\s*step (\d+)/", message):
             self._step = int(found[1])
         event = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -121,21 +120,17 @@ def logged_warnings(path: Path) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in found if match]
 
 
-class LoggedLines:
-    """The lines of a run's log, and of its workers' Slurm jobs with `[WORKER]` before them."""
+def logged_lines(layout: RunLayout, num_read: Counter[Path]) -> Iterator[str]:
+    """Yield the lines of a run's log, and of its workers' Slurm jobs with `[WORKER]` before them.
 
-    def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
-        self._num_read = Counter[Path]()
-
-    def new(self) -> Iterator[str]:
-        """Yield what was logged since the last call."""
-        for path in (self._layout.log, *sorted(self._layout.jobs.glob("*.log"))):
-            is_job = path.parent == self._layout.jobs  # its number ends the name
-            before = f"[{path.stem.rpartition('-')[0]}] " if is_job else ""
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                file.seek(self._num_read[path])
-                for line in file:
-                    if line.endswith(b"\n"):  # else it is being written
-                        self._num_read[path] += len(line)
-                        yield before + line.decode(errors="replace").rstrip()
+    `num_read` counts the bytes of each file that were read: a second call yields what is new.
+    """
+    for path in (layout.log, *sorted(layout.jobs.glob("*.log"))):
+        # The number of a job ends its file's name.
+        before = f"[{path.stem.rpartition('-')[0]}] " if path.parent == layout.jobs else ""
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(num_read[path])
+            for line in file:
+                if line.endswith(b"\n"):  # else it is being written
+                    num_read[path] += len(line)
+                    yield before + line.decode(errors="replace").rstrip()

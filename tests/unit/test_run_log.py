@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,11 +17,11 @@ import pytest
 from areal_flow.cluster.launchers.child import OUTPUT, Child, start_process
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config import Recipe
-from areal_flow.run.directory import create_run
+from areal_flow.run.directory import create_run, hold_run, leave_run
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from pipelines.console.progress import make_progress
-from pipelines.console.run_log import LoggedLines, log_kept, logged_warnings, print_as, say
+from pipelines.console.run_log import log_kept, logged_lines, logged_warnings, print_as, say
 from tests.unit.test_progress import ROW
 
 PLACEMENT = WorkerPlacement("reward-0", "reward", 1)
@@ -152,20 +155,35 @@ def test_log_of_a_worker_has_what_it_printed_and_what_was_said_of_it(
     ]
 
 
-def test_wrong_name_of_a_worker_is_refused(
+def test_wrong_name_of_a_worker_is_told(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert logs(layout, "--worker", "generator1") == 2
     assert "--worker generator1: expected one such as generator-0" in capsys.readouterr().err
+    assert logs(layout, "--worker", "generator-7") == 1
+    assert "train.log is of generator-7, or names it" in capsys.readouterr().err
+
+
+def test_log_is_followed_until_its_driver_ends(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor() as pool, hold_run(layout) as writer:
+        following = pool.submit(logs, layout, "--follow")
+        sleep(0.3)
+        with layout.log.open("a") as file:
+            file.write("2026-01-02 03:04:09 the last line\n")
+        leave_run(layout, writer, "finished", seconds=1.0)
+        assert following.result(timeout=10) == 0
+    assert capsys.readouterr().out.count("the last line") == 1
 
 
 def test_line_that_is_being_written_is_read_when_it_is_whole(layout: RunLayout) -> None:
-    lines = LoggedLines(layout)
-    assert len([*lines.new()]) == 5
+    num_read = Counter[Path]()
+    assert len([*logged_lines(layout, num_read)]) == 5
     with layout.log.open("a") as file:
         file.write("half a ")
         file.flush()
-        assert [*lines.new()] == []
+        assert [*logged_lines(layout, num_read)] == []
         file.write("line\n")
-    assert [*lines.new()] == ["half a line"]
-    assert [*lines.new()] == []
+    assert [*logged_lines(layout, num_read)] == ["half a line"]
+    assert [*logged_lines(layout, num_read)] == []

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable
-from areal_flow.step_metrics import TRAINED_BY_STALENESS
 from areal_flow.store.ledger import STEPS
 from pipelines.report.verdicts import WINDOW_STEPS
 
@@ -53,7 +52,7 @@ _LINES: dict[str, tuple[str, dict[str, str]]] = {
 """Charts by their worth: what each means, and columns by what their lines are called."""
 _BY_NAME = {
     "pass_rate/difficulty_": ("Pass rate by difficulty", "Of each step's batch."),
-    TRAINED_BY_STALENESS: ("Trained tokens by staleness", "Of each step, in versions."),
+    "staleness/trained_tokens_": ("Trained tokens by staleness", "Of each step, in versions."),
     "reward/": ("Rewards before their weights", "Means over each step's batch."),
 }
 """Charts of all metrics whose names begin alike; a line is called by the rest of its name."""

@@ -9,6 +9,8 @@ SKIPPED_UPDATES = "skipped_updates_fraction"
 """The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
 CRITIC_SKIPPED_UPDATES = "critic_skipped_updates_fraction"
 """The same, of a critic's."""
+TRAINED_BY_STALENESS = "staleness/trained_tokens_"
+"""The beginning of a metric's name; their staleness, in versions, follows."""
 
 
 @dataclass(frozen=True, slots=True)

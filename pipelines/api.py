@@ -245,15 +245,7 @@ def _start(
 
     layout = run_layout(runs, name or jobs.default_name(stem))
     fork = recipe if isinstance(recipe, Fork) else None
+    new: Any = {"fill": fill, "fork": fork, "datasets": datasets}
     with arguments.bad_rows_numbered(rows):
-        jobs.start(
-            job,
-            layout,
-            chosen,
-            began=began,
-            recipe_name=stem,
-            fill=fill,
-            fork=fork,
-            datasets=datasets,
-        )
+        jobs.start(job, layout, chosen, began=began, recipe_name=stem, **new)
     return layout

@@ -43,12 +43,16 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
     }
     text = json.dumps(where)
     replace_file(layout.cluster, text)
+    target = layout.root.parent / "prometheus" / f"{layout.name}.json"  # it finds runs there
+    target.parent.mkdir(exist_ok=True)
+    replace_file(target, json.dumps([{"targets": [urlsplit(cluster.dashboard).netloc]}]))
     try:
         yield
     finally:
         with suppress(FileNotFoundError):
             if layout.cluster.read_text() == text:  # else another driver took over
                 layout.cluster.unlink()
+                target.unlink()
 
 
 def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:

@@ -49,6 +49,9 @@ class BigramEngine:
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
+    def occupancy(self) -> dict[str, float]:
+        return self._scheduler.occupancy()
+
     def step(self) -> list[tuple[str, list[Completion]]]:
         self._scheduler.admit()
         for sequence in self._scheduler.running.values():

@@ -6,8 +6,9 @@ A token is trained if the policy chose it (`loss_mask`) and it is fresh enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -20,14 +21,21 @@ from areal_flow.types import VersionSpan
 class StalenessCount:
     """Trained and too old tokens of some completions, and the trained ones' staleness."""
 
-    num_trained: int = 0
     num_masked: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
+    num_trained_by_staleness: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.num_trained_by_staleness.values())
 
     @property
     def staleness_mean(self) -> float:
-        return self.staleness_sum / self.num_trained if self.num_trained else 0.0
+        total = sum(age * number for age, number in self.num_trained_by_staleness.items())
+        return total / self.num_trained if self.num_trained else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.num_trained_by_staleness, default=0)
 
 
 def fresh_enough(version: int, *, policy_version: int, max_staleness: int) -> bool:
@@ -52,13 +60,10 @@ def count_staleness(
 ) -> StalenessCount:
     """Count what a step would train and mask of the tokens that `loss_mask` keeps."""
     bound = {"policy_version": policy_version, "max_staleness": max_staleness}
-    trained = masked = staleness_sum = staleness_max = 0
+    trained, masked = Counter[int](), 0
     for version, length in chain.from_iterable(chosen):
-        staleness = policy_version - version
         if not fresh_enough(version, **bound):
             masked += length
         elif length:
-            trained += length
-            staleness_sum += staleness * length
-            staleness_max = max(staleness_max, staleness)
-    return StalenessCount(trained, masked, staleness_sum, staleness_max)
+            trained[policy_version - version] += length
+    return StalenessCount(masked, trained)

@@ -67,6 +67,7 @@ class GeneratorRole:
         self._engine: Engine | None = None
         self.served: ServedWeights | None = None
         """What the engine serves; every heartbeat carries it."""
+        self._num_updates = 0
 
     @property
     def is_serving(self) -> bool:
@@ -88,6 +89,7 @@ class GeneratorRole:
                 newest = max(version, self._reader.newest())
                 await self._engine.load_weights(newest, self._reader)
                 self._note_update(stall_s=self._engine.stats().stall_s - before_s)
+                self._num_updates += 1
             return self._engine
 
     def _note_update(self, *, stall_s: float) -> None:
@@ -99,6 +101,18 @@ class GeneratorRole:
 
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
+
+    def engine_state(self) -> dict[str, float]:
+        """Return totals of the engine and what it holds now, by the names that monitoring shows."""
+        stats = self.stats()
+        return {
+            "tokens_total": stats.num_tokens,
+            "busy_seconds_total": stats.busy_s,
+            "stall_seconds_total": stats.stall_s,
+            "weight_updates_total": self._num_updates,
+            **({"policy_version": self.served.policy_version} if self.served else {}),
+            **(self._engine.occupancy() if self._engine else {}),
+        }
 
     def close(self) -> None:
         if self._engine:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import dask
 from distributed import Client, Scheduler, Security
+from prometheus_client import REGISTRY
 
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
@@ -30,7 +32,9 @@ from areal_flow.cluster.worker_process import (
     with_certificates,
 )
 from areal_flow.config import Recipe
+from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
+from areal_flow.store.ledger import LedgerReader
 
 SUBMITTING = {"kubernetes": "kubectl", "slurm": "sbatch"}
 DASHBOARD_HOST = "127.0.0.1"
@@ -47,6 +51,12 @@ class RunningCluster:
     dashboard: str
     network: NetworkSettings
     feed: RunFeed
+    metrics: RunMetrics
+
+    async def show(self, flow: Flow, ledger: LedgerReader) -> None:
+        """Show a flow on the dashboard's page and to Prometheus from now on."""
+        self.feed.flow = flow
+        await self.metrics.follow(flow, ledger)
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -91,6 +101,7 @@ async def launch_cluster(
             feed = RunFeed(context.layout, pool)
             add_page(scheduler, feed)
             serve_pool(pool)
+            REGISTRY.register(metrics := RunMetrics(context.layout, pool))
             try:
                 await pool.start_until_joined(placements)
                 pool.spawn(watch_health(pool, settings))
@@ -99,8 +110,11 @@ async def launch_cluster(
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/{PAGE}"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, address, dashboard, network, feed)
+                        yield RunningCluster(
+                            client, pool, address, dashboard, network, feed, metrics
+                        )
             finally:
+                REGISTRY.unregister(metrics)
                 await pool.stop()
 
 

@@ -226,6 +226,7 @@ PROCESS_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "DASK_LOGGING__DISTRIBUTED": "critical",
+    "PYTHONUNBUFFERED": "1",  # its output is a pipe, and its end discards what is buffered
     "PYTHONHASHSEED": "0",
 }
 """Of every worker process: glibc and loggers read these variables only at start."""

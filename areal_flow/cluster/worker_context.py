@@ -35,6 +35,7 @@ PLUGIN_NAME = "areal-flow"
 EXECUTIONS = "executions"
 """The folder of `Executions`, within that of the processes."""
 SERVED_METRIC = "areal_flow_served_weights"
+ENGINE_METRIC = "areal_flow_engine"
 
 Part = TypeVar("Part")
 
@@ -75,6 +76,7 @@ class WorkerContext(WorkerPlugin):
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
         worker.metrics[SERVED_METRIC] = self._served_weights
+        worker.metrics[ENGINE_METRIC] = self._engine_state
         _align_received_tables()
         if os.getpgrp() != os.getpid():
             os.setpgrp()
@@ -93,7 +95,8 @@ class WorkerContext(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Close all parts of a worker that ends or that serves another run now."""
-        worker.metrics.pop(SERVED_METRIC, None)
+        for name in (SERVED_METRIC, ENGINE_METRIC):
+            worker.metrics.pop(name, None)
         for kind in list(self._parts):
             part = self._parts.pop(kind)
             try:
@@ -120,6 +123,11 @@ class WorkerContext(WorkerPlugin):
         """Return the `ServedWeights` of this worker, for its heartbeats."""
         found = (getattr(part, "served", None) for part in list(self._parts.values()))
         return next((asdict(served) for served in found if served is not None), None)
+
+    def _engine_state(self, worker: Worker) -> dict[str, float]:
+        """Return the `engine_state` of a generator, for its heartbeats."""
+        found = (getattr(part, "engine_state", None) for part in list(self._parts.values()))
+        return next((state() for state in found if state is not None), {})
 
 
 def worker_context(worker: Worker | None = None) -> WorkerContext:

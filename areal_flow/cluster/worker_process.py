@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import logging
 import os
 import platform
 import signal
@@ -121,6 +122,7 @@ def main(options: str, parent: str) -> None:
         parent: the number of the process that started this one.
     """
     end_with_parent(int(parent))
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     if options in ROLES:
         for module in IMPORTS.get(options, ()):
             import_module(module)

@@ -166,6 +166,9 @@ class EngineCore(Protocol):
     def has_work(self) -> bool:
         """Return whether `step` would do anything."""
 
+    def occupancy(self) -> dict[str, float]:
+        """Return what it holds now, by names that monitoring shows; called by another thread."""
+
     def step(self) -> list[tuple[str, list[Completion]]]:
         """Sample one token for every running completion; return the groups that are complete."""
 
@@ -201,6 +204,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was made, also after it was closed."""
+
+    def occupancy(self) -> dict[str, float]:
+        """Return what it holds now: `batch_size`, `queue_length`, `cache_fraction`, if known."""
 
     def close(self) -> None:
         """Free what it holds; requests that still wait get an `EngineError`. Again is fine."""

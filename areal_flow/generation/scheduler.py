@@ -118,6 +118,9 @@ class SlotScheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self.running)
 
+    def occupancy(self) -> dict[str, float]:
+        return {"batch_size": len(self.running), "queue_length": len(self._waiting)}
+
     def has_started(self) -> bool:
         """Return whether a member has begun and not ended, whether it has a slot or not."""
         return bool(self.running or (self._waiting and self._waiting[0].tokens))

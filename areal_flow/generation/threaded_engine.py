@@ -94,6 +94,9 @@ class ThreadedEngine:
         elapsed_s = until - self._made_at
         return EngineStats(self._incarnation, self._num_tokens, busy_s, self._stall_s, elapsed_s)
 
+    def occupancy(self) -> dict[str, float]:
+        return self._core.occupancy()
+
     def close(self) -> None:
         """End the thread after its current step; requests that still wait get an `EngineError`."""
         self._closing = True

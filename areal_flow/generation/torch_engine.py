@@ -90,6 +90,10 @@ class TorchEngine:
     def has_work(self) -> bool:
         return self._scheduler.has_work() or self._pending is not None
 
+    def occupancy(self) -> dict[str, float]:
+        taken = 1 - self._pages.num_free / self._idle_page
+        return {**self._scheduler.occupancy(), "cache_fraction": taken}
+
     @torch.inference_mode()
     def step(self) -> list[tuple[str, list[Completion]]]:
         if self._pending and not self._scheduler.has_started():

@@ -55,7 +55,7 @@ METRICS = {
 MAX_FINE_TUNING_POINTS = 200
 """So many steps are shown of a long run of fine-tuning, evenly spaced, and the last."""
 
-_STEP_COLUMNS = [
+STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
 ]
 _CHECKPOINT_COLUMNS = [
@@ -127,7 +127,7 @@ class Projection:
     def _deliver_steps(self) -> int:
         assert self._delivered is not None
         before = self._delivered
-        for row in self._ledger().rows(_STEP_COLUMNS, since=before + 1):
+        for row in self._ledger().rows(STEP_COLUMNS, since=before + 1):
             step, at = row["step"], _milliseconds(row["committed_at"])
             log = self._sink.log_step
             self._attempt(f"step {step}", log, step, step_metrics(row), timestamp_ms=at)

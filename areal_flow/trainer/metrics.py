@@ -19,7 +19,7 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
-from areal_flow.step_metrics import StepMetrics
+from areal_flow.step_metrics import TRAINED_BY_STALENESS, StepMetrics
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import learning_rate
 from areal_flow.trainer.updates import UpdateNumbers
@@ -45,6 +45,7 @@ def step_metrics(
         policy_version=request.policy_version,
         max_staleness=request.max_staleness,
     )
+    ages = staleness.num_trained_by_staleness
     num_trained = sum(sequence.num_trained for sequence in sequences)
     num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
     used = {} if utilization is None else {f"{SPEED}model_flops_utilization": utilization}
@@ -65,6 +66,7 @@ def step_metrics(
             **masked_fractions(rows, sequences),
             **{name: metric.value for name, metric in numbers.metrics.items()},
             **batch_metrics(rows, pass_threshold=recipe.pass_threshold),
+            **{f"{TRAINED_BY_STALENESS}{age}": float(count) for age, count in sorted(ages.items())},
             **used,
         },
         **seconds,

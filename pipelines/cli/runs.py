@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sys
+from collections import Counter
+from pathlib import Path
+from time import sleep
 from typing import Annotated
 
 from cyclopts import App, Parameter, validators
@@ -16,6 +20,7 @@ from areal_flow.run.directory import find_run, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease, is_held, newest_lease
 from pipelines.cli.settings import Flag, Given
+from pipelines.console.run_log import logged_lines
 from pipelines.console.tables import Report
 
 group = App(name="runs", help="List runs with their state; `runs remove` removes one.")
@@ -77,6 +82,7 @@ def remove_run(layout: RunLayout) -> int:
         num_versions = untrack(layout, load_recipe(layout.config))
         for root in layout.weights.glob("[0-9]*"):
             free_segments(root)
+        (layout.root.parent / "prometheus" / f"{layout.name}.json").unlink(missing_ok=True)
         shutil.rmtree(layout.root.rename(layout.root.with_name(f".removed-{layout.name}")))
     return num_versions
 
@@ -126,4 +132,34 @@ def ui(
     serve(default_tracking_uri(folders.runs), port=port)
 
 
-COMMANDS = (group, track, ui)
+def logs(
+    run: str,
+    /,
+    *,
+    worker: str | None = None,
+    follow: Annotated[Flag, Parameter(name=("--follow", "-f"))] = False,
+    folders: Given,
+) -> None:
+    """Print the log of a run: what its drivers said and its workers printed.
+
+    Args:
+        run: A run's name, or its directory.
+        worker: Only lines that this worker printed or that name it, such as generator-0.
+        follow: Go on with what is logged later, until the run ends.
+    """
+    layout = find_run(folders.runs, run)
+    if worker and not re.fullmatch(r"(trainer|generator|reward)-\d+", worker):
+        raise ConfigError(f"--worker {worker}: expected one such as generator-0 or trainer-0")
+    num_read, num_shown, goes_on = Counter[Path](), 0, True
+    while goes_on:
+        goes_on = follow and observed_state(layout).state == "running"
+        for line in logged_lines(layout, num_read):
+            if not worker or re.search(rf"\b{worker}(?!\d)", line):
+                print(line, flush=follow)
+                num_shown += 1
+        sleep(0.5 * goes_on)
+    if worker and not num_shown:
+        raise RunError(f"no line of {layout.log} is of {worker}, or names it")
+
+
+COMMANDS = (group, track, ui, logs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -34,6 +34,8 @@ class Which:
     """s3://BUCKET/FOLDER for a new run's datasets; the rest stays in its directory."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
+    log_format: Literal["text", "json"] = "text"
+    """Of what is printed; json: a line an event, with time, level, run, step, worker, message."""
 
 
 def train(
@@ -127,6 +129,7 @@ def _drive(
     *,
     accept_verifier: bool = False,
 ) -> int:
+    from pipelines.console.run_log import print_as
     from pipelines.jobs import job as jobs
     from pipelines.jobs.forking import Fork
 
@@ -136,6 +139,7 @@ def _drive(
         if source or which.name or which.datasets:
             raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
         recipe = jobs.recipe_to_resume(layout, over, spelling=OPTION)
+        print_as(which.log_format, layout.name)
         how = {"take_over": which.take_over, "accept_verifier": accept_verifier}
         outcome = jobs.resume(job, layout, recipe, began=began, **how)
     else:
@@ -143,6 +147,7 @@ def _drive(
             raise ConfigError("--take-over and --accept-verifier go with --resume")
         stem, recipe = jobs.chosen_recipe(source or jobs.DEFAULT_RECIPE, over, spelling=OPTION)
         layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
+        print_as(which.log_format, layout.name)
         fork = source if isinstance(source, Fork) else None
         outcome = jobs.start(
             job, layout, recipe, began=began, recipe_name=stem, fork=fork, datasets=which.datasets

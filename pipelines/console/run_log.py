@@ -1,20 +1,26 @@
-"""What a driver says, on the terminal and in `train.log`, where its warnings stand as well.
+"""What a driver and its workers say: on the terminal or as JSON, and in `train.log`.
 
-Lines of the log are plain text with the local time before them. A driver that goes on with a run
-appends to the log of those before it. The processes of workers write to the terminal alone.
+Lines of the log are plain text with the local time before them, and `[WORKER]` if a worker printed
+them. A driver that goes on with a run appends to the log of those before it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import StringIO
+from datetime import UTC, datetime
+from io import StringIO, TextIOBase
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 
+from areal_flow.run.layout import RunLayout
 from pipelines.console.tables import PIPE_WIDTH, PLAIN, make_console, rendered
 
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -23,13 +29,51 @@ _said = logging.getLogger("areal_flow.said")
 _said.setLevel(logging.INFO)
 _said.propagate = False
 _said.addHandler(logging.NullHandler())
+_of_workers = logging.getLogger("areal_flow.output")  # see `cluster.launchers.child`
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if record.name == _said.name:
             return f"{self.formatTime(record, _TIME)} {record.getMessage()}".rstrip()
+        if worker := getattr(record, "worker", ""):
+            return f"{self.formatTime(record, _TIME)} [{worker}] {record.getMessage()}"
         return super().format(record)
+
+
+class _JsonLines(logging.Handler, TextIOBase):
+    """Writes each event as an object, and so each line that is written to it."""
+
+    def __init__(self, run: str, output: TextIO) -> None:
+        super().__init__()
+        self._run, self._output, self._step, self._line = run, output, 0, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = self.format(record)
+        if found := re.match(r"\s*step (\d+)/", message):
+            self._step = int(found[1])
+        event = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "run": self._run,
+            "step": self._step,
+            "worker": getattr(record, "worker", "driver"),
+            "message": message,
+        }
+        print(json.dumps(event), file=self._output, flush=True)
+
+    def write(self, text: str) -> int:
+        *lines, self._line = f"{self._line}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            self.handle(logging.makeLogRecord({"msg": line, "levelname": "INFO"}))
+        return len(text)
+
+
+def print_as(log_format: str, run: str) -> None:
+    """Have all that this process prints from now on as `text`, or as `json` for other programs."""
+    if log_format == "json":
+        sys.stdout = handler = _JsonLines(run, sys.stdout)
+        _of_workers.handlers = logging.getLogger().handlers = [handler]
 
 
 class _LogFile(logging.FileHandler):
@@ -55,7 +99,7 @@ def log_kept(path: Path) -> Iterator[None]:
     """Append everything that is said, and every warning, to a file while this is entered."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s", _TIME))
-    loggers = (_said, logging.getLogger())
+    loggers = (_said, _of_workers, logging.getLogger())
     logging.captureWarnings(True)
     for logger in loggers:
         logger.addHandler(handler)
@@ -74,3 +118,19 @@ def logged_warnings(path: Path) -> list[tuple[str, str]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     found = (_WARNING.fullmatch(line) for line in lines)
     return [(match[1], match[2]) for match in found if match]
+
+
+def logged_lines(layout: RunLayout, num_read: Counter[Path]) -> Iterator[str]:
+    """Yield the lines of a run's log, and of its workers' Slurm jobs with `[WORKER]` before them.
+
+    `num_read` counts the bytes of each file that were read: a second call yields what is new.
+    """
+    for path in (layout.log, *sorted(layout.jobs.glob("*.log"))):
+        # The number of a job ends its file's name.
+        before = f"[{path.stem.rpartition('-')[0]}] " if path.parent == layout.jobs else ""
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(num_read[path])
+            for line in file:
+                if line.endswith(b"\n"):  # else it is being written
+                    num_read[path] += len(line)
+                    yield before + line.decode(errors="replace").rstrip()

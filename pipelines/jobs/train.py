@@ -123,8 +123,7 @@ class Training:
         self.ledger = Ledger(layout, writer)
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
-        bounds = recipe.cluster.generators_between
-        self.autoscaler = Autoscaler(cluster.pool, *bounds) if bounds else None
+        self.autoscaler = Autoscaler(cluster.pool, recipe.cluster.generators_between)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
@@ -213,7 +212,7 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
-        self.cluster.feed.flow = flow
+        await self.cluster.show(flow, self.ledger)
         self.evaluations = self.held_out.beside_training(flow)
         self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
@@ -252,10 +251,10 @@ class Training:
 
     async def on_step(self, row: dict[str, Any]) -> None:
         self.progress.step(row)
+        self.cluster.metrics.ledger.add(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()
-        if self.autoscaler is not None:
-            self.autoscaler.after_step(row)
+        self.autoscaler.after_step(row)
         await self.checkpoints.after_step(row)
 
     def _plan(self) -> InitialState:

@@ -52,6 +52,7 @@ _LINES: dict[str, tuple[str, dict[str, str]]] = {
 """Charts by their worth: what each means, and columns by what their lines are called."""
 _BY_NAME = {
     "pass_rate/difficulty_": ("Pass rate by difficulty", "Of each step's batch."),
+    "staleness/trained_tokens_": ("Trained tokens by staleness", "Of each step, in versions."),
     "reward/": ("Rewards before their weights", "Means over each step's batch."),
 }
 """Charts of all metrics whose names begin alike; a line is called by the rest of its name."""

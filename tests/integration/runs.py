@@ -65,16 +65,33 @@ def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]])
     """Make a run and train it until the coroutine beside it is over; return its layout."""
     layout = RunLayout(root.resolve())
     create_run(layout, recipe)
-
-    async def then_stop() -> None:
-        await beside()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with hold_run(layout) as epoch:
+    with hold_run(layout) as writer:
         prepare_run(layout, recipe)
-        outcome = asyncio.run(_run_beside(layout, recipe, epoch, False, (then_stop,)))
-    assert outcome.stopped_by == "SIGTERM"
+        _until_over(layout, recipe, writer, False, beside)
     return layout
+
+
+def resume_while(layout: RunLayout, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> None:
+    """Resume a run and train it until the coroutine beside it is over."""
+    with hold_run(layout) as writer:
+        _until_over(layout, recipe, writer, True, beside)
+
+
+def _until_over(
+    layout: RunLayout,
+    recipe: Recipe,
+    writer: Writer,
+    resume: bool,
+    beside: Callable[[], Awaitable[None]],
+) -> None:
+    async def then_stop() -> None:
+        try:
+            await beside()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = asyncio.run(_run_beside(layout, recipe, writer, resume, (then_stop,)))
+    assert outcome.stopped_by == "SIGTERM"
 
 
 async def _run_beside(

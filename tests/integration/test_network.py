@@ -63,7 +63,7 @@ def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
         async with launch_cluster(
             [placement], ClusterSettings(), WorkerContext(tmp_path, 0)
         ) as cluster:
-            autoscaler = Autoscaler(cluster.pool, 1, 2)
+            autoscaler = Autoscaler(cluster.pool, (1, 2))
             numbers = asyncio.Queue[int]()
             cluster.pool.subscribe(numbers.put_nowait)
             assert await numbers.get() == 1

@@ -154,6 +154,8 @@ def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: St
     # Versions at version 4: two tokens 1 old, two 2 old, six 1 old.
     assert metrics.staleness_mean == pytest.approx(by_view[2]) == pytest.approx(1.2)
     assert metrics.staleness_max == 2
+    by_age = [metrics.metrics[f"staleness/trained_tokens_{age}"] for age in (1, 2)]
+    assert by_age == [8, 2]
 
 
 def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: StepResult) -> None:
@@ -162,6 +164,7 @@ def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: S
     assert of_batch.items() <= metrics.items()
     assert set(metrics).difference(of_batch) == {
         "speed/model_flops_utilization",
+        *("staleness/trained_tokens_1", "staleness/trained_tokens_2"),
         *("entropy_mean", "skipped_updates_fraction"),
         *("clip_fraction", "clip_low_fraction", "clip_high_fraction"),
         *("ratio_mean", "ratio_max", "ratio_ess_fraction", "ratio_overflow_fraction"),

@@ -35,6 +35,14 @@ def test_run_is_removed_by_yes_alone(
     assert not list(layout.root.parent.iterdir()), "no database was made, no rest is left"
 
 
+def test_prometheus_forgets_a_run_that_is_removed(layout: RunLayout) -> None:
+    target = layout.root.parent / "prometheus" / "r.json"
+    target.parent.mkdir()
+    target.write_text("[]")  # of a driver that was killed
+    remove_run(layout)
+    assert not target.exists()
+
+
 def test_run_of_a_living_driver_is_not_removed(layout: RunLayout) -> None:
     with hold_lease(layout.writers), pytest.raises(RunError, match=r"held by process .* stop it"):
         remove_run(layout)

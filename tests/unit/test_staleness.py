@@ -27,9 +27,8 @@ def test_tokens_are_counted_by_their_age() -> None:
         [],
     ]
     count = count_staleness(spans, policy_version=5, max_staleness=2)
-    assert count == StalenessCount(
-        num_trained=9, num_masked=10, staleness_sum=2 * 4 + 1 * 3, staleness_max=2
-    )
+    assert count == StalenessCount(num_masked=10, num_trained_by_staleness={2: 4, 1: 3, 0: 2})
+    assert (count.num_trained, count.staleness_max) == (9, 2)
     assert count.staleness_mean == 11 / 9
 
 

@@ -19,7 +19,7 @@ from areal_flow.controller.ledger_row import (
     update_metrics,
 )
 from areal_flow.recovery.restore import ComparedStep
-from areal_flow.step_metrics import NOTHING_TRAINED
+from areal_flow.step_metrics import NOTHING_TRAINED, TRAINED_BY_STALENESS
 from areal_flow.tracking.projection import METRICS
 from areal_flow.trainer.metrics import batch_metrics, labels, masked_fractions
 from areal_flow.trainer.step import advantage_moments
@@ -79,6 +79,7 @@ def test_page_of_metrics_names_each() -> None:
         *METRICS,
         *batch_metrics([row(0, 1.0, 1, difficulty="N")], pass_threshold=0.5),
         *speed_metrics(dict.fromkeys(SPEED_COLUMNS, 1.0), num_generators=1),
+        f"{TRAINED_BY_STALENESS}N",
         *update_metrics([ServedWeights(1, "h", 0.0, 0.0)]),
         *reward_metrics([0.0], num_scored=1, seconds_step=1.0),
         *(f"train/{name}" for name in ("entropy_mean", *metrics_of_losses())),

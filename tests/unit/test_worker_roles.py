@@ -44,6 +44,9 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    def occupancy(self) -> dict[str, float]:
+        return {"batch_size": 2, "cache_fraction": 0.5}
+
     def close(self) -> None:
         self.num_closed += 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +14,18 @@ from contextlib import suppress
 from threading import Thread
 
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+
+
+class _OnStandardError(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr, flush=True)
+
+
+OUTPUT = logging.getLogger("areal_flow.output")
+"""Gets each line that a worker prints, a record whose `worker` names it."""
+OUTPUT.setLevel(logging.INFO)
+OUTPUT.propagate = False
+OUTPUT.addHandler(_OnStandardError())
 
 LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
@@ -23,7 +37,8 @@ def start_process(command: Sequence[str], placement: WorkerPlacement) -> subproc
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         bufsize=0,
         env=os.environ | PROCESS_ENVIRONMENT | placement.environment | paths,
         process_group=0,  # no Ctrl-C at a terminal reaches it
@@ -31,19 +46,19 @@ def start_process(command: Sequence[str], placement: WorkerPlacement) -> subproc
 
 
 class Child:
-    """A child process whose standard error is passed on; made and used on the event loop."""
+    """A child process whose output is passed on by line; made and used on the event loop."""
 
     following: asyncio.Task[None]
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        self.process, self.name = process, name
         self.ended = asyncio.Event()
         self.is_stopping = False
-        self._last_output = b""
+        self._last_output = self._unended_line = b""
         self._loop = asyncio.get_running_loop()
         assert process.stdin is not None
-        assert process.stderr is not None
-        self.input, self._output = process.stdin, process.stderr
+        assert process.stdout is not None
+        self.input, self._output = process.stdin, process.stdout
         self._loop.add_reader(self._output, self._pass_output_on)
         Thread(target=self._wait, daemon=True).start()
 
@@ -51,8 +66,15 @@ class Child:
         data = os.read(self._output.fileno(), 1 << 16)
         if not data:
             self._loop.remove_reader(self._output)
-        sys.stderr.write(data.decode(errors="replace"))
         self._last_output = (self._last_output + data)[-2000:]
+        *lines, self._unended_line = re.split(rb"[\r\n]+", self._unended_line + data)
+        for line in lines:
+            self._log(line)
+
+    def _log(self, line: bytes) -> None:
+        if text := line.decode(errors="replace").rstrip():
+            level = logging.getLevelNamesMapping().get(text.partition(" ")[0], logging.INFO)
+            OUTPUT.log(level, "%s", text, extra={"worker": self.name})
 
     def _wait(self) -> None:
         self.process.wait()
@@ -61,11 +83,12 @@ class Child:
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_OUTPUT_S, self.ended.set)
 
     def last_line(self) -> str:
-        """Return its last line on standard error: the message of a Python program that failed."""
+        """Return its last line: the message of a Python program that failed."""
         return self._last_output.decode(errors="replace").strip().rpartition("\n")[2].strip()
 
     def close(self) -> None:
         self._loop.remove_reader(self._output)
+        self._log(self._unended_line)
         self.input.close()
         self._output.close()
 

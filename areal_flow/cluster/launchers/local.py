@@ -58,7 +58,7 @@ class LocalLauncher:
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         try:
-            child = Child(self.process(placement))
+            child = Child(self.process(placement), placement.name)
         except OSError as error:
             raise EngineError(f"{placement.name} cannot be started: {error}") from error
         self._children[placement.name] = child

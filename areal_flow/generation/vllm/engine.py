@@ -98,6 +98,9 @@ class VLLMEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._pending)
 
+    def occupancy(self) -> dict[str, float]:
+        return {"batch_size": len(self._running), "queue_length": len(self._waiting)}
+
     def step(self) -> list[tuple[str, list[Completion]]]:
         if self._pending and not self._running:
             self._switch_weights()

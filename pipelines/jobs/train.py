@@ -1,7 +1,4 @@
-"""Training as stages in order: prepared, begun or restored, evaluated, trained, evaluated again.
-
-What a stage computes is known to the parts that it assembles; this module knows their order.
-"""
+"""Training as stages in order: prepared, begun or restored, evaluated, trained, evaluated again."""
 
 from __future__ import annotations
 

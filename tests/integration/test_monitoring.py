@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from urllib.parse import urljoin
 
 import aiohttp
 import pytest
@@ -119,7 +120,7 @@ async def prometheus(folder: Path, runs: Path) -> AsyncIterator[Prometheus]:
 async def scraped(layout: RunLayout) -> dict[str, float]:
     """Return the run's own series that have no labels beside its name, as its driver has them."""
     dashboard = json.loads(layout.cluster.read_text())["dashboard"]
-    url = dashboard.replace("/status", "/metrics")
+    url = urljoin(dashboard, "/metrics")
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         text = await answer.text()
     found = (sample for each in text_string_to_metric_families(text) for sample in each.samples)

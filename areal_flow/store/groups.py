@@ -35,23 +35,19 @@ ORDERS = {
     "newest": "submission_index DESC",
     "oldest": "submission_index",
     "lowest reward": "avg(reward) NULLS LAST, submission_index",
-    "highest reward": "avg(reward) DESC NULLS LAST, submission_index",
     "most unequal rewards": "stddev_pop(reward) DESC NULLS LAST, submission_index",
 }
 MOST_GROUPS = 50
 MOST_SECONDS = 60
-COLUMNS = (
-    "Columns are those of schemas/trajectories.py, and prompt, completion, verdict, passed, "
-    "num_tokens, status, step, reason, policy_version, num_trained_tokens, num_masked_tokens, "
-    "staleness"
-)
+COLUMNS = "Columns are those that `areal-flow trajectories --help` lists"
 _MEMBER = (*LOG_COLUMNS, "submission_index", "prompt_id", "difficulty", "reward", "version_spans")
-_LEDGER = ("trajectory_id", "writer_epoch", "status", "step", "policy_version", "reason")
-_NOT_CONSUMED = pa.table({name: pa.array([], pa.string()) for name in _LEDGER})
-_CURVES = (
-    *("step", "reward_mean", "completion_tokens_mean", "staleness_mean", "staleness_max"),
-    *("num_trained_tokens", "num_masked_tokens", "metrics"),
+_TEXTS, _NUMBERS = ("trajectory_id", "status", "reason"), ("writer_epoch", "step", "policy_version")
+_NOT_CONSUMED = pa.table(
+    {name: pa.array([], pa.string()) for name in _TEXTS}
+    | {name: pa.array([], pa.int64()) for name in _NUMBERS}
 )
+_TOKENS = ("completion_tokens_mean", "num_trained_tokens", "num_masked_tokens")
+_CURVES = ("step", "reward_mean", "staleness_mean", "staleness_max", "metrics", *_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +95,9 @@ def condition(run: Run, chosen: GroupSelection) -> str:
 def _ask(run: Run, query: str) -> list[Any]:
     if fence_condition(run.layout, "trajectories") is None:
         tables = {"stored": open_dataset(run.layout.trajectories), "consumption": _NOT_CONSUMED}
+        log_alone = run.connect(tables)
         with suppress(duckdb.BinderException):  # perhaps it names what the ledger says
-            return _read_only(run.connect(tables), query.format(table="logged"))
+            return _read_only(log_alone, query.format(table="logged"))
     return _read_only(run.database(), query.format(table="trajectories"))
 
 

@@ -139,10 +139,17 @@ def view(
     if find_spec("panel") is None:
         raise ConfigError(f"`view` needs panel: {how_to_install('view')}")
     layouts = [folders.find(run).whole_run("view") for run in runs]
-    if not layouts and not (layouts := list_runs(folders.runs)[-1:]):
+    if not layouts:
+        found = sorted(list_runs(folders.runs), key=lambda each: each.config.stat().st_mtime)
+        layouts = found[-1:]
+    if not layouts:
         raise RunError(f"no runs in {folders.runs}: name one, or choose a folder with --runs")
+    if len({layout.name for layout in layouts}) < len(layouts):
+        raise ConfigError("expected runs of different names: rename a directory, or name it once")
+    for layout in layouts:
+        load_recipe(layout.config)  # refuses a run of another version's settings
     _check_free(port)
-    from pipelines.view.serve import serve
+    from pipelines.view.page import serve
 
     serve(layouts, port=port)
 

@@ -8,7 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from bokeh.models import ColumnDataSource, HoverTool, TapTool, Whisker
+from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from bokeh.plotting import figure
 
 from areal_flow.store.groups import read_curves
@@ -89,10 +89,7 @@ def draw(name: str, curves: Sequence[RunCurves]) -> Any:
         look = {"x": "step", "y": name, "color": each.colour, "source": source}
         low, high = f"{name}_low", f"{name}_high"
         if name == HELD_OUT:
-            ends = Whisker(base="step", lower=low, upper=high, source=source)
-            for line in (ends, ends.upper_head, ends.lower_head):
-                line.line_color = each.colour
-            drawn.add_layout(ends)
+            drawn.segment("step", low, "step", high, source=source, color=each.colour)
         elif name in _BANDS:
             drawn.varea("step", low, high, source=source, color=each.colour, alpha=0.15)
         drawn.line(line_width=1.6, **look)
@@ -104,5 +101,5 @@ def draw(name: str, curves: Sequence[RunCurves]) -> Any:
     drawn.add_tools(TapTool(renderers=points), HoverTool(renderers=points, tooltips=tips))
     drawn.outline_line_color = drawn.axis.minor_tick_line_color = None
     drawn.axis.axis_line_color = drawn.axis.major_tick_line_color = "#999999"
-    drawn.grid.grid_line_alpha, drawn.y_range.min_interval = 0.4, 0.1
+    drawn.grid.grid_line_alpha, drawn.y_range.default_span = 0.4, 0.2
     return drawn

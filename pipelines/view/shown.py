@@ -18,13 +18,8 @@ import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from areal_flow.errors import ConfigError
-from areal_flow.store.browsing import (
-    Selection,
-    ShownToken,
-    ShownTrajectory,
-    read_rows,
-    select_trajectories,
-)
+from areal_flow.store import browsing
+from areal_flow.store.browsing import ShownToken, ShownTrajectory
 from areal_flow.store.database import allow_reading_only, compared_answers
 from areal_flow.store.groups import GroupSelection, condition
 from areal_flow.store.queries import Run
@@ -48,23 +43,19 @@ def render(template: str, **content: Any) -> str:
     return _TEMPLATES.get_template(f"{template}.html").render(stretches=stretches, **content)
 
 
-def stretches(
-    member: ShownTrajectory, colour_by: str, most: int
-) -> list[tuple[str, str, bool, str]]:
+def stretches(member: ShownTrajectory, colour_by: str, most: int) -> list[tuple[Any, ...]]:
     """Return style, title, whether it is masked, and text of tokens that look alike."""
     looks = ((*_look(n, t, member, colour_by), t) for n, t in enumerate(member.tokens[:most]))
     grouped = groupby(looks, key=lambda look: look[:3])
     return [(*look, "".join(token.text for *_, token in same)) for look, same in grouped]
 
 
-def _look(
-    place: int, token: ShownToken, member: ShownTrajectory, colour_by: str
-) -> tuple[str, str, bool]:
+def _look(place: int, token: ShownToken, member: ShownTrajectory, by: str) -> tuple[str, str, bool]:
     masked = token.trained is False or not token.chosen
     advantage = member.batch.advantage if member.batch else None
     if not token.chosen:
         return "", "not the policy's choice", masked
-    match colour_by:
+    match by:
         case "policy version":
             colour = COLOURS[token.version % len(COLOURS)]
             return f"background: {colour}44", f"version {token.version}", masked
@@ -98,11 +89,11 @@ def export(runs: Sequence[Run], chosen: GroupSelection, ending: str) -> BytesIO:
     """Return the trajectories that match, with the names of their runs, as a file's content."""
     tables: list[pa.Table] = []
     for run in runs:
-        selection = Selection(condition(run, chosen), limit=MOST_ROWS)
+        selection = browsing.Selection(condition(run, chosen), limit=MOST_ROWS)
         with closing(run.database()) as database:
             allow_reading_only(database)
-            identifiers, num = select_trajectories(database, selection)
-            rows = read_rows(database, identifiers)
+            identifiers, num = browsing.select_trajectories(database, selection)
+            rows = browsing.read_rows(database, identifiers)
         tables.append(rows.add_column(0, "run", pa.array([run.layout.name] * len(rows), "str")))
         if num > MOST_ROWS:
             raise ConfigError(

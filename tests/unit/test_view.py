@@ -95,6 +95,19 @@ def test_conditions_may_name_the_log_and_the_ledger(
     assert groups(run, **chosen) == found
 
 
+class LogAlone(Run):
+    def database(self, *, at: int | None = None) -> Any:
+        raise AssertionError("what became of every trajectory was read")
+
+
+def test_what_became_of_all_trajectories_is_read_only_for_conditions_on_it(run: Run) -> None:
+    log_alone = LogAlone(run.layout.root)
+    assert groups(log_alone, where="reward = 1 AND completion <> prompt", step=2) == [2]
+    assert len(show_group(log_alone, 2)) == 2
+    with pytest.raises(AssertionError, match="was read"):
+        groups(log_alone, where="status = 'trained'")
+
+
 @pytest.mark.parametrize(
     ("where", "why"),
     [
@@ -258,3 +271,15 @@ def test_view_says_what_is_missing(
     monkeypatch.setattr(commands, "find_spec", lambda _: None)
     assert main(["view", "run", "--runs", str(tmp_path)]) == 2
     assert "areal-flow[view]" in capsys.readouterr().err
+
+
+def test_the_timer_leaves_an_error_and_the_last_valid_condition(tmp_path: Path) -> None:
+    layout = make_finished_run(tmp_path / "going-on", num_steps=2, state="crashed")
+    page = Page([Run(layout.root)])
+    page.where.value = "member = 1"
+    page.where.value = "rewrd = 1"
+    add_step(layout, 3)
+    page._next_refresh = 1e-9
+    page._guarded(page.refresh)()
+    assert "rewrd" in page.error.object
+    assert list(page.table.value["group"]) == [3, 2, 1]

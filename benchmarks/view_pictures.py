@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from PIL import Image
+
 from tests.browser import opened
 from tests.served_views import served_view
 
@@ -25,12 +27,14 @@ def main() -> None:
         page.wait_for_timeout(3000)
         page.screenshot(path=given.folder / "view_runs.png")
         page.locator(".tabulator-row").first.click()
-        group = page.get_by_text("expected").first
-        group.wait_for()
-        page.get_by_label("colour tokens by").scroll_into_view_if_needed()
-        page.mouse.wheel(0, 520)
+        page.get_by_text("expected").first.wait_for()
+        colour = page.get_by_label("colour tokens by")
+        colour.evaluate("field => field.scrollIntoView({block: 'center'})")
+        page.mouse.wheel(0, 400)
         page.wait_for_timeout(1500)
         page.screenshot(path=given.folder / "view_group.png")
+    for name in ("view_runs.png", "view_group.png"):
+        Image.open(given.folder / name).quantize(128).save(given.folder / name, optimize=True)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Page:
         self.same.on_click(self._guarded(self._find_prompt))
         self.table.on_click(lambda event: self._guarded(lambda: self._open(event.row))(event))
         self._guarded(self.refresh)()
-        self.version.value = max(each.head for each in self.curves)
+        self.version.value = self.curves[0].head
 
     def _guarded(self, act: Callable[[], Any]) -> Callable[..., Any]:
         """Return `act` as a callback whose errors the page shows, and which change nothing else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,19 @@ def test_the_timer_leaves_an_error_and_the_last_valid_condition(tmp_path: Path) 
     page._guarded(page.refresh)()
     assert "rewrd" in page.error.object
     assert list(page.table.value["group"]) == [3, 2, 1]
+
+
+def test_nothing_that_a_run_names_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "carried.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    layout = make_finished_run(tmp_path / "run", num_steps=2)
+    recipe = layout.config.read_text()
+    assert 'verifier = "numeric"' in recipe
+    layout.config.write_text(recipe.replace('verifier = "numeric"', 'verifier = "carried:score"'))
+    page = Page([Run(layout.root)])
+    page._open(0)
+    page._draw_lineage()
+    assert "Group 2 of run" in page.shown.object
+    assert "carried" not in sys.modules

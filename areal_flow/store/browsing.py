@@ -130,8 +130,6 @@ def show_trajectory(
     run: Run, which: str, *, selection: Selection, at: int | None = None
 ) -> ShownTrajectory:
     """Read one trajectory by its id or its number in the selection."""
-    recipe = load_recipe(run.layout.config)
-    max_staleness = recipe.controller.max_staleness
     with closing(run.database(at=at)) as database:
         if which.isdecimal():
             identifiers, _ = select_trajectories(database, selection)
@@ -140,25 +138,38 @@ def show_trajectory(
                     f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
                 )
             which = identifiers[int(which) - 1]
-        row = run.find_row(database, which)
-        group = database.sql(
-            "SELECT trajectory_id, reward FROM trajectories WHERE group_id = ? ORDER BY 1",
-            params=[row["group_id"]],
-        ).fetchall()
-        answers = database.sql(
-            "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[row["prompt_id"]]
-        ).fetchall()
-    tokenizer = tokenizer_of(run.layout.model)
-    return ShownTrajectory(
-        run_name=run.layout.name,
-        row=row,
-        prompt=tokenizer.decode(row["prompt_tokens"], skip_special_tokens=False),
-        tokens=_tokens(row, token_texts(tokenizer, row["output_tokens"]), max_staleness),
-        answer=answers[0][0] if answers else None,
-        group=tuple(group),
-        batch=_batch(run, row, recipe.algorithm, max_staleness),
-        max_staleness=max_staleness,
-    )
+        return show_rows(run, database, [run.find_row(database, which)])[0]
+
+
+def show_rows(
+    run: Run, database: duckdb.DuckDBPyConnection, rows: Sequence[dict[str, Any]]
+) -> list[ShownTrajectory]:
+    """Return rows of one group, in a connection that has all of it, with what belongs to them."""
+    group = database.sql(
+        "SELECT trajectory_id, reward FROM trajectories WHERE group_id = ? ORDER BY 1",
+        params=[rows[0]["group_id"]],
+    ).fetchall()
+    answers = database.sql(
+        "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[rows[0]["prompt_id"]]
+    ).fetchall()
+    recipe, tokenizer = load_recipe(run.layout.config), tokenizer_of(run.layout.model)
+    max_staleness = recipe.controller.max_staleness
+    batches: dict[str, TrainedBatch] = {}
+    for row in {row["step"]: row for row in rows if row["status"] == "trained"}.values():
+        batches |= _batches(run, row, recipe.algorithm, max_staleness)
+    return [
+        ShownTrajectory(
+            run_name=run.layout.name,
+            row=row,
+            prompt=tokenizer.decode(row["prompt_tokens"], skip_special_tokens=False),
+            tokens=_tokens(row, token_texts(tokenizer, row["output_tokens"]), max_staleness),
+            answer=answers[0][0] if answers else None,
+            group=tuple(group),
+            batch=batches.get(row["trajectory_id"]),
+            max_staleness=max_staleness,
+        )
+        for row in rows
+    ]
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
@@ -184,11 +195,10 @@ def _tokens(
     return tuple(ShownToken(*token) for token in zip(*columns, strict=True))
 
 
-def _batch(
+def _batches(
     run: Run, row: dict[str, Any], algorithm: AlgorithmSettings, max_staleness: int
-) -> TrainedBatch | None:
-    if row["status"] != "trained":
-        return None
+) -> dict[str, TrainedBatch]:
+    """Return the batch that `row` was trained in, for each of its trajectories."""
     from areal_flow.trainer.sequences import sequences_from_rows
     from areal_flow.trainer.step import compute_advantages
 
@@ -196,17 +206,10 @@ def _batch(
         "arrow", columns=["trajectory_ids", "committed_at"], where=f"step = {row['step']}"
     ).to_pylist()[0]
     identifiers = step["trajectory_ids"]
-    read = TrainingRows(run.layout)
-    sequences = sequences_from_rows(
-        read(identifiers), policy_version=row["policy_version"], max_staleness=max_staleness
-    )
-    advantage = None
+    advantages: Sequence[Any] = [None] * len(identifiers)
     if not (algorithm.needs_critic or algorithm.needs_kl):  # of models that went with the step
-        advantages = compute_advantages(sequences, algorithm)
-        advantage = advantages[identifiers.index(row["trajectory_id"])]
-    return TrainedBatch(
-        advantage=advantage,
-        advantage_rule=algorithm.advantage,
-        num_trajectories=len(identifiers),
-        committed_at=step["committed_at"],
-    )
+        bound = {"policy_version": row["policy_version"], "max_staleness": max_staleness}
+        read = TrainingRows(run.layout)
+        advantages = compute_advantages(sequences_from_rows(read(identifiers), **bound), algorithm)
+    of = (algorithm.advantage, len(identifiers), step["committed_at"])
+    return {each: TrainedBatch(a, *of) for each, a in zip(identifiers, advantages, strict=True)}

@@ -16,6 +16,7 @@ pushed down, and a derived column costs only the queries that use it. The views 
         staleness                    mean over the trained tokens, in versions
     evaluations    every stored column, and `passed`
     steps, prompts
+    logged         trajectories without what the ledger says of them: no step, status or staleness
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ def empty_database() -> duckdb.DuckDBPyConnection:
     with suppress(duckdb.InvalidInputException):
         connection.execute("SET enable_progress_bar = false")
     return connection
+
+
+def allow_reading_only(connection: duckdb.DuckDBPyConnection) -> None:
+    """Refuse files, networks, other objects of this process and other settings, from now on."""
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
 
 
 def convert(table: pa.Table, format: TableFormat) -> Any:

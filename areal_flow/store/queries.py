@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,18 +171,26 @@ class Run:
             "stored": open_dataset(self.layout.trajectories),
             "consumption": self.consumption("arrow", at=at),
             "steps": self.steps("arrow", where=_until(at)),
+            "prompts": self.prompts(),
         }
         if self.layout.evaluations.exists():
             tables["stored_evaluations"] = self.evaluations("arrow")
-        if self.layout.train_prompts.is_file():
-            prompts = pa.memory_map(str(self.layout.train_prompts))
-            tables["prompts"] = pa.ipc.open_file(prompts).read_all()
+        return self.connect(tables)
+
+    def connect(self, tables: Mapping[str, Any]) -> Any:
+        """As `database`, over these `stored`, `consumption` and other tables."""
         return connect(
             tables,
             decode=self.decode,
             max_staleness=self.max_staleness,
             pass_threshold=self.pass_threshold,
         )
+
+    def prompts(self) -> pa.Table:
+        """Return the prompts of training, mapped into memory; none where they are not there."""
+        if not self.layout.train_prompts.is_file():
+            return pa.table(dict.fromkeys(("prompt_id", "prompt", "answer"), pa.array([], "str")))
+        return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 
     @property
     def max_staleness(self) -> int:

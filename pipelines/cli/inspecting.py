@@ -40,7 +40,7 @@ def evaluate(
         data: JSONL or Parquet, instead of the run's own; may be given again for another set.
         num_prompts: Answer only the first ones of each set.
         against: Another model, compared on the same prompts by the same verifier and sampling.
-        to: A new .lance, .parquet or .jsonl with every answer and its verdict.
+        to: A new .lance, .parquet, .jsonl or .csv with every answer and its verdict.
     """
     from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
@@ -108,7 +108,7 @@ def trajectories(
         limit: How many, 20 by default; 0: all.
         at: As it stood after this step.
         show: One in full: its id, or its # in the listing.
-        to: A new .parquet or .jsonl of them all.
+        to: A new .parquet, .jsonl or .csv of them all.
         tokens: With --show: a line a token.
     """
     if limit is not None and limit < 0:
@@ -139,7 +139,7 @@ def lineage(
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, models:/NAME/VERSION or a checkpoint directory.
         step: Of a run; the last by default.
-        to: A new .parquet or .jsonl of its trajectories.
+        to: A new .parquet, .jsonl or .csv of its trajectories.
     """
     from pipelines.cli.reports import report_lineage
     from pipelines.cli.table_file import write_table_file

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from time import sleep
 from typing import Annotated
@@ -16,7 +17,8 @@ from cyclopts import App, Parameter, validators
 from areal_flow.command import command
 from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.run.directory import find_run, observed_state
+from areal_flow.run.code_version import how_to_install
+from areal_flow.run.directory import find_run, list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease, is_held, newest_lease
 from pipelines.cli.settings import Flag, Given
@@ -124,10 +126,7 @@ def ui(
             f"expected {database}, found none: train first with "
             f"`{command('train', runs=folders.runs)}`"
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ConfigError(f"port {port} is taken: choose another with --port N")
+    _check_free(port)
     print("MLflow is starting, which takes about 10 s", flush=True)
     serve(default_tracking_uri(folders.runs), port=port)
 
@@ -162,4 +161,40 @@ def logs(
         raise RunError(f"no line of {layout.log} is of {worker}, or names it")
 
 
-COMMANDS = (group, track, ui, logs)
+def view(
+    *runs: str,
+    port: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=65_535))] = 5006,
+    folders: Given,
+) -> None:
+    """Show runs in a browser on 127.0.0.1, live: curves, groups token by token, lineage, export.
+
+    Args:
+        runs: Runs' names, or their directories; the newest run by default.
+        port: To listen on.
+    """
+    if find_spec("panel") is None:
+        raise ConfigError(f"`view` needs panel: {how_to_install('view')}")
+    layouts = [folders.find(run).whole_run("view") for run in runs]
+    if not layouts:
+        found = sorted(list_runs(folders.runs), key=lambda each: each.config.stat().st_mtime)
+        layouts = found[-1:]
+    if not layouts:
+        raise RunError(f"no runs in {folders.runs}: name one, or choose a folder with --runs")
+    if len({layout.name for layout in layouts}) < len(layouts):
+        raise ConfigError("expected runs of different names: rename a directory, or name it once")
+    for layout in layouts:
+        load_recipe(layout.config)  # refuses a run of another version's settings
+    _check_free(port)
+    from pipelines.view.page import serve
+
+    serve(layouts, port=port)
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(f"port {port} is taken: choose another with --port N")
+
+
+COMMANDS = (group, track, ui, view, logs)

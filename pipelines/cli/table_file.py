@@ -1,11 +1,13 @@
-"""Writes tables to a new Parquet or JSONL file or a Lance dataset, a batch at a time."""
+"""Writes tables to a new Parquet, JSONL or CSV file or a Lance dataset, a batch at a time."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,4 +66,16 @@ def _jsonl(path: Path, _: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
         )
 
 
-_WRITERS = {".parquet": _parquet, ".jsonl": _jsonl}
+@contextmanager
+def _csv(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(schema.names)
+        yield lambda table: rows.writerows(map(_cell, row.values()) for row in table.to_pylist())
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, default=plain) if isinstance(value, list | dict) else value
+
+
+_WRITERS = {".parquet": _parquet, ".jsonl": _jsonl, ".csv": _csv}

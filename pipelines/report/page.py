@@ -62,7 +62,7 @@ def report_page(run: Run) -> str:
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
     steps = [row for row in table.to_pylist() if row["step"] > 0]
     answers = run.evaluations("arrow") if layout.evaluations.exists() else None
-    evaluations = _evaluations(answers, run) if answers else []
+    evaluations = evaluations_of(answers, run) if answers else []
     totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
     passed = [found.overall.passed for _, found in evaluations]
     first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
@@ -100,7 +100,7 @@ def render(**content: Any) -> str:
     return environment.get_template("page.html").render(made_at=made_at, **content)
 
 
-def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
+def evaluations_of(answers: pa.Table, run: Run) -> list[Evaluation]:
     rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:

@@ -193,7 +193,7 @@ def test_export_refuses_what_is_there_and_what_it_does_not_know(ask: Ask, tmp_pa
     (tmp_path / "there.jsonl").write_text("mine")
     for name, said in (
         ("there.jsonl", "such a file already"),
-        ("all.csv", "ends in .parquet or .jsonl"),
+        ("all.txt", "ends in .parquet or .jsonl or .csv"),
         ("nowhere/all.jsonl", "no folder"),
     ):
         assert said in ask("trajectories", "small", "--to", tmp_path / name, code=2)

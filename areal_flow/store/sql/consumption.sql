@@ -3,7 +3,7 @@
 SELECT log.trajectory_id, log.writer_epoch, coalesce(status, 'waiting') AS status, step,
        policy_version, reason
 FROM log LEFT JOIN (
-    FROM consumed
+    FROM consumed SEMI JOIN log USING (trajectory_id)
     QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY status DESC, step) = 1
 ) USING (trajectory_id)
 ORDER BY log.position;

@@ -1,25 +1,30 @@
 -- Trajectories (`stored`) with what became of them (`consumption`), and the columns that follow.
 
+CREATE VIEW logged AS
+SELECT
+    *,
+    decode_tokens(prompt_tokens) AS prompt,
+    decode_tokens(output_tokens) AS completion,
+    reward_detail->>'verdict' AS verdict,
+    passes(reward, pass_threshold()) AS passed,
+    len(output_tokens) AS num_tokens,
+    flatten(
+        list_transform(
+            version_spans, lambda span: list_resize([span.version], span.length, span.version)
+        )
+    ) AS token_versions
+FROM stored;
+
 CREATE VIEW trajectories AS
 WITH consumed AS (
     SELECT
-        stored.*,
-        decode_tokens(prompt_tokens) AS prompt,
-        decode_tokens(output_tokens) AS completion,
+        logged.*,
         status,
         step,
         policy_version,
         reason,
-        reward_detail->>'verdict' AS verdict,
-        passes(reward, pass_threshold()) AS passed,
-        len(output_tokens) AS num_tokens,
-        flatten(
-            list_transform(
-                version_spans, lambda span: list_resize([span.version], span.length, span.version)
-            )
-        ) AS token_versions,
         CASE WHEN status = 'trained' THEN chosen_spans(version_spans, loss_mask) END AS spans
-    FROM stored
+    FROM logged
     JOIN consumption USING (trajectory_id, writer_epoch)
 )
 SELECT

@@ -1,0 +1,1 @@
+"""Runs in a browser, live: curves, groups token by token, comparisons, lineage, export."""

@@ -51,10 +51,10 @@ class RunCurves:
     def refresh(self) -> bool:
         """Add new steps and evaluations; return whether there were any."""
         layout, num_answers = self.run.layout, 0
-        found = read_curves(self.run, since=self.head) if layout.steps.is_dir() else {"step": []}
+        found = read_curves(self.run, since=self.head) if layout.steps.exists() else {"step": []}
         if found["step"]:
             self.steps.stream(found)
-        if layout.evaluations.is_dir():
+        if layout.evaluations.exists():
             num_answers = len(self.run.evaluations("arrow", columns=["sample"]))
         if num_answers == self.num_answers:
             return bool(found["step"])

@@ -117,7 +117,7 @@ class Page:
     def _show_groups(self, chosen: GroupSelection) -> None:
         rows, num_matching = list[dict[str, Any]](), 0
         for name, run in self.runs.items():
-            if run.layout.trajectories.is_dir():
+            if run.layout.trajectories.exists():
                 found, num = select_groups(run, chosen)
                 rows += [{"run": name, **row} for row in found]
                 num_matching += num

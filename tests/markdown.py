@@ -28,25 +28,21 @@ _ALIKE = (
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the blocks of one language, in their order."""
     return [block for found, block in _BLOCK.findall(text) if found == language]
 
 
 def named_files(page: Path) -> dict[str, str]:
-    """Return the files that the page shows, by name."""
     found = [(_FILE_NAME.match(text), text) for _, text in _BLOCK.findall(page.read_text())]
     return {named[1]: text for named, text in found if named}
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Write every file that the page shows."""
     for name, text in named_files(page).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 
 def typed_commands(page: Path) -> list[tuple[str, str]]:
-    """Return each command of the page with what it is to print."""
     shown = blocks(page.read_text(), "console")
     return [command for text in shown for command in _COMMAND.findall(text)]
 
@@ -62,7 +58,6 @@ def difference(expected: str, found: str) -> str:
 
 
 def _alike(text: str) -> str:
-    """Return a text as it would be with other numbers, in columns of another width."""
     for pattern, common in _ALIKE:
         text = pattern.sub(common, text)
     return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())

@@ -143,7 +143,7 @@ def ui(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/; a broken link fails."""
+    """Build the documentation into site/; a broken link fails. `python -m http.server -d site`."""
     run(session, "mkdocs", "build", "--strict", "--quiet")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
-COOKBOOK = Path(__file__).parent.parent / "docs" / "cookbook.md"
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests.markdown import DOCS, blocks
+
+COOKBOOK = DOCS / "cookbook.md"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Question:
 
 def setup_block() -> str:
     """Return what runs before every question."""
-    return _BLOCK.findall(COOKBOOK.read_text().split("\n## ")[0])[0]
+    return blocks(COOKBOOK.read_text().split("\n## ")[0], "python")[0]
 
 
 def questions() -> list[Question]:
@@ -38,7 +37,7 @@ def questions() -> list[Question]:
     """
     found = []
     for section in COOKBOOK.read_text().split("\n## ")[1:]:
-        in_pandas, in_duckdb = _BLOCK.findall(section)
+        in_pandas, in_duckdb = blocks(section, "python")
         found.append(Question(section.splitlines()[0], in_pandas, in_duckdb))
     return found
 

@@ -15,11 +15,12 @@ from areal_flow.weights.channel import WeightsReader
 Interruption = Literal["interrupt", "keep", "drain"]
 """What new weights do to running completions.
 
-`interrupt`: their keys and values are computed again with the new weights, and they go on.
-`keep`: they go on with the keys and values that they have. Each of their later tokens counts as
-sampled by the oldest version in its cache, so that the bound on staleness holds for everything that
-a token was computed from; its log-probability is the one of the mixture that it was drawn from.
-`drain`: they finish on the old weights first.
+- `interrupt`: their keys and values are computed again with the new weights, and they go on.
+- `keep`: they go on with the keys and values that they have. Each of their later tokens counts as
+  sampled by the oldest version in its cache, so that the bound on staleness holds for everything
+  that a token was computed from; its log-probability is the one of the mixture that it was drawn
+  from.
+- `drain`: they finish on the old weights first.
 """
 
 

@@ -157,6 +157,24 @@ def run_script(text: str, *, cwd: Path, timeout: float) -> str:
     return ended.stdout
 
 
+def typed_in_a_shell(command: str, *, cwd: Path) -> str:
+    """Return what a command of a page prints, with its errors, once it ended well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=cwd,
+        env={**ENVIRONMENT, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def _python(*arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],

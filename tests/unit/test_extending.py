@@ -1,9 +1,8 @@
-"""The examples of docs/extending.md, each run against the real part that it extends."""
+"""The examples of docs/extending.md and of a tutorial, run against the real parts they extend."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,23 +36,21 @@ from tests.contracts import test_rewards as reward_contract
 from tests.contracts import test_workflows as workflow_contract
 from tests.episodes import LOGITS, FakeServices, episode_of
 from tests.fakes import BigramEngine
+from tests.markdown import DOCS, blocks, named_files, write_files
 from tests.plain import plain
 from tests.policies import small_policy, write_model_directory
 from tests.unit import test_losses as loss_contract
 from tests.unit.test_trainer import make_sequences, state
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-_BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = DOCS / "extending.md"
 
 
 @pytest.fixture(scope="module")
 def my_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ModuleType]]:
     """Write every example to the file that it names; return how to import one."""
     root = tmp_path_factory.mktemp("copied")
-    for name, code in _BLOCK.findall(PAGE.read_text()):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(code)
+    for page in (PAGE, DOCS / "tutorials" / "verifier.md"):
+        write_files(page, root)
     sys.path.insert(0, str(root))
     try:
         yield lambda name: import_module(f"my_project.{name}")
@@ -65,7 +62,7 @@ def my_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
 def apply_diff(text: str, before: str) -> str:
     """Return a text with the lines that the page's diff with `before` takes out and puts in."""
-    (diff,) = [found for found in _DIFF.findall(PAGE.read_text()) if before in found]
+    (diff,) = [found for found in blocks(PAGE.read_text(), "diff") if before in found]
     kept = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
     changed = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " +")
     assert text.count(kept) == 1, "the page shows a registry that is no longer so"
@@ -90,9 +87,9 @@ def one_quick(checks: Iterable[str]) -> list[Any]:
 def test_every_block_of_python_is_a_file_that_is_run_here(
     my_project: Callable[[str], ModuleType],
 ) -> None:
-    files = [name for name, _ in _BLOCK.findall(PAGE.read_text())]
-    assert PAGE.read_text().count("```python") == len(files) == len(set(files))
-    tested = ("brevity", "accepted", "adding", "capitals", "tapered", "plain_engine")
+    files = named_files(PAGE)
+    assert PAGE.read_text().count("```python") == len(files)
+    tested = ("accepted", "adding", "capitals", "tapered", "plain_engine")
     assert [my_project(name).__file__ for name in tested] == [
         my_project(Path(name).stem).__file__ for name in files
     ]

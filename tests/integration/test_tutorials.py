@@ -1,0 +1,92 @@
+"""The quickstart and each tutorial, typed as they stand there, print what they show there.
+
+Commands run in this process where possible. All tutorials read one small run. What starts a
+cluster is a walk, as is all after it.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_flow.run.layout import RunLayout
+from pipelines.cli.main import main
+from tests.integration.runs import typed_in_a_shell
+from tests.markdown import DOCS, difference, typed_commands, write_files
+
+QUICKSTART = DOCS / "quickstart.md"
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+READERS_FOLDER = "/home/you/sorting"
+
+
+def commands_of_all_pages() -> list[Any]:
+    found = []
+    for page in (QUICKSTART, *TUTORIALS):
+        marks = [pytest.mark.walk] if page == QUICKSTART else []
+        for command, expected in typed_commands(page):
+            if {"train", "evaluate"} & {*command.split()} and "exit code" not in command:
+                marks = [pytest.mark.walk]
+            name = f"{page.stem}: {command}"
+            found.append(pytest.param(page, command, expected, id=name, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder_of(
+    finished: RunLayout, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Path], Path]]:
+    """Return a reader's folder for a page: its files and, for tutorials, the finished run."""
+    base = tmp_path_factory.mktemp("pages").resolve()
+
+    @cache
+    def folder_of(page: Path) -> Path:
+        if page != QUICKSTART:
+            shutil.copytree(finished.root, base / page.stem / "runs" / "sums")
+        write_files(page, base / page.stem)
+        return base / page.stem
+
+    yield folder_of
+    for name, module in [*sys.modules.items()]:
+        if str(base) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(("page", "command", "expected"), commands_of_all_pages())
+def test_command_prints_what_the_page_shows(
+    folder_of: Callable[[Path], Path],
+    page: Path,
+    command: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = folder_of(page)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    program, *arguments = shlex.split(command)
+    capsys.readouterr()
+    if set(command) & set("|;>") or "train" in arguments:
+        found = typed_in_a_shell(command, cwd=folder)
+    elif program == "python":
+        runpy.run_path(arguments[0], run_name="__main__")
+        found = capsys.readouterr().out
+    else:
+        code = main(arguments)
+        found = "".join(reversed(capsys.readouterr()))
+        assert (code == 0) != found.startswith("areal-flow: "), found
+    assert not difference(expected, found.replace(str(folder), READERS_FOLDER))
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorial_is_short_and_all_its_python_is_run(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.split()) <= 600
+    assert text.count("```python\n# ") == text.count("```python")

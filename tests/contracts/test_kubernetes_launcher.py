@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,19 @@ def test_pod_of_a_driver_in_a_pod_has_its_image_and_goes_with_it(
 
     run(live)
     assert [*kubernetes.pods] == [name]
+
+
+def test_server_that_does_not_answer_is_named_without_the_log_of_kubectl(
+    kubernetes: FakeKubernetes, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(re.sub(r"http://127.0.0.1:\d+", "http://127.0.0.1:1", config.read_text()))
+
+    async def fail() -> None:
+        async with empty_pool(SETTINGS) as pool:
+            why = r"generator-0 cannot be submitted: The connection to the server 127.0.0.1:1 was"
+            with pytest.raises(EngineError, match=why):
+                await pool.start_until_joined([GENERATOR])
+
+    run(fail)
+    assert not kubernetes.pods

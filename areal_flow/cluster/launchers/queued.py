@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 ENDING_LIMIT_S = 30.0
 """How long the system may take to say how a job ended, before it is cancelled."""
 COMMAND_LIMIT_S = 60.0
+KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -244,9 +246,7 @@ class QueuedLauncher(ABC):
         elif job.ending_since and monotonic() - job.ending_since > ENDING_LIMIT_S:
             await self._cancel(job)
             self._ended(job, f"{self.noun} {job.id}: its node does not answer")
-        elif (
-            found.is_waiting and (kind := found.reason.partition(":")[0]) not in job.reported_waits
-        ):
+        elif found.is_waiting and not job.reported_waits & {kind := found.reason.partition(":")[0]}:
             job.reported_waits.add(kind)
             logger.warning("%s waits as %s %s (%s)", job.name, self.noun, job.id, found.reason)
 
@@ -293,5 +293,6 @@ async def run_command(*command: str, given: str = "") -> str:
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} took longer than {COMMAND_LIMIT_S:.0f} s") from error
     if done.returncode:
-        raise OSError(" ".join(done.stderr.split()) or f"{command[0]}: status {done.returncode}")
+        said = KUBECTL_LOG.sub("", done.stderr).split()
+        raise OSError(" ".join(said) or f"{command[0]}: status {done.returncode}")
     return str(done.stdout)

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from areal_flow.config import Recipe
+from areal_flow.controller.bottleneck import find_bottleneck
 from areal_flow.evaluation.pass_rates import PASS_RATE, PassRate, wilson_interval
 
 WINDOW_STEPS = 8
@@ -58,6 +59,9 @@ def judge_run(
     first, last = ends(steps, "entropy_mean")
     if first is not None and last is not None:
         found.append(judge_entropy(first, last))
+    if any(row.get("seconds_step") for row in steps):
+        text, remedy = find_bottleneck(steps, num_generators=recipe.cluster.num_generators)
+        found.append(Verdict("Speed", "look" if remedy else "good", text, remedy))
     mean, limit = totals["staleness_mean"], recipe.controller.max_staleness
     return [
         *found,

@@ -1,0 +1,51 @@
+"""Says in words which side of a run the other one waits for, and what helps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from areal_flow.controller.ledger_row import OBSERVED, SPEED_AREA, SPEED_COLUMNS, speed_metrics
+
+LONG_WAIT = 0.2
+"""Of its time; a trainer that waits longer for data could train more."""
+BUSY = 0.8
+"""Of their time; with generators that do less, another one would be idle, too."""
+QUEUE = f"{SPEED_AREA}reward_queue_s_mean"
+COLUMNS = (*SPEED_COLUMNS, "seconds_wait", OBSERVED, QUEUE)
+
+
+class Bottleneck(NamedTuple):
+    text: str
+    remedy: str = ""
+
+
+def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:
+    """Return the verdict on rows of the ledger that took time, with a key for each metric."""
+    totals = {name: sum(row.get(name) or 0.0 for row in steps) for name in COLUMNS}
+    observed, seconds = totals[OBSERVED], totals["seconds_step"]
+    speed = speed_metrics(totals, num_generators=num_generators, seconds_observed=observed)
+    busy = speed[f"{SPEED_AREA}generators_busy_fraction"]
+    return judge_speed(totals["seconds_wait"] / seconds, busy, totals[QUEUE] / seconds)
+
+
+def judge_speed(waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
+    """Return the verdict on the trainer's share of waiting for data, the generators' share of
+    decoding, and how long a group waits to be scored, in durations of a step."""
+    waits = f"the trainer waits {waiting:.0%} of its time for data"
+    found = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
+    adding = "or `areal-flow workers add` while it runs"
+    if waiting < LONG_WAIT and generators_busy >= BUSY:
+        return Bottleneck(f"Neither side waits for long: {found}")
+    if waiting < LONG_WAIT:
+        remedy = "add a trainer rank (cluster.num_trainers), or use fewer generators"
+        return Bottleneck(f"Training is the bottleneck: {found}", remedy)
+    if queue_steps > 1:
+        queue = f"a group waits {queue_steps:.1f} steps to be scored"
+        remedy = f"add a reward worker: cluster.num_reward_workers, {adding}"
+        return Bottleneck(f"Scoring is the bottleneck: {waits}, {queue}", remedy)
+    if generators_busy >= BUSY:
+        remedy = f"add a generator: cluster.num_generators, {adding}"
+        return Bottleneck(f"Generation is the bottleneck: {found}", remedy)
+    remedy = "let generation run further ahead: raise controller.max_staleness"
+    return Bottleneck(f"Both sides wait for each other: {found}", remedy)

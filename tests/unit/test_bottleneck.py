@@ -1,0 +1,47 @@
+"""What is said of who waits for whom, by numbers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_flow.controller.bottleneck import find_bottleneck, judge_speed
+
+
+@pytest.mark.parametrize(
+    ("waiting", "busy", "queue", "text", "remedy"),
+    [
+        (0.6, 0.97, 0.1, "Generation is the bottleneck", "cluster.num_generators"),
+        (0.6, 0.97, 1.1, "Scoring is the bottleneck", "cluster.num_reward_workers"),
+        (0.6, 0.79, 0.1, "Both sides wait for each other", "controller.max_staleness"),
+        (0.19, 0.79, 0.1, "Training is the bottleneck", "cluster.num_trainers"),
+        (0.19, 0.8, 9.0, "Neither side waits for long", ""),
+        (0.2, 0.8, 1.0, "Generation is the bottleneck", "cluster.num_generators"),
+    ],
+)
+def test_verdict_names_who_is_slow_and_what_helps(
+    waiting: float, busy: float, queue: float, text: str, remedy: str
+) -> None:
+    found = judge_speed(waiting, busy, queue)
+    assert found.text.startswith(f"{text}: the trainer waits {waiting:.0%} of its time")
+    assert remedy in found.remedy
+    assert bool(found.remedy) == bool(remedy)
+
+
+def test_shares_are_of_all_steps_together() -> None:
+    parts = {"seconds_read": 0.1, "seconds_train": 1.0, "seconds_stage": 0.1}
+    step = {**parts, "num_generated_tokens": 9, "num_trained_tokens": 9, "seconds_wait": 0.0}
+    short = {**step, "seconds_step": 1.0, "seconds_generate": 1.0}
+    long = {**step, "seconds_step": 3.0, "seconds_generate": 3.0, "seconds_wait": 2.0}
+    found = find_bottleneck([short, long], num_generators=2)
+    assert "waits 50% of its time for data, generators are busy 50%" in found.text
+    observed = {"speed/generators_observed_s": 2.5}
+    assert "busy 80%" in find_bottleneck([short | observed, long | observed], num_generators=2).text
+
+
+def test_a_queue_longer_than_a_step_is_a_reason_to_score_with_more_workers() -> None:
+    numbers = dict.fromkeys(("seconds_read", "seconds_train", "seconds_stage"), 0.1)
+    numbers |= {"num_generated_tokens": 9, "num_trained_tokens": 9, "seconds_generate": 2.0}
+    step = {**numbers, "seconds_step": 2.0, "seconds_wait": 1.0}
+    for queue_s, text in ((5.0, "a group waits 2.5 steps to be scored"), (1.0, "Generation is")):
+        row = step | {"speed/reward_queue_s_mean": queue_s}
+        assert text in find_bottleneck([row, row], num_generators=1).text

@@ -10,16 +10,18 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from statistics import fmean
 from time import monotonic
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 
 from areal_flow.controller import ledger_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
@@ -32,6 +34,7 @@ WINDOW_STEPS = 8
 LINE_EVERY_S = 5.0
 """A phase that counts prints no line sooner after its last one, but for its end."""
 BAR_WIDTH = 32
+PICTURE_WIDTH = 68
 CELL_WIDTH = 76
 CELL_HTML = '<pre style="font-family: monospace; line-height: 1.25; overflow-x: auto">{code}</pre>'
 
@@ -109,6 +112,7 @@ class Progress:
         self._num_steps = num_steps
         self._num_generators = num_generators
         self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._curves: list[tuple[float, ...]] = []
         self._counted_at = 0.0
         self._picture: RenderableType | None = None
 
@@ -129,6 +133,7 @@ class Progress:
 
     def step(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
+        self._curves.append(_numbers([row]))
         left, rates, several = self._left(), self._rates(), len(self._rows) > 1
         window = f"over the last {len(self._rows)} steps" if several else "over this step"
         self._show(self._steps_picture(window, left, rates))
@@ -151,7 +156,7 @@ class Progress:
 
     def _show(self, picture: RenderableType) -> None:
         if self._screen.is_live:
-            self._picture = Padding(picture, (0, 0, 0, 2))
+            self._picture = Padding(picture, (0, 0, 0, 2), expand=False)
             self._screen.draw(self._picture)
 
     def _keep_picture(self) -> None:
@@ -184,35 +189,51 @@ class Progress:
         }
 
     def _steps_picture(self, window: str, left: str, rates: Mapping[str, str]) -> Group:
-        steps, speeds = (Table(box=None, pad_edge=False, padding=(0, 0, 0, 2)) for _ in range(2))
-        last = self._rows[-1]
-        for label in ("step", *_values([last])):
-            steps.add_column(label, justify="right", no_wrap=True)
-        for each in self._rows:
-            steps.add_row(str(each["step"]), *_values([each]).values())
-        if len(self._rows) > 1:
-            steps.add_row(f"mean of {len(self._rows)}", *_values(self._rows).values(), style="bold")
-        for label in rates:
-            speeds.add_column(label, justify="right")
-        speeds.add_row(*rates.values())
-        done = _bar(last["step"], self._num_steps, f"{last['step']}/{self._num_steps}  {left} left")
-        return Group(steps, "", f"{window}:", speeds, "", done)
+        """Return the same few lines at any width: values, and what they were so far."""
+        columns = Column(no_wrap=True), Column(no_wrap=True, justify="right"), Column(ratio=1)
+        picture = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
+        last, done, total = self._rows[-1], self._rows[-1]["step"], self._num_steps
+        picture.add_row("step", f"{done}/{total}", _bar(done, total))
+        picture.add_row("left", left)
+        for place, (label, value) in enumerate(_values([last]).items()):
+            picture.add_row(label, value, Sparkline([numbers[place] for numbers in self._curves]))
+        for label, value in rates.items():
+            picture.add_row(label, value, _bar(int(value[:-1]), 100) if "%" in value else "")
+        return Group(Constrain(picture, PICTURE_WIDTH), f"tok/s and busy {window}")
 
 
 def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:
     oldest = max(row["staleness_max"] for row in rows)
+    reward, passed, length, staleness = _numbers(rows)
     return {
-        "reward": f"{fmean(row['reward_mean'] for row in rows):.3f}",
-        "pass": f"{fmean(row['metrics'][PASS_RATE] for row in rows):.3f}",
-        "length": f"{fmean(row['completion_tokens_mean'] for row in rows):.1f}",
-        "staleness": f"{fmean(row['staleness_mean'] for row in rows):.2f} (max {oldest})",
+        "reward": f"{reward:.3f}",
+        "pass": f"{passed:.3f}",
+        "length": f"{length:.1f}",
+        "staleness": f"{staleness:.2f} (max {oldest})",
     }
 
 
-def _bar(done: int, total: int, note: str = "") -> Table:
-    bar = Table.grid(padding=(0, 0, 0, 2))
-    bar.add_row(ProgressBar(total=max(1, total), completed=done, width=BAR_WIDTH), note)
-    return bar
+def _numbers(rows: Collection[Mapping[str, Any]]) -> tuple[float, ...]:
+    names = ("reward_mean", PASS_RATE, "completion_tokens_mean", "staleness_mean")
+    return tuple(fmean({**row["metrics"], **row}[name] for row in rows) for name in names)
+
+
+class Sparkline:
+    """Finite numbers as bars of one character, at most `BAR_WIDTH`; each a mean of its share."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._numbers = [*filter(isfinite, numbers)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        levels, numbers = " .:-=+*#" if options.ascii_only else "▁▂▃▄▅▆▇█", self._numbers
+        every = -(-len(numbers) // max(1, min(options.max_width, BAR_WIDTH))) or 1
+        means = [fmean(numbers[at : at + every]) for at in range(0, len(numbers), every)]
+        low, high = min(means, default=0), max(means, default=0)
+        yield "".join(levels[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+
+
+def _bar(done: float, total: float) -> ProgressBar:
+    return ProgressBar(total=max(1, total), completed=done, width=BAR_WIDTH)
 
 
 def make_progress(

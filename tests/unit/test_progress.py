@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import warnings
@@ -22,6 +23,7 @@ from pipelines.console.progress import (
     Lines,
     NotebookCell,
     Progress,
+    Sparkline,
     Terminal,
     counted,
 )
@@ -83,9 +85,44 @@ def test_a_step_is_shown_with_its_own_values_and_means_are_labelled() -> None:
     of_step, over_both = file.getvalue().splitlines()[1].split("  over the last 2 steps: ")
     assert of_step.startswith("step 2/4  reward 1.000  pass 1.000  length 8.0")
     assert over_both.startswith("reward 0.500  pass 0.500  length 8.0")
-    shown = [line.split()[:4] for line in screen(terminal.getvalue()).splitlines()]
-    assert ["2", "1.000", "1.000", "8.0"] in shown
-    assert ["mean", "of", "2", "0.500"] in shown
+    left = [line.split() for line in screen(terminal.getvalue()).splitlines()]
+    assert ["reward", "1.000", "▁█"] in left
+    assert ["tok/s", "and", "busy", "over", "the", "last", "2", "steps"] in left
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("colours", [True, False])
+def test_a_picture_has_the_same_lines_at_any_width_and_never_grows(
+    width: int, colours: bool
+) -> None:
+    file = StringIO()
+    console = Console(file=file, force_terminal=True, width=width, no_color=not colours)
+    live = Progress(60, 1, screen=Terminal(console))
+    for step in range(1, 61):
+        live.step({**ROW, "step": step, "reward_mean": step / 60})
+    live.close()
+    lines = screen(file.getvalue()).rstrip().splitlines()
+    assert max(map(len, lines)) <= min(width, 70)
+    assert [line.split()[0] for line in lines] == [
+        *("step", "left", "reward", "pass", "length", "staleness"),
+        *("generated", "trained", "generators", "trainer", "tok/s"),
+    ]
+    assert (re.search(r"\x1b\[[\d;]*3\d", file.getvalue()) is not None) == colours
+    reward = next(line for line in lines if "reward" in line).split()[-1]
+    assert (reward[0], reward[-1]) == ("▁", "█")
+    assert list(reward) == sorted(reward)
+
+
+def test_a_sparkline_draws_what_is_finite_with_the_characters_that_there_are() -> None:
+    def drawn(*numbers: float, **options: Any) -> str:
+        console = Console(file=StringIO(), width=10, **options)
+        console.print(Sparkline(numbers))
+        return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+    assert drawn(0.0, 0.5, 1.0) == "▁▅█"
+    assert drawn(2.0, math.nan, 2.0, math.inf) == "▁▁"
+    assert drawn(math.nan) == drawn() == ""
+    assert len(drawn(*range(1000))) == 10
 
 
 def test_a_cell_shows_bar_and_time_left_and_keeps_no_picture(
@@ -98,7 +135,7 @@ def test_a_cell_shows_bar_and_time_left_and_keeps_no_picture(
     live = Progress(4, 1, screen=cell)
     live.phase("Training")
     live.step(ROW)
-    assert re.search(r"━{10,}.* 3/4  0:02 left", pictures[-1]["text/plain"])
+    assert re.search(r"step +3/4  ━{10,}[^|]*left +0:02", pictures[-1]["text/plain"])
     assert "━━━" in pictures[-1]["text/html"]
     assert cell._console.file.getvalue() == "", "a picture a step would fill memory"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import RunError
@@ -17,6 +19,17 @@ from areal_flow.run.layout import RunLayout
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
+
+
+def dashboard_text(url: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return where the dashboard is, and how to reach it from where an ssh session came from."""
+    text = f"Dask dashboard: {url}"
+    if ssh := environment.get("SSH_CONNECTION"):  # address and port of the client, of the server
+        *_, host, port = ssh.split()
+        at = urlsplit(url)
+        tunnel = f"ssh -N -p {port} -L {at.port}:{at.netloc} {getuser()}@{host}"
+        text += f"\nTo open it on the machine you came from, run there: {tunnel}"
+    return text
 
 
 @contextmanager

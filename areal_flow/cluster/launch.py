@@ -21,6 +21,7 @@ from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
@@ -44,6 +45,7 @@ class RunningCluster:
     scheduler: str
     dashboard: str
     network: NetworkSettings
+    feed: RunFeed
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -84,6 +86,8 @@ async def launch_cluster(
             launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
+            feed = RunFeed(context.layout, pool)
+            add_page(scheduler, feed)
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
@@ -91,9 +95,9 @@ async def launch_cluster(
                 address = scheduler.address
                 async with Client(address, asynchronous=True, security=security) as client:
                     await client.register_plugin(context)
-                    dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
+                    dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/{PAGE}"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, address, dashboard, network)
+                        yield RunningCluster(client, pool, address, dashboard, network, feed)
             finally:
                 await pool.stop()
 

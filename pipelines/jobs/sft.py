@@ -33,6 +33,7 @@ from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
 from pipelines.jobs.stop_signals import Outcome, StopSignals
+from pipelines.workers import dashboard_text
 
 MAX_LOST_TRAINERS = 3
 """So many in a row that die without having come further end the run."""
@@ -125,7 +126,7 @@ async def run_sft(
         progress.phase(f"Starting {len(workers)} worker")
         with StopSignals() as signals:
             async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
-                progress.phase(f"Dask dashboard: {cluster.dashboard}")
+                progress.phase(dashboard_text(cluster.dashboard))
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=1, replace=cluster.pool.replace
                 )

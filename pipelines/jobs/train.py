@@ -52,7 +52,7 @@ from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 from pipelines.jobs.summary import print_summary, summarise
-from pipelines.workers import reachable
+from pipelines.workers import dashboard_text, reachable
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
@@ -80,7 +80,7 @@ async def run_training(
         progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
             async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
-                progress.phase(f"Dask dashboard: {cluster.dashboard}")
+                progress.phase(dashboard_text(cluster.dashboard))
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
                     outcome = await cluster.pool.guard(run.go_through_stages(resume=resume))
@@ -210,6 +210,7 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        self.cluster.feed.flow = flow
         self.evaluations = self.held_out.beside_training(flow)
         self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)

@@ -1,0 +1,50 @@
+"""The guide's picture of the page `/rl`: trains the default job, and looks while it trains.
+
+python -m benchmarks.rl_page_picture docs/images/rl_page.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+SHOWN_STEP = re.compile(r"step 4\d\.")
+SIZE = {"width": 1280, "height": 745}
+TIMEOUT_MS = 300_000
+
+
+def take_picture(url: str, picture: Path) -> None:
+    with sync_playwright() as driver:
+        chromium = shutil.which("chromium")
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport=SIZE)
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(url)
+        page.get_by_text(SHOWN_STEP).wait_for()
+        page.screenshot(path=picture)
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("picture", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "-m", "areal_flow", "train", "--name", "sums", "--runs", runs]
+        driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if found := re.search(r"Dask dashboard: (\S+)", line):
+                take_picture(found[1], given.picture)
+        driver.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -99,7 +99,7 @@ class RunFeed:
         flow = {"stages": run_numbers.flow_stages(self.flow, steps, groups)} if self.flow else {}
         return flow | {
             "verdict": pl.DataFrame([{"step": steps["step"][-1], **found._asdict()}]),
-            "curves": self._steps,
+            "curves": self._steps.select("step", *run_numbers.CURVES),
             "spans": run_numbers.work_spans(steps, groups, at_work=at_work, now=now),
             "swaps": steps.select(at=pl.col("committed_at") - now),
             "speeds": run_numbers.generator_speeds(groups, since=began, now=now),

@@ -176,8 +176,8 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     assert {"text/plain", "text/html"} <= shown.keys()
     text = shown["text/plain"]
     assert text.index("Starting 3 workers") < text.index("reward") < text.index(f"{num_steps}/200")
-    assert f"mean of {min(8, num_steps)}" in text
-    assert re.search(rf"━{{3}}.* {num_steps}/200  \d+:\d\d left", text)
+    assert f"over the last {min(8, num_steps)} steps" in text
+    assert re.search(rf"step +{num_steps}/200  .?━{{3}}[^|]*left +\d+:\d\d", text)
     assert max(map(len, text.splitlines())) <= 76, "it fits a cell"
     changed = "print(sorted(dict(around().items() ^ before.items())))"
     assert notebook.run(changed).printed == "[]\n"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import re
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -32,6 +35,16 @@ async def test_loggers_that_are_silent_beside_a_cluster_are_as_they_were_after_i
     async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)):
         assert tornado.level == logging.CRITICAL
     assert tornado.level == logging.INFO
+
+
+async def test_dashboard_of_a_cluster_is_the_page_of_its_run_on_this_machine_alone(
+    tmp_path: Path,
+) -> None:
+    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/rl", cluster.dashboard)
+        answer = await asyncio.to_thread(urlopen, cluster.dashboard)
+        assert '<a href="rl">Rl</a>' in answer.read().decode()
+        assert await cluster.feed.shown() == {}
 
 
 async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_scheduler(

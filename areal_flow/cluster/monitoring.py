@@ -1,7 +1,6 @@
 """Shows a run to Prometheus, on Dask's page `/metrics` of the driver, next to Dask's own series.
 
-All is read at a scrape, from memory: the flow's state, sums over the ledger's rows and the workers'
-heartbeats. Nothing is counted here alone, so a resumed run goes on with its totals.
+All is read from memory at a scrape; nothing is counted here alone, so totals outlive a resume.
 """
 
 from __future__ import annotations

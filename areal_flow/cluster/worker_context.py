@@ -125,7 +125,6 @@ class WorkerContext(WorkerPlugin):
         return next((asdict(served) for served in found if served is not None), None)
 
     def _engine_state(self, worker: Worker) -> dict[str, float]:
-        """Return the `engine_state` of a generator, for its heartbeats."""
         found = (getattr(part, "engine_state", None) for part in list(self._parts.values()))
         return next((state() for state in found if state is not None), {})
 

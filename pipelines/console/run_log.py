@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections import Counter
@@ -72,7 +73,8 @@ class _JsonLines(logging.Handler, TextIOBase):
 def print_as(log_format: str, run: str) -> None:
     """Have all that this process prints from now on as `text`, or as `json` for other programs."""
     if log_format == "json":
-        sys.stdout = handler = _JsonLines(run, sys.stdout)
+        sys.stdout = handler = _JsonLines(run, os.fdopen(os.dup(1), "w"))
+        os.dup2(2, 1)  # what other processes print is no event
         _of_workers.handlers = logging.getLogger().handlers = [handler]
 
 

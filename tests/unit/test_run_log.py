@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +73,7 @@ def print_until_the_test_ends(
 
 
 def test_each_event_is_an_object_with_its_step_and_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     print_until_the_test_ends(monkeypatch, "json")
     progress = make_progress(num_steps=4, num_generators=1)
@@ -86,7 +87,8 @@ def test_each_event_is_an_object_with_its_step_and_worker(
             logging.getLogger("areal_flow.x").exception("it failed")
         print("a verifier prints", end=" ")
         print("in the driver")
-    out, err = capsys.readouterr()
+    subprocess.run(["echo", "a trial"], check=True)
+    out, err = capfd.readouterr()
     found: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
     assert {tuple(event) for event in found} == {
         ("time", "level", "run", "step", "worker", "message")
@@ -102,7 +104,7 @@ def test_each_event_is_an_object_with_its_step_and_worker(
     assert shown[4][3].startswith("it failed\nTraceback")
     assert shown[4][3].endswith("ValueError: expected 1\nfound 2")
     assert shown[5:] == [("INFO", 3, "driver", "a verifier prints in the driver")]
-    assert err == ""
+    assert err == "a trial\n", "other processes cannot break the lines of objects"
     assert "[generator-1] out of memory" in (tmp_path / "train.log").read_text()
 
 

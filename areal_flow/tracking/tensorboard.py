@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import time
 from typing import Any
 
@@ -17,18 +17,19 @@ class TensorboardTracker(FolderTracker):
 
     def __init__(self, layout: RunLayout, settings: TrackingSettings, uri: str = "") -> None:
         super().__init__(layout, settings, layout.tensorboard)
-        self._writer: Any = None
 
     def describe(self, description: RunDescription) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-        plain = {name: _plain(value) for name, value in description.parameters.items()}
+        plain = {
+            name: value if isinstance(value, int | float | bool | str) else str(value)
+            for name, value in description.parameters.items()
+        }
         self._add(0, hparams_pb(plain, trial_id=self._layout.name), time())
-        tags = dict(description.tags)
-        if description.prompts:
-            tags["prompts"] = description.prompts.content_hash
-        table = _table([{"": name, "value": value} for name, value in tags.items()])
-        self._write_text("run", f"{description.text}\n\n{table}")
+        prompts = {"prompts": description.prompts.content_hash} if description.prompts else {}
+        about = {**description.tags, **prompts}.items()
+        rows = [{"": name, "value": value} for name, value in about]
+        self._write_text("run", f"{description.text}\n\n{_table(rows)}")
         self._write_text("status", "RUNNING")
         self._write_text("recipe", "".join(f"    {x}\n" for x in description.recipe.splitlines()))
 
@@ -45,6 +46,11 @@ class TensorboardTracker(FolderTracker):
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
         self._add(at, Summary(value=values), moment_s)
+        self._num_rows += 1
+
+    def _close(self, status: str) -> None:
+        self._write_text("status", status)
+        self._writer.close()
 
     def _write_text(self, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -57,22 +63,13 @@ class TensorboardTracker(FolderTracker):
         self._writer.add_event(Event(wall_time=moment_s, step=step, summary=summary))
         self._writer.flush()
 
-    def _close(self, status: str) -> None:
-        self._write_text("status", status)
-        self._writer.close()
-
-
-def _plain(value: Any) -> float | bool | str:
-    return value if isinstance(value, int | float | bool | str) else str(value)
-
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table in Markdown; line breaks and bars in a text do not end its cell."""
 
-    def line(cells: Any) -> str:
+    def line(cells: Iterable[Any]) -> str:
         shown = (str(cell).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
         return f"| {' | '.join(shown)} |"
 
-    columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *(row.values() for row in rows)]
-    return "\n".join(map(line, lines))
+    ruled = [line(rows[0]), line(["---"] * len(rows[0]))]
+    return "\n".join([*ruled, *(line(row.values()) for row in rows)])

@@ -27,13 +27,12 @@ class WandbTracker(FolderTracker):
 
     def __init__(self, layout: RunLayout, settings: TrackingSettings, uri: str = "") -> None:
         super().__init__(layout, settings, layout.wandb)
-        self._identity = check_schema_version(layout)
         self._run: Any = None
+        self._identity = check_schema_version(layout)
 
     def describe(self, description: RunDescription) -> None:
-        config = {**description.parameters, **description.tags}
-        if description.prompts:
-            config["prompts_hash"] = description.prompts.content_hash
+        prompts = {"prompts_hash": description.prompts.content_hash} if description.prompts else {}
+        config = {**description.parameters, **description.tags, **prompts}
         self._run.config.update(config, allow_val_change=True)
         self._run.notes = description.text
         names = ("recipe", "model", "algorithm", "verifier")
@@ -43,8 +42,7 @@ class WandbTracker(FolderTracker):
     def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         from wandb import Table
 
-        columns: list[str | int] = list(rows[0])
-        table = Table(columns, [list(row.values()) for row in rows])
+        table = Table([*rows[0]], [[*row.values()] for row in rows])
         self._run.log({"samples": table}, step=self._num_rows)
         self._num_rows += 1
 
@@ -77,6 +75,7 @@ class WandbTracker(FolderTracker):
     def _write(self, axis: str, at: int, metrics: Metrics, moment_s: float) -> None:
         row = {axis: at, "_timestamp": moment_s, **metrics}
         self._run.log(row, step=self._num_rows, commit=True)
+        self._num_rows += 1
 
     def _close(self, status: str) -> None:
         _OPEN.pop(self._identity, None)

@@ -62,7 +62,7 @@ def report_page(run: Run) -> str:
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
     steps = [row for row in table.to_pylist() if row["step"] > 0]
     answers = run.evaluations("arrow") if layout.evaluations.is_dir() else None
-    evaluations = _evaluations(answers, run) if answers else []
+    evaluations = score_evaluations(answers, run) if answers else []
     totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
     passed = [found.overall.passed for _, found in evaluations]
     first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
@@ -87,8 +87,8 @@ def report_page(run: Run) -> str:
         )
 
 
-def render(**content: Any) -> str:
-    """Return the page with everything escaped but the charts."""
+def render(template: str = "page.html", **content: Any) -> str:
+    """Return a page with everything escaped but the charts."""
     environment = Environment(
         loader=PackageLoader("pipelines.report", "."),
         autoescape=True,
@@ -97,10 +97,10 @@ def render(**content: Any) -> str:
         lstrip_blocks=True,
     )
     made_at = datetime.now(UTC).astimezone()
-    return environment.get_template("page.html").render(made_at=made_at, **content)
+    return environment.get_template(template).render(made_at=made_at, **content)
 
 
-def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
+def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
     rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:

@@ -93,6 +93,20 @@ def make_charts(
     return first, [chart for chart in charts if chart not in first]
 
 
+def compare_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+    """Return the charts that matter most with a line a run: of several lines, the first one's."""
+    steps, charts = range(1, 1 + max(map(len, runs.values()))), []
+    for title, (meaning, named) in _LINES.items():
+        label, column = next(iter(named.items()))
+        lines = {
+            run: [row.get(column) for row in rows] + [None] * (len(steps) - len(rows))
+            for run, rows in runs.items()
+        }
+        if any(value is not None for values in lines.values() for value in values):
+            charts.append(Chart(f"{title}: {label}", meaning, curves(lines, steps)))
+    return charts
+
+
 def _other_lines(columns: set[str]) -> dict[str, tuple[str, dict[str, str]]]:
     """Return the charts of metrics that no other chart has: some together, the rest alone."""
     metrics = columns.difference(STEPS.names) | {"loss", "grad_norm", "learning_rate"}

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from areal_flow.run.code_version import VERSION
 
 if TYPE_CHECKING:
-    from areal_flow.store.queries import Run, open_run
     from pipelines.api import evaluate, report, sft, train
+    from pipelines.notebook import Run, open_run
 
 __version__ = VERSION
 __all__ = ["Run", "evaluate", "open_run", "report", "sft", "train"]
 
 _HOMES = {
-    **dict.fromkeys(("Run", "open_run"), "areal_flow.store.queries"),
+    **dict.fromkeys(("Run", "open_run"), "pipelines.notebook"),
     **dict.fromkeys(("evaluate", "report", "sft", "train"), "pipelines.api"),
 }
 

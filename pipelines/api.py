@@ -21,12 +21,14 @@ from areal_flow.errors import ConfigError
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.run.layout import RunLayout, run_layout
 from areal_flow.settings import merge, nest
-from areal_flow.store.queries import Run, open_run
+from areal_flow.store.queries import Run
 from pipelines import arguments
 from pipelines.arguments import Rewards, Rows
 from pipelines.jobs import job as jobs
 from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
 from pipelines.jobs.forking import Fork, fork_of
+from pipelines.notebook import Run as ShownRun
+from pipelines.notebook import open_run
 from pipelines.references import Reference, find_reference, newest_checkpoint
 
 
@@ -43,7 +45,7 @@ def train(
     runs: Path | str = "runs",
     datasets: str = "",
     **settings: Any,
-) -> Run:
+) -> ShownRun:
     """Train a policy; return the run to read.
 
     Args:
@@ -165,7 +167,7 @@ def _resume(
     *,
     accept_verifier: bool,
     runs: Path,
-) -> Run:
+) -> ShownRun:
     if given:
         raise ConfigError(f"expected resume without {', '.join(given)}: a run keeps its own")
     began = monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -199,15 +200,28 @@ class EvaluationSettings(Settings):
 
 
 class TrackingSettings(Settings):
-    """MLflow: a database beside the runs unless a server's address is given."""
+    """Where a run is shown. MLflow: a database beside the runs unless an address is given."""
 
     enabled: bool = True
-    """Send metrics and models to MLflow."""
+    """Send metrics and models to the sinks."""
     sink: str = "mlflow"
-    """A name in `tracking.registry`."""
+    """`mlflow`, `tensorboard`, `wandb` (offline), or several: `mlflow,tensorboard`."""
     uri: str = ""
-    """MLflow's address; empty: a database beside the runs."""
+    """MLflow's address, without a password; empty: a database beside the runs."""
     experiment: str = "areal-flow"
     """MLflow's experiment."""
     registered_model: str = "areal-flow"
     """The name of the registered model."""
+
+    @property
+    def sinks(self) -> list[str]:
+        return [name.strip() for name in self.sink.split(",")]
+
+    @model_validator(mode="after")
+    def _without_secrets(self) -> TrackingSettings:
+        require(
+            urlsplit(self.uri).password is None,
+            "tracking.uri has a password, which the run's files would keep: leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment",
+        )
+        return self

@@ -21,6 +21,7 @@ runs/NAME/
     sft/                   rows, checkpoints and metrics by step of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
+    tensorboard/, wandb/   what those sinks show, where the recipe names them
     train.log              what its drivers said, and their warnings
     jobs/                  with Slurm or Kubernetes: what each worker's job printed
     summary.json           written at the end
@@ -79,6 +80,8 @@ class RunLayout:
     processes = _Within("processes")
     forks = _Within("forks.jsonl")
     tracking = _Within("tracking.json")
+    tensorboard = _Within("tensorboard")
+    wandb = _Within("wandb")
     log = _Within("train.log")
     jobs = _Within("jobs")
     summary = _Within("summary.json")

@@ -66,7 +66,8 @@ class Tracker(Protocol):
         """Find this run in the sink, or make it there; return the last step delivered, or 0."""
 
     def describe(self, description: RunDescription) -> None:
-        """Show what the run is; parameters that are there already stay, all else is replaced."""
+        """Show what the run is; parameters that are there already may stay, all else is
+        replaced."""
 
     def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show a table of sample answers, instead of the one shown before."""
@@ -82,15 +83,19 @@ class Tracker(Protocol):
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         """Register these checkpoints, without a copy, and no others of this run.
 
-        The newest gets the run's alias. `best` goes to the highest pass rate of all runs.
+        The newest gets the run's alias. `best` goes to the highest pass rate of all runs. A sink
+        without a registry does nothing.
 
         Args:
             present: the tags of each directory, ascending by step. Those of a registered one may
                 have changed.
         """
 
-    def protected(self) -> frozenset[Path]:
-        """Return the checkpoints that must not be pruned: those with `best`, or a user's alias."""
+    def protected(self) -> frozenset[Path] | None:
+        """Return the checkpoints that must not be pruned: those with `best`, or a user's alias.
+
+        None: the sink has no registry.
+        """
 
     def remove(self) -> int:
         """Remove the run with its versions and their aliases; return how many versions it had.

@@ -4,8 +4,8 @@ one line here.
 | who        | waits for                          | unblocked by               |
 |------------|------------------------------------|----------------------------|
 | the driver | nothing                            |                            |
-| the thread | its pause, then something new      | a timer, then `wake`       |
-| the thread | its pause, while its sink is away  | a timer                    |
+| its thread | its pause, then something new      | a timer, then `wake`       |
+| its thread | its pause, while its sink is away  | a timer                    |
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 
 from areal_flow.command import command
 from areal_flow.config import Recipe, TrackingSettings, load_recipe
 from areal_flow.errors import ConfigError, StorageError
+from areal_flow.run.code_version import how_to_install
 from areal_flow.run.directory import check_schema_version, observed_state
 from areal_flow.run.durable import replace_file
 from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.mlflow import MlflowTracker
 from areal_flow.tracking.projection import FineTuningProjection, Projection
 from areal_flow.tracking.protocol import Tracker
+from areal_flow.tracking.tensorboard import TensorboardTracker
+from areal_flow.tracking.wandb import WandbTracker
 from areal_flow.trainer.supervised import OBJECTIVES
 
 logger = logging.getLogger(__name__)
@@ -40,14 +45,28 @@ STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "cras
 
 TRACKERS: Mapping[str, Callable[[RunLayout, TrackingSettings, str], Tracker]] = {
     "mlflow": MlflowTracker,
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
 }
 """Each makes the sink of a run at an address, which may be empty."""
+EXTRAS = ("tensorboard", "wandb")
+"""Sinks whose package and extra have their name, and are installed only by choice."""
 
 
-def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tracker:
-    if settings.sink not in TRACKERS:
-        raise ConfigError(f"tracking.sink = {settings.sink!r}: expected one of {list(TRACKERS)}")
-    return TRACKERS[settings.sink](layout, settings, uri)
+def require_sinks(settings: TrackingSettings) -> None:
+    """Refuse sinks that are unknown, or whose package is not installed."""
+    for name in settings.sinks:
+        if name not in TRACKERS:
+            raise ConfigError(f"tracking.sink = {name!r}: expected one of {list(TRACKERS)}")
+        if name in EXTRAS and find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.sink = {name!r}: expected the package {name}, found none; take it out "
+                f"of tracking.sink, or {how_to_install(name)}"
+            )
+
+
+def make_trackers(layout: RunLayout, settings: TrackingSettings, uri: str) -> list[Tracker]:
+    return [TRACKERS[name](layout, settings, uri) for name in settings.sinks]
 
 
 def settings_of(recipe: Recipe) -> TrackingSettings:
@@ -60,35 +79,36 @@ def settings_of(recipe: Recipe) -> TrackingSettings:
 
 
 class RunTracking:
-    """Keeps a sink up to date on its own thread; the caller never waits for the network."""
+    """Keeps sinks up to date, each on its own thread; the caller never waits for the network."""
 
-    def __init__(self, layout: RunLayout, sink: Tracker | None) -> None:
+    def __init__(self, layout: RunLayout, *sinks: Tracker) -> None:
         self._layout = layout
-        self._sink = sink
+        self._sinks = sinks
         self._protected: frozenset[Path] = frozenset()
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             names = json.loads(layout.tracking.read_text())["protected"]
             self._protected = frozenset(layout.checkpoints / name for name in names)
         self._status: str | None = None
-        self._complained_at = -COMPLAIN_EVERY_S
-        self._wake, self._closing = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        if sink is not None:
-            self._thread = threading.Thread(
-                target=self._run, args=(sink,), name="tracking", daemon=True
-            )
-            self._thread.start()
+        self._wakes = [threading.Event() for _ in sinks]
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(sink, wake), name="tracking", daemon=True)
+            for sink, wake in zip(sinks, self._wakes, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def model_version(self) -> str | None:
-        return self._sink.model_version if self._sink else None
+        return next((sink.model_version for sink in self._sinks if sink.model_version), None)
 
     @property
     def alias(self) -> str | None:
-        return self._sink.alias if self._sink else None
+        return next((sink.alias for sink in self._sinks if sink.alias), None)
 
     def wake(self) -> None:
-        self._wake.set()
+        for wake in self._wakes:
+            wake.set()
 
     def protected(self) -> frozenset[Path]:
         return self._protected
@@ -97,15 +117,17 @@ class RunTracking:
         """Deliver what the time allows and mark the run ended, unless another driver goes on."""
         self._status = status
         self._closing.set()
-        self._wake.set()
-        if self._thread:
-            self._thread.join(timeout_s)
+        self.wake()
+        until = monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - monotonic()))
 
-    def _run(self, sink: Tracker) -> None:
+    def _run(self, sink: Tracker, wake: threading.Event) -> None:
         projection = Projection(self._layout, sink)
-        self._wake.wait()  # the first delivery may import a client for seconds
+        complained_at = -COMPLAIN_EVERY_S
+        wake.wait()  # the first delivery may import a client for seconds
         while True:
-            self._wake.clear()
+            wake.clear()
             closing = self._closing.is_set()
             if closing and self._status is None:
                 return
@@ -117,64 +139,78 @@ class RunTracking:
                     sink.end(self._status)
             except Exception as error:  # noqa: BLE001  the thread's border
                 is_away = True
-                self._complain(error, at_once=closing)
+                if closing or monotonic() - complained_at > COMPLAIN_EVERY_S:
+                    complained_at = monotonic()
+                    self._complain(error)
             if closing:
                 return
             self._closing.wait(DELIVER_EVERY_S)
             if not is_away:
-                self._wake.wait()
+                wake.wait()
 
-    def _record(self, protected: frozenset[Path]) -> None:
-        if protected != self._protected:
+    def _record(self, protected: frozenset[Path] | None) -> None:
+        if protected is not None and protected != self._protected:
             self._protected = protected
             names = sorted(path.name for path in protected)
             with suppress(OSError):  # a full disk stops no delivery
                 replace_file(self._layout.tracking, json.dumps({"protected": names}))
 
-    def _complain(self, error: Exception, *, at_once: bool) -> None:
-        if at_once or monotonic() - self._complained_at > COMPLAIN_EVERY_S:
-            logger.warning(
-                "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
-                command("track", self._layout.name, runs=self._layout.root.parent),
-                error,
-            )
-            self._complained_at = monotonic()
+    def _complain(self, error: Exception) -> None:
+        logger.warning(
+            "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
+            command("track", self._layout.name, runs=self._layout.root.parent),
+            error,
+        )
 
 
 def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
     settings = settings_of(recipe)
-    sink = make_tracker(layout, settings, settings.uri) if settings.enabled else None
-    return RunTracking(layout, sink)
+    if not settings.enabled:
+        return RunTracking(layout)
+    require_sinks(settings)
+    return RunTracking(layout, *make_trackers(layout, settings, settings.uri))
 
 
 def untrack(layout: RunLayout, recipe: Recipe) -> int:
     settings = settings_of(recipe)
     if not settings.enabled:
         return 0
-    sink = make_tracker(layout, settings, settings.uri)
-    try:
-        return sink.remove()
-    except Exception as error:
-        if sink.is_reachable():
-            raise
-        at = settings.uri or "the database beside the runs"
-        raise StorageError(
-            f"expected the tracker of run {layout.name} at {at}, found none: {error}. Nothing was "
-            "removed"
-        ) from error
+    at = settings.uri or "the database beside the runs"
+    return sum(
+        _ask(sink, sink.remove, f"of run {layout.name} at {at}", ". Nothing was removed")
+        for sink in make_trackers(layout, settings, settings.uri)
+    )
 
 
-def track(run_directory: Path, uri: str) -> int:
+def track(run_directory: Path, uri: str, *, sink: str = "") -> int:
+    """Deliver what a run's sinks lack, or those named; return of how many steps that was."""
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)
-    sink = make_tracker(layout, settings_of(load_recipe(layout.config)), uri)
+    settings = settings_of(load_recipe(layout.config))
+    chosen = sink or ("mlflow" if uri and uri != settings.uri else settings.sink)
+    settings = TrackingSettings.model_validate(
+        {**settings.model_dump(), "sink": chosen, "uri": uri}
+    )
+    require_sinks(settings)
+    return max(
+        _ask(each, partial(_deliver_all, layout, each), f"at {uri}")
+        for each in make_trackers(layout, settings, uri)
+    )
+
+
+def _deliver_all(layout: RunLayout, sink: Tracker) -> int:
+    of_run = Projection if layout.steps.exists() else FineTuningProjection
+    num_steps = of_run(layout, sink).deliver()
+    if (state := observed_state(layout).state) in STATUS:
+        sink.end(STATUS[state])
+    return num_steps
+
+
+def _ask(sink: Tracker, ask: Callable[[], int], where: str, outcome: str = "") -> int:
     try:
-        of_run = Projection if layout.steps.exists() else FineTuningProjection
-        num_steps = of_run(layout, sink).deliver()
-        if (state := observed_state(layout).state) in STATUS:
-            sink.end(STATUS[state])
+        return ask()
     except Exception as error:
         if sink.is_reachable():
             raise
-        raise StorageError(f"expected a tracker at {uri}, found none: {error}") from error
-    return num_steps
+        said = f"expected a tracker {where}, found none: {error}{outcome}"
+        raise StorageError(said) from error

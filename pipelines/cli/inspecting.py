@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from pydantic import TypeAdapter, ValidationError
 
 from areal_flow.errors import ConfigError
@@ -226,19 +226,30 @@ def check(run: str, /, *, folders: Given) -> Report:
     return report_check(folders.find(run).whole_run("check"))
 
 
-def report(run: str, /, *, to: Path | None = None, folders: Given) -> Report:
+def report(
+    run: str,
+    /,
+    *,
+    against: str | None = None,
+    price_per_hour: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    to: Path | None = None,
+    folders: Given,
+) -> Report:
     """Draw a run on one page of HTML, which needs no network; also while the run goes on.
 
     Args:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
+        against: Another run, shown beside it.
+        price_per_hour: Of a GPU where the run has some, else of a machine: what tokens cost.
         to: A file, instead of report.html in the run.
     """
     from pipelines.report.page import write_report
 
     layout = folders.find(run).whole_run("report")
+    other = folders.find(against).whole_run("report") if against else None
     if to and (to.is_dir() or not to.parent.is_dir()):
         raise ConfigError(f"--to {to}: expected a file in a folder that exists")
-    path = write_report(layout, to)
+    path = write_report(layout, to, against=other, price_per_hour=price_per_hour)
     return Report({"run": layout.name, "file": path}, [f"{layout.name} on one page: {path}"])
 
 

@@ -90,22 +90,27 @@ def remove_run(layout: RunLayout) -> int:
 
 
 def track(
-    run: str, /, *, to: Annotated[str | None, Parameter(metavar="URI")] = None, folders: Given
+    run: str,
+    /,
+    *,
+    to: Annotated[str | None, Parameter(metavar="URI")] = None,
+    sink: str = "",
+    folders: Given,
 ) -> None:
-    """Fill an MLflow server with a run's metrics and models, again from step 0.
+    """Deliver what a tracker lacks of a run's metrics and models.
 
     Args:
         run: A run's name, or its directory.
-        to: The server's address; that of the run's recipe by default.
+        to: The address of an MLflow server; that of the run's recipe by default.
+        sink: mlflow, tensorboard or wandb; by default what the run's recipe names.
     """
     from areal_flow.tracking.registry import track
 
     layout = folders.find(run).whole_run("track")
     uri = to or load_recipe(layout.config).tracking.uri
-    num_steps = track(layout.root, uri)
-    print(
-        f"{uri or 'the database beside the runs'} has all of {run} now; it lacked {num_steps} steps"
-    )
+    num_steps = track(layout.root, uri, sink=sink)
+    place = sink or uri or "the database beside the runs"
+    print(f"{place} has all of {run} now; it lacked {num_steps} steps")
 
 
 def ui(

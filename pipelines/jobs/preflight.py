@@ -29,6 +29,7 @@ from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.run.code_version import how_to_install
 from areal_flow.run.inputs import Verifier
 from areal_flow.run.layout import RunLayout
+from areal_flow.tracking.registry import require_sinks
 from areal_flow.types import Prompt
 from areal_flow.weights.media import check_medium
 from areal_flow.workflows.agent import Agent
@@ -63,6 +64,8 @@ def check_devices(recipe: Recipe) -> None:
             f"trainer.lora.rank = {rank}: expected the package peft, found none; set it to 0, or "
             f"{how_to_install('lora')}"
         )
+    if recipe.tracking.enabled:
+        require_sinks(recipe.tracking)
     sections: dict[str, TrainerSettings | GenerationSettings] = {
         "trainer": recipe.trainer,
         "generation": recipe.generation,

@@ -94,6 +94,20 @@ def make_charts(
     return first, [chart for chart in charts if chart not in first]
 
 
+def compare_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+    """Return the charts that matter most with a line a run: of several lines, the first one's."""
+    steps, charts = range(1, 1 + max(map(len, runs.values()))), []
+    for title, (meaning, named) in _LINES.items():
+        label, column = next(iter(named.items()))
+        lines = {
+            run: [row.get(column) for row in rows] + [None] * (len(steps) - len(rows))
+            for run, rows in runs.items()
+        }
+        if any(value is not None for values in lines.values() for value in values):
+            charts.append(Chart(f"{title}: {label}", meaning, curves(lines, steps)))
+    return charts
+
+
 def _other_lines(columns: set[str]) -> dict[str, tuple[str, dict[str, str]]]:
     """Return the charts of metrics that no other chart has: some together, the rest alone."""
     metrics = columns.difference(STEPS.names) | {"loss", "grad_norm", "learning_rate"}
@@ -136,32 +150,75 @@ def curves(
     steps: Sequence[int],
     held_out: Sequence[Interval] = (),
 ) -> str:
-    """Return numbers by step: each a thin line, and its mean over eight steps in strength.
+    """Return `draw_curves` as SVG."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+        draw_curves(figure.add_subplot(), lines, steps, held_out)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
+    svg = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+    return svg.replace(INK, "currentColor")
+
+
+def draw_curves(
+    axes: Any,
+    lines: Mapping[str, Sequence[float | None]],
+    steps: Sequence[int],
+    held_out: Sequence[Interval] = (),
+) -> None:
+    """Draw numbers by step: each a thin line, and its mean over eight steps in strength.
 
     Args:
         lines: what each line is called, and its values, one a step.
         held_out: what evaluations found, drawn at their policy versions.
     """
     every = max(1, len(steps) // _MOST_POINTS)
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
-            thin = pl.Series(values, dtype=pl.Float64)
-            strong = moving_means(thin)
-            axes.plot(steps[::every], thin[::every], color=colour, alpha=0.4, linewidth=0.8)
-            axes.plot(steps[::every], strong[::every], color=colour, linewidth=1.6, label=name)
-        if held_out:
-            at, means, lows, highs = np.array(held_out, float).T
-            dots: dict[str, Any] = {"fmt": "o", "capsize": 3, "color": COLOURS[1]}
-            axes.errorbar(at, means, [means - lows, highs - means], label="held-out, 95%", **dots)
-        if len(lines) + bool(held_out) > 1:
-            axes.legend(**_LEGEND, ncols=4, columnspacing=1, handlelength=1.2)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    svg = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
-    return svg.replace(INK, "currentColor")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
+        thin = pl.Series(values, dtype=pl.Float64)
+        strong = moving_means(thin)
+        axes.plot(steps[::every], thin[::every], color=colour, alpha=0.4, linewidth=0.8)
+        axes.plot(steps[::every], strong[::every], color=colour, linewidth=1.6, label=name)
+    if held_out:
+        at, means, lows, highs = np.array(held_out, float).T
+        dots: dict[str, Any] = {"fmt": "o", "capsize": 3, "color": COLOURS[1]}
+        axes.errorbar(at, means, [means - lows, highs - means], label="held-out, 95%", **dots)
+    if len(lines) + bool(held_out) > 1:
+        axes.legend(**_LEGEND, ncols=4, columnspacing=1, handlelength=1.2)
+
+
+def draw_timeline(axes: Any, steps: Any, groups: Any) -> None:
+    """Draw what generators and trainer do, in seconds: a bar a group or step, by policy version.
+
+    Args:
+        steps: rows of `run.steps()`; the first gives only the beginning.
+        groups: `version` (the oldest that sampled it), `began` and `ended`, by `began`.
+    """
+    began, ended = steps.committed_at.iloc[0], steps.committed_at.iloc[-1]
+    lanes: list[Any] = []
+    for group in groups[(groups.ended >= began) & (groups.began <= ended)].itertuples():
+        free = (lane for lane, until in enumerate(lanes) if until <= group.began)
+        lane = next(free, len(lanes))
+        lanes[lane : lane + 1] = [group.ended]
+        start, length = (group.began - began).total_seconds(), group.ended - group.began
+        bar = (max(start, 0), length.total_seconds() + min(start, 0))
+        axes.broken_barh([bar], (2 + lane, 0.7), color=COLOURS[group.version % len(COLOURS)])
+    height = max(2, len(lanes) // 3)
+    for step in steps.iloc[1:].itertuples():
+        end = (step.committed_at - began).total_seconds()
+        start = end - step.seconds_train - step.seconds_stage
+        colour = COLOURS[step.policy_version % len(COLOURS)]
+        axes.broken_barh([(start, end - start)], (-height, height), color=colour)
+        middle = ((start + end) / 2, -height / 2)
+        axes.text(*middle, step.step, ha="center", va="center", color="white")
+        axes.axvline(end, color="black", lw=0.8, ls=":")
+        axes.text(end, len(lanes) + 2.3, f"v{step.step}", ha="center")
+    ticks = [-height / 2, 2 + len(lanes) / 2]
+    axes.set_yticks(ticks, ["trainer:\nsteps", "generator:\ngroups"])
+    title = "Generation beside training, a colour for each policy version\n"
+    axes.set(xlabel="seconds", ylim=(-height - 1, len(lanes) + 2), title=title)
+    axes.set_xlim(0, (ended - began).total_seconds())
 
 
 def moving_means(series: pl.Series) -> pl.Series:

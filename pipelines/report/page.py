@@ -31,7 +31,7 @@ from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import with_interval
 from pipelines.jobs.summary import summarise
-from pipelines.report.charts import Evaluation, make_charts
+from pipelines.report.charts import Evaluation, compare_charts, make_charts
 from pipelines.report.verdicts import judge_run
 
 _TRAINED_SAMPLES = """
@@ -44,28 +44,32 @@ ORDER BY step, trajectory_id
 """
 
 
-def write_report(layout: RunLayout, path: Path | None = None) -> Path:
-    """Write the page of a run; return where it lies: by default `report.html` in the run."""
-    target = path or layout.report
-    replace_file(target, report_page(Run(layout.root)))
+def write_report(
+    layout: RunLayout,
+    path: Path | None = None,
+    *,
+    against: RunLayout | None = None,
+    price_per_hour: float | None = None,
+) -> Path:
+    """Write the page of a run; return where it lies: by default `report.html` in the run.
+
+    Args:
+        against: another run, to be shown beside it.
+        price_per_hour: of a GPU where the run has some, else of a machine.
+    """
+    target, other = path or layout.report, Run(against.root) if against else None
+    replace_file(target, report_page(Run(layout.root), other, price_per_hour=price_per_hour))
     return target
 
 
-def report_page(run: Run) -> str:
-    layout = run.layout
-    if not layout.steps.exists():
-        raise RunError(
-            f"expected a run that `areal-flow train` prepared, found no ledger in {layout.root}: "
-            "a report is drawn from the ledger"
-        )
-    recipe = load_recipe(layout.config)
-    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
-    steps = [row for row in table.to_pylist() if row["step"] > 0]
+def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | None = None) -> str:
+    layout, entry = run.layout, _read(run)
+    recipe, steps, totals = entry["recipe"], entry["steps"], entry["totals"]
     answers = run.evaluations("arrow") if layout.evaluations.exists() else None
-    evaluations = evaluations_of(answers, run) if answers else []
-    totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
+    evaluations = score_evaluations(answers, run) if answers else []
     passed = [found.overall.passed for _, found in evaluations]
     first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
+    entries = [entry, *([_read(other)] if other else [])]
     with closing(run.database()) as database:
         return render(
             run=layout.name,
@@ -74,6 +78,9 @@ def report_page(run: Run) -> str:
             rewards=part_names(recipe.rewards) or ["the agent's"],
             recipe_text=layout.config.read_text(),
             totals=totals,
+            entries=entries,
+            side_by_side=compare_charts({e["run"]: e["steps"] for e in entries}) if other else [],
+            price=price_per_hour,
             verdicts=judge_run(recipe, steps, totals, passed) if steps else [],
             samples=compared_answers(answers, pass_threshold=run.pass_threshold) if answers else [],
             evaluations=evaluations,
@@ -87,8 +94,34 @@ def report_page(run: Run) -> str:
         )
 
 
-def render(**content: Any) -> str:
-    """Return the page with everything escaped but the charts."""
+def _read(run: Run) -> dict[str, Any]:
+    """Return what a run's ledger says: books, cost and lineage are made of it."""
+    if not run.layout.steps.exists():
+        raise RunError(
+            f"expected a run that `areal-flow train` prepared, found no ledger in "
+            f"{run.layout.root}: a report is drawn from the ledger"
+        )
+    recipe = load_recipe(run.layout.config)
+    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
+    steps = [row for row in table.to_pylist() if row["step"] > 0]
+    num_generators, on_gpu = recipe.cluster.num_generators, recipe.generation.device != "cpu"
+    num_gpus = num_generators * recipe.generation.vllm.tensor_parallel_size * on_gpu
+    num_gpus += recipe.cluster.num_trainers * (recipe.trainer.device != "cpu")
+    kinds = ("generated", "trained", "masked", "discarded")
+    tokens = {kind: sum(row[f"num_{kind}_tokens"] for row in steps) for kind in kinds}
+    return {
+        "run": run.layout.name,
+        "recipe": recipe,
+        "steps": steps,
+        "totals": summarise({}, table, num_generators=num_generators),
+        "tokens": {**tokens, "waiting": steps[-1]["num_waiting_tokens"] if steps else 0},
+        "num_gpus": num_gpus,
+        "lineage": run.lineage(len(steps)).summary(),
+    }
+
+
+def render(template: str = "page.html", **content: Any) -> str:
+    """Return a page with everything escaped but the charts."""
     environment = Environment(
         loader=PackageLoader("pipelines.report", "."),
         autoescape=True,
@@ -97,10 +130,10 @@ def render(**content: Any) -> str:
         lstrip_blocks=True,
     )
     made_at = datetime.now(UTC).astimezone()
-    return environment.get_template("page.html").render(made_at=made_at, **content)
+    return environment.get_template(template).render(made_at=made_at, **content)
 
 
-def evaluations_of(answers: pa.Table, run: Run) -> list[Evaluation]:
+def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
     rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:

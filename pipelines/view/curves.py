@@ -14,7 +14,7 @@ from bokeh.plotting import figure
 from areal_flow.store.groups import read_curves
 from areal_flow.store.queries import Run
 from pipelines.report.charts import COLOURS
-from pipelines.report.page import evaluations_of
+from pipelines.report.page import score_evaluations
 
 HELD_OUT = "held_out"
 FIGURES = {
@@ -59,7 +59,7 @@ class RunCurves:
         if num_answers == self.num_answers:
             return bool(found["step"])
         self.num_answers = num_answers
-        made = evaluations_of(self.run.evaluations("arrow", columns=_ANSWERS), self.run)
+        made = score_evaluations(self.run.evaluations("arrow", columns=_ANSWERS), self.run)
         rates = [(at, table.overall.passed) for at, table in sorted(made, key=itemgetter(0))]
         rows = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in rates]
         columns = map(list, zip(*rows, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lance
-import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -27,13 +25,15 @@ from areal_flow.run.lease import hold_lease
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import Run
 from areal_flow.tracking import track
+from areal_flow.tracking.folder import FolderTracker
 from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker
 from areal_flow.tracking.model_registry import registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
-from areal_flow.tracking.registry import make_tracker, start_tracking, untrack
+from areal_flow.tracking.registry import make_trackers, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.fakes import MemoryTracker
+from tests.kept import Kept
 from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
 
@@ -69,62 +69,31 @@ def append_evaluation(layout: RunLayout, version: int, rewards: list[float | Non
     lance.write_dataset(table, str(layout.evaluations), mode="append")
 
 
-class Kept:
-    """What a sink kept, read back through its own door."""
-
-    def __init__(self, sink: Any) -> None:
-        if isinstance(sink, MemoryTracker):
-            self.metrics = sink.metrics
-            self.timestamps_ms = sink.timestamps_ms
-            self.parameters = sink.parameters
-            self.versions = {path.name: dict(sink.tags[path]) for path in sink.versions}
-            self.aliases = {alias: path.name for alias, path in sink.aliases.items()}
-            self.status, self.samples = sink.status, list(sink.samples)
-            found = sink.description
-            assert found is not None
-            assert found.prompts is not None
-            self.tags, self.text, self.recipe = found.tags, found.text, found.recipe
-            self.datasets = [found.prompts.content_hash]
-            return
-        from mlflow import MlflowClient
-
-        client = MlflowClient(tracking_uri=sink.uri, registry_uri=sink.uri)
-        run = client.get_run(sink.run_id)
-        histories = {
-            name: client.get_metric_history(sink.run_id, name) for name in run.data.metrics
-        }
-        for name, history in histories.items():
-            assert len({m.step for m in history}) == len(history), f"{name} has a step twice"
-        self.metrics = {name: {m.step: m.value for m in h} for name, h in histories.items()}
-        self.timestamps_ms = {m.step: m.timestamp for m in histories["train/loss"]}
-        self.parameters = run.data.params
-        found = client.search_model_versions(f"run_id = '{sink.run_id}'")
-        self.versions = {Path(v.source).name: dict(v.tags) for v in found}
-        names = {v.version: Path(v.source).name for v in found}
-        aliases = client.get_registered_model(found[0].name).aliases if found else {}
-        self.aliases = {alias: names[int(version)] for alias, version in aliases.items()}
-        self.status = run.info.status
-        self.datasets = [given.dataset.digest for given in run.inputs.dataset_inputs]
-        self.tags, self.text = run.data.tags, run.data.tags["mlflow.note.content"]
-        self.recipe = Path(client.download_artifacts(sink.run_id, "recipe.toml")).read_text()
-        self.samples = []
-        for shown in json.loads(run.data.tags.get("mlflow.loggedArtifacts", "[]")):
-            path = client.download_artifacts(sink.run_id, shown["path"])
-            self.samples += pd.read_json(path, orient="split", dtype=False).to_dict("records")
-
-
 MakeSink = Callable[[], Tracker]
 
 
-@pytest.fixture(params=["mlflow", "memory"])
+def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tracker:
+    (tracker,) = make_trackers(layout, settings, uri)
+    return tracker
+
+
+@pytest.fixture(params=["mlflow", "memory", "tensorboard", "wandb"])
 def make_sink(request: pytest.FixtureRequest, layout: RunLayout) -> MakeSink:
     """Return how each driver's life makes the sink of the same run."""
     if request.param == "memory":
         memory = MemoryTracker()
         return lambda: memory
-    uri = request.getfixturevalue("database")
-    settings = TrackingSettings(registered_model=layout.root.parent.name)
+    uri = request.getfixturevalue("database") if request.param == "mlflow" else ""
+    settings = TrackingSettings(sink=request.param, registered_model=layout.root.parent.name)
     return lambda: make_tracker(layout, settings, uri)
+
+
+@pytest.fixture
+def make_registry(make_sink: MakeSink) -> MakeSink:
+    """Return the same of a sink that has a registry of models."""
+    if isinstance(make_sink(), FolderTracker):
+        pytest.skip("this sink has no registry")
+    return make_sink
 
 
 def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout) -> None:
@@ -150,6 +119,9 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
     assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
     assert kept.parameters["seed"] == "3"
     assert kept.parameters["trainer.learning_rate"] == str(Recipe().trainer.learning_rate)
+    assert kept.status == "FINISHED"
+    if isinstance(sink, FolderTracker):
+        return
     assert set(kept.versions) == {"00000000", "00000002"}
     assert kept.versions["00000002"] == {
         "step": "2",
@@ -161,7 +133,6 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
         "held_out_pass_rate": "1.000000",
     }
     assert kept.aliases == dict.fromkeys(("r", "current", "best"), "00000002")
-    assert kept.status == "FINISHED"
 
 
 def test_sink_says_what_the_run_is(make_sink: MakeSink, layout: RunLayout) -> None:
@@ -179,9 +150,10 @@ def test_sink_says_what_the_run_is(make_sink: MakeSink, layout: RunLayout) -> No
     assert len(kept.datasets) == 1, "one, whatever checkpoints there are"
     with hold_lease(layout.writers) as writer:
         accept(layout, Verifier("numeric@1"), writer)
-    Projection(layout, make_sink()).deliver()
-    assert Kept(sink).tags["verifier"] == "numeric@1"
-    assert Kept(sink).datasets == kept.datasets
+    later = make_sink()
+    Projection(layout, later).deliver()
+    assert Kept(later).tags["verifier"] == "numeric@1"
+    assert Kept(later).datasets == kept.datasets
 
 
 def test_sink_shows_answers_before_and_after_and_replaces_them(
@@ -266,12 +238,12 @@ def test_artifacts_lie_beside_the_database_and_go_with_the_run(
     assert [*(tmp_path / "elsewhere").iterdir()] == []
 
 
-def test_removed_run_is_new_to_its_sink(make_sink: MakeSink, layout: RunLayout) -> None:
+def test_removed_run_is_new_to_its_sink(make_registry: MakeSink, layout: RunLayout) -> None:
     write_fake_checkpoint(layout, 2, weights_hash="w2")
-    sink = make_sink()
+    sink = make_registry()
     Projection(layout, sink).deliver()
     assert (sink.remove(), sink.remove()) == (1, 0)
-    again = make_sink()
+    again = make_registry()
     assert Projection(layout, again).deliver() == 3
     assert Kept(again).aliases == {"r": "00000002"}
 
@@ -301,14 +273,15 @@ def test_delivery_that_is_repeated_after_a_crash_changes_nothing(
     before = Kept(sink)
     metrics = step_metrics(step_row(3))
     sink.log_step(3, metrics, timestamp_ms=before.timestamps_ms[3])
-    Projection(layout, make_sink()).deliver()
-    assert vars(Kept(sink)) == vars(before)
+    again = make_sink()
+    Projection(layout, again).deliver()
+    assert vars(Kept(again)) == vars(before)
 
 
-def test_pruned_checkpoint_leaves_the_registry(make_sink: MakeSink, layout: RunLayout) -> None:
+def test_pruned_checkpoint_leaves_the_registry(make_registry: MakeSink, layout: RunLayout) -> None:
     for step in (0, 2):
         write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
-    sink = make_sink()
+    sink = make_registry()
     projection = Projection(layout, sink)
     projection.deliver()
     shutil.rmtree(layout.checkpoints / "00000000")
@@ -320,12 +293,12 @@ def test_pruned_checkpoint_leaves_the_registry(make_sink: MakeSink, layout: RunL
 
 
 def test_checkpoint_that_is_not_its_rows_is_not_registered(
-    make_sink: MakeSink, layout: RunLayout
+    make_registry: MakeSink, layout: RunLayout
 ) -> None:
     write_fake_checkpoint(layout, 1, weights_hash="w1")
     write_fake_checkpoint(layout, 2, weights_hash="of a fork")
     write_fake_checkpoint(layout, 9, weights_hash="beyond the ledger")
-    sink = make_sink()
+    sink = make_registry()
     Projection(layout, sink).deliver()
     assert set(Kept(sink).versions) == {"00000001"}
 
@@ -336,11 +309,12 @@ def test_ledger_that_lost_its_last_rows_is_delivered_again_from_its_head(
     sink = make_sink()
     sink.begin()
     sink.log_step(7, {"train/loss": 0.5}, timestamp_ms=0)
-    projection = Projection(layout, make_sink())
+    later = make_sink()
+    projection = Projection(layout, later)
     projection.deliver()
     append_steps(layout, 4)
     assert projection.deliver() == 1
-    assert 4 in Kept(sink).metrics["train/loss"]
+    assert 4 in Kept(later).metrics["train/loss"]
 
 
 def test_metrics_map_is_shown_beside_the_fixed_columns() -> None:
@@ -524,7 +498,7 @@ def test_tracking_nowhere_or_nothing_is_refused(layout: RunLayout, tmp_path: Pat
     with pytest.raises(RunError):
         track(tmp_path / "nobody", "sqlite://")
     recipe = Recipe(tracking=replace_settings(sink="nowhere"))
-    with pytest.raises(ConfigError, match=r"'nowhere': expected one of \['mlflow'\]"):
+    with pytest.raises(ConfigError, match=r"'nowhere': expected one of \['mlflow', "):
         start_tracking(layout, recipe)
 
 

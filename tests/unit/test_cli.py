@@ -209,17 +209,18 @@ def test_ui_and_track_find_what_they_show(
 ) -> None:
     assert main(["ui", "--runs", str(tmp_path)]) == 1
     assert "mlflow.db, found none" in capsys.readouterr().err
-    tracked: list[tuple[Path, str]] = []
+    tracked: list[tuple[Path, str, str]] = []
 
-    def track(run_directory: Path, uri: str) -> int:
-        tracked.append((run_directory, uri))
+    def track(run_directory: Path, uri: str, *, sink: str) -> int:
+        tracked.append((run_directory, uri, sink))
         return 3
 
     monkeypatch.setattr("areal_flow.tracking.registry.track", track)
     root = make_bare_run(tmp_path / "r").root
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
     assert main(["--runs", str(tmp_path), "track", "r"]) == 0
-    assert tracked == [(root, "http://there"), (root, "")]
+    assert main(["--runs", str(tmp_path), "track", "r", "--sink", "wandb"]) == 0
+    assert tracked == [(root, "http://there", ""), (root, "", ""), (root, "", "wandb")]
     assert "it lacked 3 steps" in capsys.readouterr().out
 
 

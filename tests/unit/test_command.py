@@ -103,7 +103,7 @@ def without_a_page(layout: RunLayout) -> None:
 
 
 def while_the_tracker_is_away(layout: RunLayout) -> None:
-    RunTracking(layout, None)._complain(OSError("away"), at_once=True)
+    RunTracking(layout)._complain(OSError("away"))
 
 
 def in_mlflow(layout: RunLayout) -> None:

@@ -1,0 +1,118 @@
+"""Runs as a notebook shows them: charts by the report's own functions, and pages of HTML.
+
+What a policy or a prompt wrote is escaped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.directory import observed_state
+from areal_flow.store import queries
+from areal_flow.store.browsing import Selection, show_trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Run(queries.Run):
+    __doc__ = queries.Run.__doc__
+
+    @property
+    def plot(self) -> Plots:
+        """Charts: `reward()`, `staleness()`, `lengths()` and `timeline()`."""
+        return Plots(self)
+
+    def trajectory(self, trajectory_id: str) -> Trajectory:
+        return Trajectory(self, super().trajectory(trajectory_id))
+
+    def _repr_html_(self) -> str:
+        from pipelines.report.page import render
+
+        facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
+        if self.layout.steps.exists() and len(steps := self.steps(where="step > 0")):
+            first, last = steps.reward_mean.head(8).mean(), steps.reward_mean.tail(8).mean()
+            facts["steps"] = f"{len(steps):,} in {steps.seconds_step.sum():,.0f} s"
+            facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
+            facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
+            facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"
+        return render("notebook.html", facts=facts, shown=None)
+
+
+class Trajectory(dict[str, Any]):
+    """A row of the view `trajectories`; a notebook shows its tokens by the version that drew them.
+
+    Tokens without gradient are pale; the pointer shows a token's log-probability.
+    """
+
+    def __init__(self, run: Run, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self._run = run
+
+    def _repr_html_(self) -> str:
+        from pipelines.report.charts import COLOURS
+        from pipelines.report.page import render
+
+        shown = show_trajectory(self._run, self["trajectory_id"], selection=Selection())
+        names = ("trajectory_id", "status", "step", "reward", "verdict", "staleness")
+        facts = {**{name: self[name] for name in names}, "answer": shown.answer}
+        return render("notebook.html", facts=facts, shown=shown, colours=COLOURS)
+
+
+class Plots:
+    """Each draws a run on `ax`, or on a new figure, and returns the axes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def reward(self, ax: Axes | None = None) -> Axes:
+        """Draw mean reward and pass rate of batches, and the pass rates of held-out answers."""
+        from pipelines.report.page import score_evaluations
+
+        run, held_out = self._run, []
+        if run.layout.evaluations.exists() and len(answers := run.evaluations("arrow")):
+            scored = [(at, found.overall.passed) for at, found in score_evaluations(answers, run)]
+            held_out = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in scored]
+        return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, held_out)
+
+    def staleness(self, ax: Axes | None = None) -> Axes:
+        """Draw how many versions old trained tokens were."""
+        return self._curves({"mean": "staleness_mean", "max": "staleness_max"}, ax)
+
+    def lengths(self, ax: Axes | None = None) -> Axes:
+        """Draw the tokens that 90%, 50% and 10% of a step's completions have at most."""
+        names = {f"p{share}": f"rollout/completion_p{share}_tokens" for share in (90, 50, 10)}
+        return self._curves(names, ax)
+
+    def timeline(self, ax: Axes | None = None, *, num_steps: int = 5) -> Axes:
+        """Draw generation beside training, in seconds, for steps in the middle of the run."""
+        steps = self._run.steps()
+        shown = steps.iloc[max(0, (len(steps) - num_steps) // 2) :][: num_steps + 1]
+        columns = ["trajectory_id", "version_spans", "started_at", "finished_at"]
+        rows = self._run.trajectories(columns=columns)
+        rows["version"] = [min(span["version"] for span in spans) for spans in rows.version_spans]
+        parts = {"began": ("started_at", "min"), "ended": ("finished_at", "max")}
+        groups = rows.groupby(rows.trajectory_id.str[:8]).agg(version=("version", "min"), **parts)
+        return _draw("draw_timeline", ax, shown, groups.sort_values("began"))
+
+    def _curves(self, named: dict[str, str], ax: Axes | None, held_out: Any = ()) -> Axes:
+        rows = self._run.steps("arrow", where="step > 0").to_pylist()
+        lines = {label: [row.get(name) for row in rows] for label, name in named.items()}
+        return _draw("draw_curves", ax, lines, [row["step"] for row in rows], held_out)
+
+
+def open_run(path: Path | str) -> Run:
+    """Open a run directory for reading, or raise RunError."""
+    return Run(path)
+
+
+def _draw(function: str, ax: Axes | None, *shown: Any) -> Axes:
+    from matplotlib import pyplot
+
+    from pipelines.report import charts
+
+    axes: Axes = ax or pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")[1]
+    getattr(charts, function)(axes, *shown)
+    return axes

@@ -1,0 +1,101 @@
+"""What a notebook shows of runs and trajectories; nothing that a policy wrote is executed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import nbformat
+import pyarrow as pa
+import pytest
+from matplotlib import pyplot
+from matplotlib.colors import to_hex
+from nbclient import NotebookClient
+
+import areal_flow
+from areal_flow.run.layout import RunLayout
+from areal_flow.store.browsing import ShownToken
+from pipelines.report.charts import COLOURS
+from schemas import PromptRow, arrow_schema
+from tests.finished_runs import HOSTILE, make_finished_run
+
+EXPLORE = Path(__file__).parents[2] / "examples" / "explore.ipynb"
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    made = make_finished_run(tmp_path_factory.mktemp("runs") / "r", num_steps=4)
+    made.train_prompts.parent.mkdir(exist_ok=True)
+    with pa.ipc.new_file(made.train_prompts, arrow_schema(PromptRow)) as file:
+        file.write(pa.Table.from_pylist([], arrow_schema(PromptRow)))
+    return made
+
+
+def test_charts_draw_on_given_axes_or_on_a_new_figure(layout: RunLayout) -> None:
+    run = areal_flow.open_run(layout.root)
+    with mpl.rc_context({"backend": "agg"}):
+        _, given = pyplot.subplots()
+        assert run.plot.staleness(given) is given
+        reward = run.plot.reward()
+        assert reward is not given
+        labels = reward.get_legend_handles_labels()[1]
+        assert labels == ["mean reward", "pass rate", "held-out, 95%"]
+        thin, strong = reward.lines[:2]
+        assert [*thin.get_xdata()] == [1, 2, 3, 4]
+        assert [*thin.get_ydata()] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert [*strong.get_ydata()] == pytest.approx([0.1, 0.15, 0.2, 0.25])
+        assert len(run.plot.lengths().lines) == 6
+        pyplot.close("all")
+
+
+def test_timeline_has_a_bar_for_each_group_in_the_colour_of_its_version(layout: RunLayout) -> None:
+    run = areal_flow.open_run(layout.root)
+    with mpl.rc_context({"backend": "agg"}):
+        axes = run.plot.timeline(num_steps=10)
+        steps = [text.get_text() for text in axes.texts]
+        assert steps == ["1", "v1", "2", "v2", "3", "v3", "4", "v4"]
+        colours = {to_hex(bars.get_facecolor()[0]) for bars in axes.collections}
+        assert colours <= {*COLOURS}
+        pyplot.close("all")
+
+
+def test_run_says_what_it_is_and_one_without_a_step_too(layout: RunLayout, tmp_path: Path) -> None:
+    shown = areal_flow.open_run(layout.root)._repr_html_()
+    for said in (">r<", ">finished<", "4 in 4 s", "0.250 → 0.250"):
+        assert said in shown
+    new = make_finished_run(tmp_path / "new", num_steps=0, evaluated=False)
+    assert ">steps<" not in areal_flow.open_run(new.root)._repr_html_()
+
+
+def test_trajectory_shows_its_tokens_and_runs_nothing(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = areal_flow.open_run(layout.root)
+    found = run.trajectory(run.trajectories().trajectory_id[0])
+    assert found["status"] == "trained"
+    shown = found._repr_html_()
+    tokens = re.findall(r'<span title="version 0, log-probability -?\d\.\d{3}, id \d+"', shown)
+    assert len(tokens) == found["num_tokens"]
+    from areal_flow.store import browsing
+
+    def hostile(*_: object) -> tuple[ShownToken, ...]:
+        return (ShownToken(HOSTILE, 1, 3, -0.5, 1, False, True),)
+
+    monkeypatch.setattr(browsing, "_tokens", hostile)
+    shown = found._repr_html_()
+    assert "&lt;script&gt;alert(1)" in shown
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert f"{COLOURS[3]}44; opacity: .45" in shown
+
+
+def test_explore_notebook_runs_over_the_newest_run(layout: RunLayout, tmp_path: Path) -> None:
+    notebook = nbformat.read(EXPLORE, 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
+    (tmp_path / "runs").symlink_to(layout.root.parent)
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=60, resources=place).execute()
+    data = [o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ())]
+    assert sum("image/png" in shown for shown in data) >= 2
+    assert sum("text/html" in shown for shown in data) >= 3

@@ -109,6 +109,11 @@ class ClusterSettings(Settings):
             f"cluster.launcher = 'local' starts workers on this machine only, but "
             f"cluster.remote.hosts = {list(self.remote.hosts)}; set launcher to 'ssh'",
         )
+        others = [each for options in self.slurm.values() for each in options if each[:1] != "-"]
+        require(
+            not others,
+            f"cluster.slurm: expected options of sbatch such as '--partition=gpu', found {others}",
+        )
         far = [host for host in self.remote.hosts if not is_loopback(host.rpartition("@")[2])]
         require(
             not far or not is_loopback(self.network.host),

@@ -85,6 +85,11 @@ def error_of(table: dict[str, object]) -> str:
         ({"controller": {"max_attempts": True}}, "controller.max_attempts = True"),
         ({"generation": {"temperature": float("inf")}}, "finite number"),
         ({"cluster": {"remote": {"hosts": ["me@10.0.0.7"]}}}, "set launcher to 'ssh'"),
+        ({"cluster": {"slurm": {"all": ["-n1", "partition=gpu"]}}}, "found ['partition=gpu']"),
+        (
+            {"cluster": {"generators_between": [2, 4]}},
+            "around cluster.num_generators (1)",
+        ),
         (
             {"cluster": {"launcher": "ssh", "remote": {"hosts": ["me@10.0.0.7"]}}},
             "cannot be reached from ['me@10.0.0.7']",

@@ -35,7 +35,9 @@ def test_every_extra_is_in_the_readme_and_its_message_installs_it(extra: str) ->
     assert extra in project["optional-dependencies"]
     assert how_to_install(extra).startswith(f"pip install '.[{extra}]' in a clone")
     assert f"areal-flow[{extra}] @ git+URL" in how_to_install(extra)
-    install = (ROOT / "README.md").read_text().partition("As a library")[2].partition("What it")[0]
+    install = (
+        (ROOT / "README.md").read_text().partition("As a library")[2].partition("## From Python")[0]
+    )
     assert extra in install
 
 

@@ -14,6 +14,11 @@ from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource, FactorRange
 from bokeh.models.widgets import Div
 from bokeh.plotting import figure
+from bokeh.server.urls import per_app_patterns
+from bokeh.server.views.autoload_js_handler import AutoloadJsHandler
+from bokeh.server.views.doc_handler import DocHandler
+from bokeh.server.views.metadata_handler import MetadataHandler
+from bokeh.server.views.ws import WSHandler
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
@@ -46,6 +51,13 @@ _BARS = {
     "stages": "Trajectories on their way, and tokens so far",
     "speeds": "Tokens/s by generator",
 }
+BOKEHS_HANDLERS = [
+    ("/?", DocHandler),
+    ("/ws", WSHandler),
+    ("/metadata", MetadataHandler),
+    ("/autoload.js", AutoloadJsHandler),
+]
+"""Panel, where a notebook imports it, replaces them by its own, with which pages stay empty."""
 _STEP_COLUMNS = [n for n in STEPS.names if n not in ("step", "trajectory_ids", "discarded")]
 _TEXT: dict[str, Any] = {"text_font_size": "12px", "text_baseline": "middle", "x_offset": 6}
 _WRAPPED: dict[str, Any] = {"sizing_mode": "stretch_width", "styles": {"flex-wrap": "wrap"}}
@@ -111,7 +123,9 @@ def add_page(scheduler: Any, feed: RunFeed) -> None:
     variables = template_variables(scheduler)
     variables["pages"].insert(0, PAGE)
     pages = {f"/{PAGE}": partial(_show, feed)}
+    replaced, per_app_patterns[:] = per_app_patterns[:], BOKEHS_HANDLERS
     application = BokehApplication(pages, scheduler, template_variables=variables)
+    per_app_patterns[:] = replaced
     scheduler.http_application.add_application(application)
     application.initialize(IOLoop.current())
     application.start()

@@ -175,7 +175,7 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     shown = cell.shown[display]
     assert {"text/plain", "text/html"} <= shown.keys()
     text = shown["text/plain"]
-    assert text.index("Starting 3 workers") < text.index("reward") < text.index(f"{num_steps}/200")
+    assert text.index("Starting 3 workers") < text.index(f"{num_steps}/200") < text.index("reward")
     assert f"over the last {min(8, num_steps)} steps" in text
     assert re.search(rf"step +{num_steps}/200  .?━{{3}}[^|]*left +\d+:\d\d", text)
     assert max(map(len, text.splitlines())) <= 76, "it fits a cell"

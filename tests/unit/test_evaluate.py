@@ -89,7 +89,7 @@ def test_model_of_no_run_is_asked_for_prompts_as_the_caller_gives_them(tmp_path:
     [
         ("\n", "answers.jsonl", "p.jsonl is empty: expected one row or more"),
         ('{"question": "1 + 1 ="}\n', "answers.jsonl", "line 1: field 'answer' is missing"),
-        ('{"question": "1 + 1 =", "answer": "2"}\n', "answers.csv", "answers.csv: expected a name"),
+        ('{"question": "1 + 1 =", "answer": "2"}\n', "answers.txt", "answers.txt: expected a name"),
     ],
 )
 def test_rows_and_target_are_refused_before_a_model_is_read(

@@ -303,6 +303,8 @@ def test_cookbook_answers_alike_in_pandas_and_duckdb(
         exec(block, names)
         answers.append(comparable(names[question.answer]))
     assert len(answers[0]) > 0 or question.title == "Reward-hacking suspects"
+    in_one = pd.concat(answers).astype(str).drop_duplicates(keep=False)
+    assert len(answers[0]) == len(answers[1]), in_one.to_string()
     pd.testing.assert_frame_equal(*answers, check_dtype=False, rtol=1e-9)
 
 

@@ -1,7 +1,7 @@
 """The quickstart and each tutorial, typed as they stand there, print what they show there.
 
 Commands run in this process where possible. All tutorials read one small run. What starts a
-cluster is a walk, as is all after it.
+cluster is a walk, as are the script that it needs and all after these.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 READERS_FOLDER = "/home/you/sorting"
 
 
+def starts_cluster(command: str) -> bool:
+    return bool({"train", "evaluate"} & {*command.split()}) and "exit code" not in command
+
+
 def commands_of_all_pages() -> list[Any]:
     found = []
     for page in (QUICKSTART, *TUTORIALS):
-        marks = [pytest.mark.walk] if page == QUICKSTART else []
-        for command, expected in typed_commands(page):
-            if {"train", "evaluate"} & {*command.split()} and "exit code" not in command:
+        marks: list[Any] = []
+        typed = [*typed_commands(page)]
+        starts = [place for place, (command, _) in enumerate(typed) if starts_cluster(command)]
+        for place, (command, expected) in enumerate(typed):
+            is_needed = command.startswith("python ") and any(start > place for start in starts)
+            if page == QUICKSTART or place in starts or is_needed:
                 marks = [pytest.mark.walk]
             name = f"{page.stem}: {command}"
             found.append(pytest.param(page, command, expected, id=name, marks=marks))

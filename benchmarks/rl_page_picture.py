@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import sync_playwright
+from tests.browser import opened
 
 SHOWN_STEP = re.compile(r"step 4\d\.")
-SIZE = {"width": 1280, "height": 745}
+SIZE: Any = {"width": 1280, "height": 745}
 TIMEOUT_MS = 300_000
 
 
 def take_picture(url: str, picture: Path) -> None:
-    with sync_playwright() as driver:
-        chromium = shutil.which("chromium")
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE)
-        page.set_default_timeout(TIMEOUT_MS)
-        page.goto(url)
-        page.get_by_text(SHOWN_STEP).wait_for()
+    with opened(url) as page:
+        page.set_viewport_size(SIZE)
+        page.get_by_text(SHOWN_STEP).wait_for(timeout=TIMEOUT_MS)
         page.screenshot(path=picture)
-        browser.close()
 
 
 def main() -> None:

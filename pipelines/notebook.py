@@ -104,7 +104,11 @@ class Plots:
 
 
 def open_run(path: Path | str) -> Run:
-    """Open a run directory for reading, or raise RunError."""
+    """Open a run directory for reading.
+
+    Raises:
+        RunError: there is no run.
+    """
     return Run(path)
 
 

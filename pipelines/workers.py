@@ -43,7 +43,7 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
     }
     text = json.dumps(where)
     replace_file(layout.cluster, text)
-    target = layout.root.parent / "prometheus" / f"{layout.name}.json"  # it finds runs there
+    target = layout.prometheus_target
     target.parent.mkdir(exist_ok=True)
     replace_file(target, json.dumps([{"targets": [urlsplit(cluster.dashboard).netloc]}]))
     try:

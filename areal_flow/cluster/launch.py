@@ -19,6 +19,7 @@ from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.launchers.queued import QueuedLauncher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
@@ -36,7 +37,6 @@ from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
 from areal_flow.store.ledger import LedgerReader
 
-SUBMITTING = {"kubernetes": "kubectl", "slurm": "sbatch"}
 DASHBOARD_HOST = "127.0.0.1"
 """Dask's dashboard has no authentication: reach it from elsewhere through a tunnel."""
 
@@ -61,15 +61,14 @@ class RunningCluster:
 
 def check_cluster(recipe: Recipe) -> None:
     """Refuse settings with which no cluster can start."""
-    program = SUBMITTING.get(recipe.cluster.launcher)
-    if program is not None and shutil.which(program) is None:
-        raise ConfigError(
-            f"cluster.launcher = {recipe.cluster.launcher!r}: there is no {program}; start the "
-            "driver where jobs are submitted"
-        )
     _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)
-    make_launcher("", recipe.cluster)
+    launcher = make_launcher("", recipe.cluster)
+    if isinstance(launcher, QueuedLauncher) and shutil.which(launcher.program) is None:
+        raise ConfigError(
+            f"cluster.launcher = {recipe.cluster.launcher!r}: there is no {launcher.program}; "
+            "start the driver where jobs are submitted"
+        )
     connection_security(recipe.cluster.network)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from areal_flow.controller.bottleneck import speed_shares
 from areal_flow.controller.ledger_row import OBSERVED
 
 WINDOW_STEPS = 5
@@ -53,11 +54,8 @@ class Balance:
 
 
 def generators_demanded(rows: list[Mapping[str, Any]], *, number: int) -> float:
-    step_s, wait_s, generate_s = (
-        sum(row[name] for row in rows)
-        for name in ("seconds_step", "seconds_wait", "seconds_generate")
-    )
-    observed_s = sum(row["metrics"].get(OBSERVED, 0.0) for row in rows)
-    if not observed_s:  # nothing was generated meanwhile
+    steps = [{**row["metrics"], **row} for row in rows]
+    if not any(step.get(OBSERVED) for step in steps):  # nothing was generated meanwhile
         return float(number)
-    return float(number * generate_s / observed_s * step_s / max(step_s - wait_s, 0.01 * step_s))
+    waiting, busy, _ = speed_shares(steps, num_generators=number)
+    return number * busy / max(1 - waiting, 0.01)

@@ -20,18 +20,32 @@ class Bottleneck(NamedTuple):
     remedy: str = ""
 
 
-def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:
-    """Return the verdict on rows of the ledger that took time, with a key for each metric."""
+class Shares(NamedTuple):
+    """How long who waited or worked, over some steps."""
+
+    waiting: float
+    """Of the steps' time: the trainer, for data."""
+    generators_busy: float
+    """Of the generators' time: decoding."""
+    queue_steps: float
+    """In durations of a step: a group, to be scored."""
+
+
+def speed_shares(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Shares:
+    """Return the shares of rows of the ledger that took time, with a key for each metric."""
     totals = {name: sum(row.get(name) or 0.0 for row in steps) for name in COLUMNS}
     observed, seconds = totals[OBSERVED], totals["seconds_step"]
     speed = speed_metrics(totals, num_generators=num_generators, seconds_observed=observed)
     busy = speed[f"{SPEED_AREA}generators_busy_fraction"]
-    return judge_speed(totals["seconds_wait"] / seconds, busy, totals[QUEUE] / seconds)
+    return Shares(totals["seconds_wait"] / seconds, busy, totals[QUEUE] / seconds)
+
+
+def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:
+    return judge_speed(*speed_shares(steps, num_generators=num_generators))
 
 
 def judge_speed(waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
-    """Return the verdict on the trainer's share of waiting for data, the generators' share of
-    decoding, and how long a group waits to be scored, in durations of a step."""
+    """Return the verdict on `Shares`."""
     waits = f"the trainer waits {waiting:.0%} of its time for data"
     found = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
     adding = "or `areal-flow workers add` while it runs"

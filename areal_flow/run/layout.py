@@ -94,6 +94,11 @@ class RunLayout:
     def name(self) -> str:
         return self.root.name
 
+    @property
+    def prometheus_target(self) -> Path:
+        """Beside the runs: the address of the run's driver while it lives, for Prometheus."""
+        return self.root.parent / "prometheus" / f"{self.name}.json"
+
     def weights_of(self, writer_epoch: int) -> Path:
         return self.weights / f"{writer_epoch:08d}"
 

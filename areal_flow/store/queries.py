@@ -258,14 +258,5 @@ class Run:
         return found if format == "duckdb" else convert(found.to_arrow_table(), format)
 
 
-def open_run(path: Path | str) -> Run:
-    """Open a run directory for reading.
-
-    Raises:
-        RunError: there is no run.
-    """
-    return Run(path)
-
-
 def _until(step: int | None) -> str | None:
     return None if step is None else f"step <= {step}"

@@ -22,7 +22,7 @@ from areal_flow.run.directory import list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.lineage import HashCheck, Lineage
-from areal_flow.store.queries import Run, open_run
+from areal_flow.store.queries import Run
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -138,7 +138,7 @@ def _run(layout: RunLayout) -> dict[str, Any]:
     observed, lease = observed_state(layout), newest_lease(layout.writers)
     num_steps, rates = None, []
     if layout.steps.exists():
-        num_steps = max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1)
+        num_steps = max(0, len(Run(layout.root).steps("arrow", columns=["step"])) - 1)
     if layout.summary.is_file():
         summary = json.loads(layout.summary.read_text())
         held_out = [summary["held_out_before"], summary["held_out_after"]]

@@ -84,7 +84,7 @@ def remove_run(layout: RunLayout) -> int:
         num_versions = untrack(layout, load_recipe(layout.config))
         for root in layout.weights.glob("[0-9]*"):
             free_segments(root)
-        (layout.root.parent / "prometheus" / f"{layout.name}.json").unlink(missing_ok=True)
+        layout.prometheus_target.unlink(missing_ok=True)
         shutil.rmtree(layout.root.rename(layout.root.with_name(f".removed-{layout.name}")))
     return num_versions
 

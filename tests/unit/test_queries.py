@@ -33,11 +33,12 @@ from areal_flow.store.browsing import (
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
-from areal_flow.store.queries import TableFormat, open_run
+from areal_flow.store.queries import TableFormat
 from pipelines.cli.reports import bucketed
 from pipelines.cli.table_file import write_table_file
 from pipelines.cli.trajectory_report import listing, report_trajectory
 from pipelines.console.tables import Report, Table, one_line, printable, rendered, show
+from pipelines.notebook import open_run
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table

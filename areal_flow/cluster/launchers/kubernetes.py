@@ -43,6 +43,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 class KubernetesLauncher(QueuedLauncher):
     """Workers whose nodes and GPUs Kubernetes chooses; a Pod is never restarted, but replaced."""
 
+    program = "kubectl"
     noun = "Pod"
     poll_s = 5.0
     keeps_ended = True
@@ -107,18 +108,20 @@ class KubernetesLauncher(QueuedLauncher):
 
     async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
         own = ("get", "pod", socket.gethostname(), "--ignore-not-found", "--output=json")
-        self._driver_pod = json.loads(await run_command("kubectl", *own) or "{}")
+        self._driver_pod = json.loads(await run_command(self.program, *own) or "{}")
         pod = self.describe(placement, port, token)
-        await run_command("kubectl", "create", "--filename=-", given=pod)
+        await run_command(self.program, "create", "--filename=-", given=pod)
         return self._name(token)
 
     async def list_jobs(self) -> dict[str, JobState]:
         chosen = f"--selector=areal-flow/driver={self._driver}"
-        found = json.loads(await run_command("kubectl", "get", "pods", chosen, "--output=json"))
+        found = json.loads(await run_command(self.program, "get", "pods", chosen, "--output=json"))
         return {pod["metadata"]["name"]: pod_state(pod) for pod in found["items"]}
 
     async def cancel(self, job_id: str) -> None:
-        await run_command("kubectl", "delete", "pod", job_id, "--wait=false", "--ignore-not-found")
+        await run_command(
+            self.program, "delete", "pod", job_id, "--wait=false", "--ignore-not-found"
+        )
 
 
 def merged(under: Manifest, over: Manifest) -> Manifest:

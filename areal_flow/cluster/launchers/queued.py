@@ -119,6 +119,8 @@ class Job:
 class QueuedLauncher(ABC):
     """Submits, watches and cancels jobs; a subclass says by which commands."""
 
+    program: str
+    """What submits a job."""
     noun: str
     """What a job is called in messages, such as `Slurm job`."""
     poll_s = 10.0

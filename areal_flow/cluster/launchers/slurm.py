@@ -24,6 +24,7 @@ ENDED = (
 class SlurmLauncher(QueuedLauncher):
     """Workers whose nodes and GPUs Slurm chooses."""
 
+    program = "sbatch"
     noun = "Slurm job"
 
     def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
@@ -44,7 +45,7 @@ class SlurmLauncher(QueuedLauncher):
 
     async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
         script = self.describe(placement, port, token)
-        answer = await run_command("sbatch", "--parsable", given=script)
+        answer = await run_command(self.program, "--parsable", given=script)
         return answer.strip().partition(";")[0]
 
     async def list_jobs(self) -> dict[str, JobState]:

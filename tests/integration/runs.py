@@ -28,6 +28,9 @@ from pipelines.jobs.train import run_training
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 """Of commands: verifiers of the tests are found from wherever they run."""
 
+ENDING_S = 20.0
+"""Longer than a run that fails takes to end."""
+
 SMALL: dict[str, Any] = {
     "num_steps": 4,
     "prompts": {"num_prompts": 400, "num_held_out": 64},
@@ -87,8 +90,11 @@ def _until_over(
     async def then_stop() -> None:
         try:
             await beside()
-        finally:
+        except Exception:
+            await asyncio.sleep(ENDING_S)  # perhaps the run fails, too: its end cancels this
             os.kill(os.getpid(), signal.SIGTERM)
+            raise
+        os.kill(os.getpid(), signal.SIGTERM)
 
     outcome = asyncio.run(_run_beside(layout, recipe, writer, resume, (then_stop,)))
     assert outcome.stopped_by == "SIGTERM"

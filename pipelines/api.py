@@ -144,11 +144,19 @@ def sft(
     return newest_checkpoint(_start(jobs.SFT, recipe, settings, brought, name, Path(runs)))
 
 
-def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
+def report(
+    run: Run | Path | str,
+    *,
+    against: Run | Path | str | None = None,
+    price_per_hour: float | None = None,
+    to: Path | str | None = None,
+) -> Path:
     """Draw a run on one page of HTML, also while it goes on; return where the page lies.
 
     Args:
         run: a run, or its directory.
+        against: another one, shown beside it.
+        price_per_hour: of a GPU where the run has some, else of a machine: what tokens cost.
         to: a file, instead of `report.html` in the run.
 
     Raises:
@@ -156,8 +164,15 @@ def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
     """
     from pipelines.report.page import write_report
 
-    layout = (run if isinstance(run, Run) else open_run(run)).layout
-    return write_report(layout, None if to is None else Path(to))
+    layout, *other = (
+        (each if isinstance(each, Run) else open_run(each)).layout
+        for each in (run, against)
+        if each is not None
+    )
+    path = None if to is None else Path(to)
+    return write_report(
+        layout, path, against=other[0] if other else None, price_per_hour=price_per_hour
+    )
 
 
 def _resume(

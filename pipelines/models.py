@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
     from areal_flow.tracking.model_registry import RegisteredVersion
 
-_TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json")
+_TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json", "MLmodel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,10 @@ class MemoryTracker:
         self._answer()
         self.samples = rows
 
+    def show_report(self, page: Path) -> None:
+        self._answer()
+        self.report = page.read_text()
+
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         self.log_evaluation(step, metrics, timestamp_ms=timestamp_ms)
         self.timestamps_ms[step], self.delivered = timestamp_ms, step

@@ -264,6 +264,7 @@ class Flow(Changes):
             seconds_wait=seconds_wait,
             seconds_step=self._last_row_at - began,
             num_generators=self.recipe.cluster.num_generators,
+            usage=self.backends.usage(),
         )
 
     def _read_ahead(self) -> None:

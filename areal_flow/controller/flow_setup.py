@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,3 +131,5 @@ class FlowBackends:
     """The prompt of a submission; it depends on the run and the index only."""
     on_step: Callable[[dict[str, Any]], Awaitable[None]]
     """Called with the row of each step that is committed and published."""
+    usage: Callable[[], Mapping[str, float]] = dict
+    """What the run's processes use now, as metrics of the step's row."""

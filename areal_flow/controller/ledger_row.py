@@ -18,8 +18,8 @@ from areal_flow.types import (
     counter_seed,
 )
 
-SPEED_AREA = "speed/"
-"""The prefix of metrics that a replay does not compare."""
+SPEED_AREA, SYSTEM_AREA = MEASURED_AREAS = "speed/", "system/"
+"""The prefixes of metrics that a replay does not compare."""
 OBSERVED = f"{SPEED_AREA}generators_observed_s"
 SPEED_COLUMNS = (
     *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
@@ -83,6 +83,7 @@ def step_row(
     seconds_wait: float,
     seconds_step: float,
     num_generators: int,
+    usage: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return the ledger row of a computed step; `entries` happened since the row before."""
     metrics = asdict(result.metrics)
@@ -113,7 +114,7 @@ def step_row(
         "committed_at": datetime.now(UTC),
     }
     speed = _speed_of_step(row, entries, num_generators=num_generators)
-    return {**row, "metrics": {**metrics["metrics"], **speed}}
+    return {**row, "metrics": {**metrics["metrics"], **speed, **(usage or {})}}
 
 
 def _speed_of_step(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isclose
 from typing import Any, Protocol
 
-from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
+from areal_flow.controller.ledger_row import MEASURED_AREAS
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.step_metrics import StepMetrics
 from areal_flow.store.ledger import LedgerReader
@@ -115,7 +115,8 @@ class ComparedStep:
 
 def compared_values(result: StepResult) -> dict[str, Any]:
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
-    computed = {n: v for n, v in result.metrics.metrics.items() if not n.startswith(SPEED)}
+    found = result.metrics.metrics.items()
+    computed = {name: value for name, value in found if not name.startswith(MEASURED_AREAS)}
     return {**metrics, **computed, **asdict(result.hashes)}
 
 

@@ -17,13 +17,14 @@ from typing import Any
 from areal_flow.config import TrackingSettings
 from areal_flow.run.directory import check_schema_version
 from areal_flow.run.layout import RunLayout
+from areal_flow.tracking.completions import write_signature
 from areal_flow.tracking.model_registry import (
     SQLITE,
     Aliases,
     default_tracking_uri,
     source_path,
 )
-from areal_flow.tracking.protocol import InputPrompts, RunDescription
+from areal_flow.tracking.protocol import PASS_RATE_TAG, InputPrompts, RunDescription
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
@@ -75,6 +76,7 @@ class MlflowTracker:
         self._experiment = settings.experiment
         self._model = settings.registered_model
         self._client: Any = None
+        self._description: RunDescription | None = None
 
     def begin(self) -> int:
         client = self._connect()
@@ -90,6 +92,7 @@ class MlflowTracker:
     def describe(self, description: RunDescription) -> None:
         from mlflow.entities import Param, RunTag
 
+        self._description = description
         known = self._client.get_run(self.run_id).data.params
         parameters = description.parameters.items()
         new = [Param(name, str(value)) for name, value in parameters if name not in known]
@@ -108,6 +111,11 @@ class MlflowTracker:
         shown = json.dumps([{"path": SAMPLES_FILE, "type": "table"}])
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", shown)
 
+    def show_report(self, page: Path) -> None:
+        self._connect()
+        if known := self._known_run():
+            self._client.log_artifact(known.info.run_id, str(page))
+
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
 
@@ -122,7 +130,7 @@ class MlflowTracker:
         for source, tags in sources.items():
             if source not in known:
                 known[source] = self._register(source, tags)
-            self._tag(known[source], tags)
+            self._describe_version(known[source], tags)
         for source, version in known.items():
             if source not in sources:
                 self._client.delete_model_version(self._model, version.version)
@@ -208,7 +216,14 @@ class MlflowTracker:
             self._model, source=source, run_id=self.run_id, tags=tags
         )
 
-    def _tag(self, version: Any, tags: dict[str, str]) -> None:
+    def _describe_version(self, version: Any, tags: dict[str, str]) -> None:
+        if self._description is not None:
+            write_signature(
+                source_path(version.source), max_new_tokens=self._description.max_new_tokens
+            )
+            card = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
+            if version.description != card:
+                self._client.update_model_version(self._model, version.version, card)
         for name, value in tags.items():
             if version.tags.get(name) != value:
                 self._client.set_model_version_tag(self._model, version.version, name, value)
@@ -242,6 +257,19 @@ class MlflowTracker:
         dataset = Dataset("prompts", prompts.content_hash, source_type="local", source=source)
         context = [InputTag("mlflow.data.context", "training")]
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, context)])
+
+
+def model_card(run: RunDescription, model: str, tags: Mapping[str, str]) -> str:
+    """Return what a version is and how to use it, as Markdown."""
+    rate = tags.get(PASS_RATE_TAG)
+    held_out = f"; held-out pass rate {rate}" if rate else ""
+    return (
+        f"{run.text}\n\n"
+        f"- this is its policy after step {tags['step']}{held_out}\n"
+        f"- weights: `{tags['weights_hash']}`\n\n"
+        f"`areal-flow lineage {model}` shows the trajectories that it was made from.\n"
+        f'`mlflow.pyfunc.load_model("{model}").predict(["..."])` completes prompts.'
+    )
 
 
 def _own_tags(description: RunDescription) -> dict[str, str]:

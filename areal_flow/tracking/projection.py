@@ -16,10 +16,10 @@ from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulat
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.database import compared_answers
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
+from areal_flow.tracking.examples import answers_of, evenly_spaced, read_examples
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
     PASS_RATE_TAG,
@@ -64,10 +64,6 @@ _CHECKPOINT_COLUMNS = [
 _SCORE_COLUMNS = [
     *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
     "reward_detail",
-]
-_SAMPLE_COLUMNS = [
-    *("evaluation", "policy_version", "held_out", "prompt_id", "sample", "reward"),
-    *("evaluated_at", "verifier", "difficulty", "prompt", "answer", "completion"),
 ]
 
 
@@ -146,20 +142,15 @@ class Projection:
             return
         for evaluation in made:
             self._deliver_evaluation(run, evaluation)
-        last = made[-1]
-        first = next(each for each in made if each["verifier"] == last["verifier"])
-        where = f"{_answers_of(first)} OR {_answers_of(last)}"
-        answers = run.evaluations("arrow", columns=_SAMPLE_COLUMNS, where=where)
-        samples = compared_answers(answers, pass_threshold=run.pass_threshold)
-        if samples:
-            self._attempt("the sample answers", self._sink.show_samples, samples)
+        samples = read_examples(run, made)
+        self._attempt("the sample answers", self._sink.show_samples, samples)
         self._evaluations = version_now
 
     def _deliver_evaluation(self, run: Run, made: Mapping[str, Any]) -> None:
         name, version = made["evaluation"], made["policy_version"]
         if self._num_answers.get((name, version)) == made["count_all"]:
             return
-        answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=_answers_of(made))
+        answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=answers_of(made))
         found = tabulate(answers.to_pylist(), threshold=run.pass_threshold)
         self._pass_rates[version] = found.overall.passed.pass_rate
         at, log = _milliseconds(made["evaluated_at_max"]), self._sink.log_evaluation
@@ -204,8 +195,7 @@ class FineTuningProjection:
         delivered = self.sink.begin()
         self.sink.describe(describe_run(self.layout))
         rows = read_metrics(self.layout)
-        spacing = -(-len(rows) // MAX_FINE_TUNING_POINTS) or 1
-        shown = [row for row in rows if row["step"] % spacing == 0 or row is rows[-1]]
+        shown = evenly_spaced(rows, MAX_FINE_TUNING_POINTS)
         new = [row for row in shown if row["step"] > delivered]
         written = int(self.layout.sft_metrics.stat().st_mtime * 1000) if rows else 0
         for row in new:
@@ -238,10 +228,6 @@ def _evaluations_made(run: Run) -> list[dict[str, Any]]:
     answers = run.evaluations("arrow", columns=[*keys, "evaluated_at"])
     made = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])
     return made.sort_by("evaluated_at_max").to_pylist()  # type: ignore[no-any-return]
-
-
-def _answers_of(made: Mapping[str, Any]) -> str:
-    return f"evaluation = '{made['evaluation']}' AND policy_version = {made['policy_version']}"
 
 
 def _rate_tag(name: str, rate: float | None) -> dict[str, str]:

@@ -46,6 +46,8 @@ class RunDescription:
     """To find runs by; none is empty."""
     text: str
     """Markdown, for a reader."""
+    max_new_tokens: int
+    """The longest completion in training."""
     commit: str = ""
     """Of the code, where it is a clone's; a changed one's ends in `-dirty`."""
     prompts: InputPrompts | None = None
@@ -71,6 +73,9 @@ class Tracker(Protocol):
 
     def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show a table of sample answers, instead of the one shown before."""
+
+    def show_report(self, page: Path) -> None:
+        """Keep the page of a run that was delivered, instead of the one kept before."""
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         """Log the numbers of a step, then remember the step as delivered."""
@@ -136,6 +141,7 @@ def describe_run(layout: RunLayout) -> RunDescription:
         toml,
         {name: value for name, value in tags.items() if value},
         _text(layout, recipe),
+        recipe.generation.max_new_tokens,
         lease.commit,
         prompts,
     )

@@ -171,6 +171,13 @@ def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
     return RunTracking(layout, *make_trackers(layout, settings, settings.uri))
 
 
+def show_report(layout: RunLayout, recipe: Recipe) -> None:
+    """Keep the page of a run where the run is shown."""
+    settings = settings_of(recipe)
+    for sink in make_trackers(layout, settings, settings.uri) if settings.enabled else ():
+        sink.show_report(layout.report)
+
+
 def untrack(layout: RunLayout, recipe: Recipe) -> int:
     settings = settings_of(recipe)
     if not settings.enabled:
@@ -203,6 +210,8 @@ def _deliver_all(layout: RunLayout, sink: Tracker) -> int:
     num_steps = of_run(layout, sink).deliver()
     if (state := observed_state(layout).state) in STATUS:
         sink.end(STATUS[state])
+    if layout.report.is_file():
+        sink.show_report(layout.report)
     return num_steps
 
 

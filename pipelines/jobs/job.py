@@ -30,7 +30,7 @@ from areal_flow.run.directory import State, create_run, hold_run, leave_run
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.tracking.registry import track
+from areal_flow.tracking.registry import show_report, track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say
 from pipelines.jobs.forking import Fork
@@ -112,16 +112,22 @@ def _draw_report(layout: RunLayout) -> None:
         logger.exception("%s could not be drawn: try %s", layout.name, again)
     else:
         say("", f"The run on one page: {path}")
+        _deliver(layout, partial(show_report, layout))
+
+
+def _deliver(layout: RunLayout, deliver: Callable[[Recipe], object]) -> None:
+    """Deliver something of a finished run; a tracker that is away gets it later."""
+    try:
+        deliver(load_recipe(layout.config))
+    except Exception as error:  # noqa: BLE001  the run is finished all the same
+        again = command("track", layout.name, runs=layout.root.parent)
+        logger.warning("the tracker is away; deliver by %s: %s", again, error)
 
 
 def _conclude_sft(layout: RunLayout) -> None:
     recipe, runs = load_recipe(layout.config), layout.root.parent
     if recipe.tracking.enabled:
-        try:
-            track(layout.root, recipe.tracking.uri)
-        except Exception as error:  # noqa: BLE001  the run is finished all the same
-            again = command("track", layout.name, runs=runs)
-            logger.warning("the tracker is away; deliver by %s: %s", again, error)
+        _deliver(layout, lambda recipe: track(layout.root, recipe.tracking.uri))
     if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
         model = "--model", from_here(newest_checkpoint(layout)), "--sft.num-steps", 0
         further = command("train", from_here(layout.config), *model, runs=runs)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
@@ -17,6 +18,7 @@ from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
+from areal_flow.cluster.usage import usage
 from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
@@ -289,6 +291,7 @@ class Training:
             weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
             prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
             on_step=self.on_step,
+            usage=partial(usage, self.cluster.pool),
         )
         return Flow(
             self.recipe,

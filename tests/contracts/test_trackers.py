@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import lance
+import mlflow
 import pyarrow as pa
 import pytest
+from mlflow import MlflowClient
 
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.evaluation.pass_rates import HELD_OUT
+from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.inputs import Verifier, accept
 from areal_flow.run.layout import RunLayout
@@ -34,6 +37,7 @@ from areal_flow.tracking.registry import make_trackers, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.fakes import MemoryTracker
 from tests.kept import Kept
+from tests.policies import write_model_directory
 from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
 
@@ -156,25 +160,31 @@ def test_sink_says_what_the_run_is(make_sink: MakeSink, layout: RunLayout) -> No
     assert Kept(later).datasets == kept.datasets
 
 
-def test_sink_shows_answers_before_and_after_and_replaces_them(
+def test_sink_shows_answers_of_policies_to_one_prompt_and_replaces_them(
     make_sink: MakeSink, layout: RunLayout
 ) -> None:
     sink = make_sink()
     projection = Projection(layout, sink)
-    append_evaluation(layout, 0, [0.25, 1.0])
-    projection.deliver()
-    assert Kept(sink).samples == [], "there is nothing to compare with yet"
-    for version in (2, 3):
-        append_evaluation(layout, version, [1.0, None])
+    for version in (0, 2, 3):
+        append_evaluation(layout, version, [0.25 if version == 0 else 1.0, None])
         projection.deliver()
-    first, second = Kept(sink).samples
-    expected = {"before": "of version 0", "after": "of version 3", "answer": "2", "difficulty": 2}
-    assert expected.items() <= first.items()
-    of_first = {"reward_before": 0.25, "passed_before": False, "passed_after": True}
-    if first["reward_before"] == 1:
-        first, second = second, first
-    assert of_first.items() <= first.items()
-    assert (second["passed_before"], second["passed_after"]) == (True, False)
+    rows = Kept(sink).samples
+    assert [row["completion"] for row in rows] == [f"of version {v}" for v in (0, 2, 3)]
+    expected = {"policy_version": 0, "prompt": "1 + 1 =", "answer": "2", "reward": 0.25}
+    assert {name: str(rows[0][name]) for name in expected} == {
+        n: str(v) for n, v in expected.items()
+    }
+    assert [str(row["passed"]) for row in rows] == ["False", "True", "True"]
+
+
+def test_examples_are_of_policies_evenly_spaced_and_of_one_prompt_a_difficulty(
+    layout: RunLayout,
+) -> None:
+    for version in range(24):
+        append_evaluation(layout, version, [1.0, 0.0])
+    sink = MemoryTracker()
+    Projection(layout, sink).deliver()
+    assert [row["policy_version"] for row in sink.samples] == [0, 3, 6, 9, 12, 15, 18, 21, 23]
 
 
 def test_evaluations_are_read_and_delivered_once_each(
@@ -202,15 +212,13 @@ def test_evaluations_are_read_and_delivered_once_each(
         append_evaluation(layout, version, [1.0, 0.0])
         projection.deliver()
     assert versions == [0, 1, 2, 3, 4]
-    assert max(num_texts) == 4, "texts of the first and of the last"
+    assert max(num_texts) == 5, "texts of one prompt"
     append_evaluation(layout, 4, [1.0])  # as a driver that resumes may
     projection.deliver()
     assert versions == [0, 1, 2, 3, 4, 4]
 
 
 def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
     uri = f"sqlite:///{tmp_path / 'own.db'}"
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     old, chosen = TrackingSettings(experiment="old"), TrackingSettings(experiment="chosen")
@@ -236,6 +244,47 @@ def test_artifacts_lie_beside_the_database_and_go_with_the_run(
     assert sink.remove() == 0
     assert not recipes[0].exists()
     assert [*(tmp_path / "elsewhere").iterdir()] == []
+
+
+def test_registered_version_says_how_to_use_it_and_completes_prompts(
+    layout: RunLayout, database: str
+) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    directory = checkpoint_path(layout.checkpoints, 2)
+    write_model_directory(directory)
+    append_evaluation(layout, 2, [1.0])
+    name = layout.root.parent.name
+    settings = TrackingSettings(registered_model=name)
+    Projection(layout, make_tracker(layout, settings, database)).deliver()
+    client = MlflowClient(database, database)
+    (version,) = client.search_model_versions(f"name = '{name}'")
+    reference = f"models:/{name}/1"
+    assert "after step 2; held-out pass rate 1.000000" in version.description
+    assert f"areal-flow lineage {reference}" in version.description
+    mlflow.set_registry_uri(database)
+    mlflow.set_tracking_uri(database)
+    try:
+        policy = mlflow.pyfunc.load_model(reference)
+    finally:
+        mlflow.set_registry_uri(None)
+        mlflow.set_tracking_uri(None)
+    assert policy.metadata.signature.params.params[0].default == Recipe().generation.max_new_tokens
+    (one,) = policy.predict(["1 + 1 ="], params={"max_new_tokens": 1})
+    (more,) = policy.predict(["1 + 1 ="], params={"max_new_tokens": 4})
+    assert more.startswith(one)
+    assert len(more) > len(one)
+
+
+def test_page_of_a_run_is_kept_and_replaced(layout: RunLayout, database: str) -> None:
+    sink = MlflowTracker(layout, TrackingSettings(), database)
+    layout.report.write_text("before it was tracked")
+    sink.show_report(layout.report)
+    for page in ("first", "second"):
+        layout.report.write_text(page)
+        track(layout.root, database)
+    sink.begin()
+    kept = MlflowClient(database, database).download_artifacts(sink.run_id, "report.html")
+    assert Path(kept).read_text() == "second"
 
 
 def test_removed_run_is_new_to_its_sink(make_registry: MakeSink, layout: RunLayout) -> None:

@@ -80,7 +80,7 @@ def test_replay_in_one_process_finds_what_two_ranks_recorded(workspace: Path, ty
     assert {"entropy_mean", "rollout/reward_std", "reward/batched_digits_mean"} <= set(
         found["replayed"]
     )
-    assert not [name for name in found["recorded"] if name.startswith("speed/")]
+    assert not [name for name in found["recorded"] if name.startswith(("speed/", "system/"))]
 
 
 def tracked(uri: str) -> dict[str, Any]:
@@ -112,8 +112,10 @@ def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(
 ) -> None:
     shown = tracked(f"sqlite:///{workspace / 'runs' / 'mlflow.db'}")
     assert shown["kind"] == "custom_model_development"
-    assert shown["files"] == {"recipe.toml", "samples.json"}
-    assert {"before", "after", "prompt"} <= set(shown["samples"]["columns"])
+    assert shown["files"] == {"recipe.toml", "samples.json", "report.html"}
+    assert {"policy_version", "prompt", "completion"} <= set(shown["samples"]["columns"])
+    for role in ("driver", "generator", "reward", "trainer"):
+        assert shown["metrics"][f"system/{role}_memory_usage_megabytes"] > 10
     assert "reward/batched_digits_mean" in shown["metrics"]
     assert "batched_digits@" in shown["tags"]["verifier"]
     assert shown["tags"]["recipe"] == "arithmetic"

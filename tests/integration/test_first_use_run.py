@@ -59,7 +59,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
             if line.startswith("step 2/"):
                 break
     layout = RunLayout(cwd / "runs" / "r")
-    page = areal_flow.report(layout.root).read_text()
+    page = areal_flow.report(layout.root, against=layout.root, price_per_hour=2).read_text()
     layout.report.unlink()
     resumed = cli("train", "--resume", "r", cwd=cwd)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -86,6 +86,8 @@ def test_each_phase_says_how_far_it_is(journey: Journey) -> None:
 def test_page_of_a_killed_run_says_crashed_and_the_final_one_finished(journey: Journey) -> None:
     layout = journey.layout
     assert ">crashed</span>" in journey.page_of_the_killed
+    assert "at 2 an hour and machine" in journey.page_of_the_killed
+    assert journey.page_of_the_killed.count("<th>r</th>") == 2, "beside itself"
     assert journey.after.splitlines()[-1] == f"The run on one page: {layout.report.resolve()}"
     page = layout.report.read_text()
     assert ">finished</span>" in page

@@ -12,6 +12,7 @@ import torch
 from areal_flow.algorithms import logprobs
 from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
 from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.cluster.usage import usage_by_role
 from areal_flow.controller.ledger_row import (
     SPEED_COLUMNS,
     reward_metrics,
@@ -80,6 +81,7 @@ def test_page_of_metrics_names_each() -> None:
         *batch_metrics([row(0, 1.0, 1, difficulty="N")], pass_threshold=0.5),
         *speed_metrics(dict.fromkeys(SPEED_COLUMNS, 1.0), num_generators=1),
         f"{TRAINED_BY_STALENESS}N",
+        *usage_by_role([("ROLE", {"gpu": {"utilization": 1, "memory-used": 1}})]),
         *update_metrics([ServedWeights(1, "h", 0.0, 0.0)]),
         *reward_metrics([0.0], num_scored=1, seconds_step=1.0),
         *(f"train/{name}" for name in ("entropy_mean", *metrics_of_losses())),
@@ -177,3 +179,23 @@ def test_rewards_are_counted_by_time_and_their_queue_by_group() -> None:
     }
     assert reward_metrics([], num_scored=0, seconds_step=4.0) == {}
     assert reward_metrics([0.5], num_scored=4, seconds_step=0.0) == {}
+
+
+def test_usage_is_summed_over_the_workers_of_each_role() -> None:
+    device = {"utilization": 80, "memory-used": 6e9}
+    beats = [
+        ("generator", {"cpu": 90.0, "memory": 200e6, "gpu": device}),
+        ("generator", {"cpu": 80.0, "memory": 300e6, "gpu": device}),
+        ("driver", {"cpu": 5.0, "memory": 100e6}),
+        ("reward", {}),
+    ]
+    assert usage_by_role(beats) == {
+        "system/generator_cpu_utilization_percentage": 170.0,
+        "system/generator_memory_usage_megabytes": 500.0,
+        "system/generator_gpu_utilization_percentage": 160,
+        "system/generator_gpu_memory_usage_megabytes": 12000.0,
+        "system/driver_cpu_utilization_percentage": 5.0,
+        "system/driver_memory_usage_megabytes": 100.0,
+        "system/reward_cpu_utilization_percentage": 0.0,
+        "system/reward_memory_usage_megabytes": 0.0,
+    }

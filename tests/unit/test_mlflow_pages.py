@@ -34,8 +34,9 @@ def test_a_value_and_its_bounds_are_one_chart_and_no_bound_has_its_own() -> None
 
 
 def test_database_that_cannot_be_written_is_served_without_the_view(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow takes the address for a folder, too, and makes it
     client = MlflowClient(default_tracking_uri(tmp_path))
     experiment = client.create_experiment("a", tmp_path.as_uri())
     client.create_run(experiment)

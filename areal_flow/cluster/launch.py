@@ -28,6 +28,7 @@ from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
+    DASHBOARD_HOST,
     DASK_SETTINGS,
     connection_security,
     with_certificates,
@@ -36,9 +37,6 @@ from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
 from areal_flow.store.ledger import LedgerReader
-
-DASHBOARD_HOST = "127.0.0.1"
-"""Dask's dashboard has no authentication: reach it from elsewhere through a tunnel."""
 
 
 @dataclass(frozen=True, slots=True)

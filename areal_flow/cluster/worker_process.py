@@ -30,16 +30,20 @@ from areal_flow.machine import is_linux
 from areal_flow.run.code_version import VERSION
 from areal_flow.run.durable import write_secret
 
-DASK_SETTINGS = {
+DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
     "distributed.scheduler.allowed-failures": 3,
     "distributed.comm.timeouts.connect": "30 s",
     "distributed.worker.profile.enabled": False,
+    "distributed.worker.http.routes": [],  # the driver has the numbers of all workers
     "distributed.admin.system-monitor.gil.enabled": False,
     "distributed.admin.system-monitor.interval": "2 s",
     "distributed.admin.tick.interval": "1 s",  # with 20 ms, an idle scheduler takes 1.4% of a core
 }
 """Of the driver and of every worker process."""
+
+DASHBOARD_HOST = "127.0.0.1"
+"""Dask's pages have no authentication: reach them from elsewhere through a tunnel."""
 
 CLOSE_TIMEOUT_S = 4.0
 """How long running tasks may take when the worker ends."""
@@ -147,7 +151,7 @@ async def _work(
             security=connection_security(NetworkSettings.model_validate_json(network)),
             host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
             memory_limit=0,
-            dashboard=False,
+            dashboard_address=f"{DASHBOARD_HOST}:0",  # Dask listens, though there are no pages
             startup_information={VERSIONS: _own_versions},
         )
         await worker

@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -109,6 +111,9 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
             assert group != os.getpgrp()
             (record,) = pool.registry.all()
             assert pool.pid(record) in (None, process.pid)
+            port = pool.scheduler.workers[record.address].services["dashboard"]
+            with pytest.raises(HTTPError, match="404"):
+                await asyncio.to_thread(urlopen, f"http://127.0.0.1:{port}/metrics")
             await pool.stop()
             assert not process.is_running()
             assert record.deaths == []

@@ -123,12 +123,12 @@ def logged_warnings(path: Path) -> list[tuple[str, str]]:
 
 
 def logged_lines(layout: RunLayout, num_read: Counter[Path]) -> Iterator[str]:
-    """Yield the lines of a run's log, and of its workers' Slurm jobs with `[WORKER]` before them.
+    """Yield the lines of a run's log, and of its workers' jobs with `[WORKER]` before them.
 
     `num_read` counts the bytes of each file that were read: a second call yields what is new.
     """
     for path in (layout.log, *sorted(layout.jobs.glob("*.log"))):
-        # The number of a job ends its file's name.
+        # The number of a job, or the end of a Pod's name, ends its file's name.
         before = f"[{path.stem.rpartition('-')[0]}] " if path.parent == layout.jobs else ""
         with suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(num_read[path])

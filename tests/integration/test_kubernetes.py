@@ -56,7 +56,7 @@ def test_deleted_pod_and_killed_driver_lose_nothing(tmp_path: Path) -> None:
             assert f"generator-1 died (Pod {deleted}: deleted)" in log, log
             assert "(Unschedulable: 0/2 nodes are available: 2 Insufficient memory.)" in log, log
             printed = {path.name for path in run.layout.jobs.glob("*.log")}
-            assert f"{deleted}.log" in printed
+            assert f"generator-1-{deleted.rpartition('-')[2]}.log" in printed
             assert not [*run.layout.jobs.glob("*.token")]
         finally:
             run.close()

@@ -96,6 +96,7 @@ def test_pod_names_files_of_secrets_and_holds_none() -> None:
     script = container["command"][2]
     assert "exec 0<>/dev/tcp/10.0.0.5/PORT || exit 1" in script
     assert "cat '/runs/a B_/jobs/generator-0-ID.token' >&0" in script
+    assert "tee '/runs/a B_/jobs/generator-0-ID.log'" in script, "`logs` finds the worker's name"
 
 
 def test_templates_add_to_a_pod_and_a_roles_own_comes_last(tmp_path: Path) -> None:

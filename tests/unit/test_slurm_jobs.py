@@ -81,6 +81,7 @@ def test_states_are_read_with_reasons_of_several_words() -> None:
     ("state", "wait_status", "cause"),
     [
         ("FAILED", 3 << 8, "exit status 3: no module"),
+        ("FAILED", 255 << 8, "exit status 255: no module"),
         ("FAILED", 137 << 8, "killed by signal 9"),
         ("FAILED", 11, "killed by signal 11"),
         ("COMPLETED", 0, "exit status 0: no module"),

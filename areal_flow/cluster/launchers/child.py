@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +28,8 @@ OUTPUT.setLevel(logging.INFO)
 OUTPUT.propagate = False
 OUTPUT.addHandler(_OnStandardError())
 
+NUM_LAST_BYTES = 2000
+"""Of what a worker printed, where its last line is looked for."""
 LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
 
@@ -66,7 +69,7 @@ class Child:
         data = os.read(self._output.fileno(), 1 << 16)
         if not data:
             self._loop.remove_reader(self._output)
-        self._last_output = (self._last_output + data)[-2000:]
+        self._last_output = (self._last_output + data)[-NUM_LAST_BYTES:]
         *lines, self._unended_line = re.split(rb"[\r\n]+", self._unended_line + data)
         for line in lines:
             self._log(line)
@@ -83,14 +86,26 @@ class Child:
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_OUTPUT_S, self.ended.set)
 
     def last_line(self) -> str:
-        """Return its last line: the message of a Python program that failed."""
-        return self._last_output.decode(errors="replace").strip().rpartition("\n")[2].strip()
+        return last_line(self._last_output.decode(errors="replace"))
 
     def close(self) -> None:
         self._loop.remove_reader(self._output)
         self._log(self._unended_line)
         self.input.close()
         self._output.close()
+
+
+def last_line(output: str) -> str:
+    """Return the message of a Python program that failed."""
+    return output.strip().rpartition("\n")[2].strip()
+
+
+def cause_of_exit(code: int, said: str) -> str:
+    """Return in words how a process ended; a shell adds 128 to a signal, `Popen` negates it."""
+    number = -code if code < 0 else code - 128
+    if 0 < number < signal.NSIG:
+        return f"killed by signal {number}"
+    return ": ".join(filter(None, (f"exit status {code}", said)))
 
 
 def import_paths() -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from areal_flow.cluster.launchers.child import last_line
 from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher, run_command
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement
@@ -99,9 +100,6 @@ class KubernetesLauncher(QueuedLauncher):
         spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": grace_s}
         return {"metadata": metadata, "spec": spec | {"containers": [container]}}
 
-    def log(self, name: str, job_id: str) -> Path:
-        return self.logs / f"{job_id}.log"  # which has the worker's name
-
     def _name(self, token: Path) -> str:
         run = re.sub("[^a-z0-9]+", "-", self.logs.parent.name.lower())[:40].strip("-")
         return f"{run or 'run'}-{token.stem}"
@@ -151,8 +149,8 @@ def pod_state(pod: Manifest) -> JobState:
         why = why or ("deleted" if is_deleted else "")
         if why or ended.get("reason") not in ("Error", "Completed"):
             return JobState(has_ended=True, reason=why or _words(ended) or "no status")
-        line = ended.get("message", "").strip().rpartition("\n")[2]
-        return JobState(has_ended=True, reason=line, exit_code=ended["exitCode"])
+        said = last_line(ended.get("message", ""))
+        return JobState(has_ended=True, reason=said, exit_code=ended["exitCode"])
     if status.get("phase") == "Running":
         return JobState()
     waits = _words(state.get("waiting", {})) or _words(conditions.get("PodScheduled", {}))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
-from areal_flow.cluster.launchers.child import Child, start_process
+from areal_flow.cluster.launchers.child import Child, cause_of_exit, start_process
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
@@ -47,8 +47,8 @@ class LocalLauncher:
         assigned = [f"{name}={value}" for name, value in variables]
         return shlex.join(["env", *assigned, *self.command(placement, options)])
 
-    def describe(self, exit_code: int) -> str:
-        return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
+    def describe(self, exit_code: int, said: str) -> str:
+        return cause_of_exit(exit_code, said)
 
     def request_end(self, child: Child) -> None:
         child.process.terminate()
@@ -66,12 +66,10 @@ class LocalLauncher:
 
     async def _follow(self, name: str, child: Child, on_exit: Callable[[str], None]) -> None:
         await child.ended.wait()
-        exit_code = child.process.returncode
         child.close()
         del self._children[name]
         if not child.is_stopping:
-            line = child.last_line() if exit_code > 0 else ""
-            on_exit(f"{self.describe(exit_code)}{line and ': '}{line}")
+            on_exit(self.describe(child.process.returncode, child.last_line()))
 
     def kill(self, name: str) -> bool:
         child = self._children.get(name)

@@ -32,7 +32,12 @@ from time import monotonic
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from areal_flow.cluster.launchers.child import import_paths
+from areal_flow.cluster.launchers.child import (
+    NUM_LAST_BYTES,
+    cause_of_exit,
+    import_paths,
+    last_line,
+)
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
@@ -57,7 +62,7 @@ class JobState(NamedTuple):
     reason: str = ""
     """Why it waits, why the system ended it, or what its program said last, if that is known."""
     exit_code: int | None = None
-    """Of its program as a shell reports it, if it ended by itself."""
+    """Of its program, as a shell or as `Popen` reports it, if it ended by itself."""
 
 
 class Job:
@@ -170,7 +175,7 @@ class QueuedLauncher(ABC):
         return PROCESS_ENVIRONMENT | placement.environment | paths
 
     def log(self, name: str, job_id: str) -> Path:
-        return self.logs / f"{name}-{job_id}.log"
+        return self.logs / f"{name}-{job_id.rpartition('-')[2]}.log"
 
     def preview(self, placement: WorkerPlacement) -> str:
         return self.describe(placement, "PORT", self.logs / f"{placement.name}-ID.token")
@@ -240,8 +245,8 @@ class QueuedLauncher(ABC):
 
     async def _look(self, job: Job, found: JobState | None) -> None:
         if found is None or found.has_ended:
-            line = _last_line(self.log(job.name, job.id))
-            cause = cause_of_end(f"{self.noun} {job.id}", found, line)
+            said = _last_line(self.log(job.name, job.id))
+            cause = cause_of_end(f"{self.noun} {job.id}", found, said)
             if found is not None and self.keeps_ended:
                 await self._cancel(job)
             self._ended(job, cause)
@@ -266,20 +271,20 @@ class QueuedLauncher(ABC):
                 job.on_exit(cause)
 
 
-def cause_of_end(job: str, found: JobState | None, last_line: str) -> str:
-    """Return in words why a job ended; its last line matters only if it ended by itself."""
+def cause_of_end(job: str, found: JobState | None, said: str) -> str:
+    """Return in words why a job ended; what it said last matters only if it ended by itself."""
     if found is None:
         return f"{job} ended, and is no longer listed"
     if found.exit_code is None:
         return f"{job}: {found.reason}"
-    if found.exit_code > 128:
-        return f"killed by signal {found.exit_code - 128}"
-    return ": ".join(filter(None, (f"exit status {found.exit_code}", last_line or found.reason)))
+    return cause_of_exit(found.exit_code, said or found.reason)
 
 
 def _last_line(log: Path) -> str:
     try:
-        return log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_LAST_BYTES))
+            return last_line(file.read().decode(errors="replace"))
     except OSError:
         return ""
 

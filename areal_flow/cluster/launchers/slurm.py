@@ -66,5 +66,4 @@ def _state(name: str, wait_status: int, reason: str) -> JobState:
         return JobState(is_waiting=name == "PENDING", reason=reason)
     if name not in ENDED_BY_ITSELF:
         return JobState(has_ended=True, reason=name)
-    code = os.waitstatus_to_exitcode(wait_status)
-    return JobState(has_ended=True, exit_code=128 - code if code < 0 else code)
+    return JobState(has_ended=True, exit_code=os.waitstatus_to_exitcode(wait_status))

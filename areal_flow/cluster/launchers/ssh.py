@@ -63,10 +63,10 @@ class SshLauncher(LocalLauncher):
         options = worker_options(placement, self._scheduler, self._network)
         return shlex.join(self.command(placement, options))
 
-    def describe(self, exit_code: int) -> str:
+    def describe(self, exit_code: int, said: str) -> str:
         if exit_code == CONNECTION_ENDED:
-            return UNREACHABLE
-        return super().describe(128 - exit_code if exit_code > 128 else exit_code)
+            return ": ".join(filter(None, (UNREACHABLE, said)))
+        return super().describe(exit_code, said)
 
     def request_end(self, child: Child) -> None:
         child.input.close()

@@ -20,8 +20,6 @@ CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
 THIS_MACHINE = ""
-QUEUES = {"kubernetes": "Kubernetes", "slurm": "Slurm"}
-"""By launcher, the host of a worker whose real one such a system chooses."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NUM_THREADS = "OMP_NUM_THREADS"
 
@@ -149,12 +147,15 @@ def _is_gpu(setting: str, device: str) -> bool:
 
 
 def machines_of(cluster: ClusterSettings) -> Machines:
-    """Return the hosts and their GPUs; GPUs of other hosts must be stated in the settings."""
-    if cluster.launcher in QUEUES:
-        return Machines((QUEUES[cluster.launcher],), assign_gpus=True)
+    """Return the hosts and their GPUs; GPUs of other hosts must be stated in the settings.
+
+    A launcher for other machines that is given no hosts has a system that chooses them.
+    """
+    if cluster.launcher == "local":
+        return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
-    return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
+    return Machines((cluster.launcher.capitalize(),), assign_gpus=True)
 
 
 def visible_gpus(

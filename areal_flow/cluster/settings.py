@@ -105,9 +105,9 @@ class ClusterSettings(Settings):
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
         require(
-            self.launcher != "local" or not self.remote.hosts,
-            f"cluster.launcher = 'local' starts workers on this machine only, but "
-            f"cluster.remote.hosts = {list(self.remote.hosts)}; set launcher to 'ssh'",
+            self.launcher == "ssh" or not self.remote.hosts,
+            f"cluster.launcher = {self.launcher!r} starts no workers on cluster.remote.hosts = "
+            f"{list(self.remote.hosts)}; set launcher to 'ssh', or remote.hosts to []",
         )
         others = [each for options in self.slurm.values() for each in options if each[:1] != "-"]
         require(

@@ -85,6 +85,10 @@ def error_of(table: dict[str, object]) -> str:
         ({"controller": {"max_attempts": True}}, "controller.max_attempts = True"),
         ({"generation": {"temperature": float("inf")}}, "finite number"),
         ({"cluster": {"remote": {"hosts": ["me@10.0.0.7"]}}}, "set launcher to 'ssh'"),
+        (
+            {"cluster": {"launcher": "slurm", "remote": {"hosts": ["me@10.0.0.7"]}}},
+            "launcher = 'slurm' starts no workers on cluster.remote.hosts",
+        ),
         ({"cluster": {"slurm": {"all": ["-n1", "partition=gpu"]}}}, "found ['partition=gpu']"),
         (
             {"cluster": {"generators_between": [2, 4]}},

@@ -40,12 +40,11 @@ class Death:
     """A task that it executed may be the cause; see `KillsWorkers`."""
 
     @property
-    def is_early(self) -> bool:
-        return self.lived_s < EARLY_S and not self.last.key
-
-    @property
-    def is_fruitless(self) -> bool:
-        return bool(self.last.key) and not self.last.num_ended
+    def limit(self) -> int:
+        """Return how many such deaths in a row quarantine a worker; 0: any number is allowed."""
+        if self.last.key:  # the task is given up instead
+            return 0 if self.last.num_ended else NUM_DEATHS_OVER_TASKS
+        return NUM_EARLY_DEATHS if self.lived_s < EARLY_S else 0
 
 
 @dataclass(slots=True)
@@ -62,7 +61,6 @@ class WorkerRecord:
     process: str = ""
     """The identity of its latest process."""
     is_leaving: bool = False
-    is_quarantined: bool = False
 
     @property
     def name(self) -> str:
@@ -86,28 +84,18 @@ class WorkerRecord:
         return not self.is_leaving and not self.is_quarantined
 
     def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
-        """Note an unexpected death, and quarantine the worker after too many.
-
-        A death during a task does not count as early: the task is given up instead.
-        """
+        """Note an unexpected death; after too many the worker is quarantined."""
         lived_s = now - self.joined_at if self.joined_at else 0.0
         self.deaths.append(Death(lived_s, cause, last or Execution()))
         self.joined_at = 0.0
-        early, fruitless = self._latest(NUM_EARLY_DEATHS), self._latest(NUM_DEATHS_OVER_TASKS)
-        self.is_quarantined = (
-            len(early) == NUM_EARLY_DEATHS and all(death.is_early for death in early)
-        ) or (
-            len(fruitless) == NUM_DEATHS_OVER_TASKS
-            and all(death.is_fruitless for death in fruitless)
-        )
 
-    def _latest(self, number: int) -> list[Death]:
-        return self.deaths[-number:]
+    @property
+    def is_quarantined(self) -> bool:
+        limit = self.deaths[-1].limit if self.deaths else 0
+        return 0 < limit <= len(self.deaths) and {d.limit for d in self.deaths[-limit:]} == {limit}
 
     def why_quarantined(self) -> str:
-        latest = self._latest(
-            NUM_DEATHS_OVER_TASKS if self.deaths[-1].is_fruitless else NUM_EARLY_DEATHS
-        )
+        latest = self.deaths[-self.deaths[-1].limit :]
         lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
         return (
             f"{self.name} is quarantined: this {self.title} died {len(latest)} times in a row, "

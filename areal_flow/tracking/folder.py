@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from areal_flow.config import TrackingSettings
@@ -37,7 +38,7 @@ class FolderTracker(Tracker):
     def begin(self) -> int:
         if self._is_open:
             return self._delivered
-        if self._cursor.is_file():
+        with suppress(FileNotFoundError, ValueError):  # a machine that lost power leaves it empty
             known = json.loads(self._cursor.read_text())
             if not self._layout.steps.exists() or known[0] <= LedgerReader(self._layout).head:
                 self._delivered, self._num_rows, self._evaluations = known

@@ -85,7 +85,9 @@ def remove_run(layout: RunLayout) -> int:
         for root in layout.weights.glob("[0-9]*"):
             free_segments(root)
         layout.prometheus_target.unlink(missing_ok=True)
-        shutil.rmtree(layout.root.rename(layout.root.with_name(f".removed-{layout.name}")))
+        aside = layout.root.with_name(f".removed-{layout.name}")
+        shutil.rmtree(aside, ignore_errors=True)  # of a removal that was interrupted
+        shutil.rmtree(layout.root.rename(aside))
     return num_versions
 
 

@@ -35,6 +35,12 @@ def test_run_is_removed_by_yes_alone(
     assert not list(layout.root.parent.iterdir()), "no database was made, no rest is left"
 
 
+def test_run_is_removed_where_another_of_its_name_was_half_removed(layout: RunLayout) -> None:
+    (layout.root.parent / ".removed-r" / "steps").mkdir(parents=True)
+    remove_run(layout)
+    assert not list(layout.root.parent.iterdir())
+
+
 def test_prometheus_forgets_a_run_that_is_removed(layout: RunLayout) -> None:
     target = layout.root.parent / "prometheus" / "r.json"
     target.parent.mkdir()

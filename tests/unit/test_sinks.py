@@ -52,6 +52,8 @@ def test_run_can_be_shown_in_several_sinks_later_and_removed_from_all(layout: Ru
     assert track(layout.root, "", sink="tensorboard,wandb") == 3
     append_steps(layout, 4)
     assert track(layout.root, "", sink="tensorboard") == 1
+    (layout.tensorboard / "delivered.json").write_text("")
+    assert track(layout.root, "", sink="tensorboard") == 4, "nobody knows what arrived"
     assert layout.wandb.is_dir()
     untrack(layout, Recipe(tracking=TrackingSettings(sink="tensorboard, wandb")))
     assert not layout.wandb.exists()

@@ -16,7 +16,10 @@ import yaml
 
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import place_workers
-from areal_flow.config import Recipe, load_recipe
+from areal_flow.config import Recipe
+from areal_flow.settings import nest
+from pipelines.cli.main import app
+from pipelines.jobs.job import chosen_recipe
 from tests.kubernetes_api import RELEASE
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +41,26 @@ def of_kind(kind: str, manifests: list[Manifest]) -> Manifest:
     return found
 
 
-def recipe_of(manifests: list[Manifest], folder: Path) -> Recipe:
-    """Return the overlay's recipe as the driver reads it, with the files that it names."""
+def command_of(manifests: list[Manifest], folder: Path, *, run: str = "new") -> list[str]:
+    """Return the arguments of `areal-flow` in the driver's Pod, whose files are in the folder."""
     for name, text in of_kind("ConfigMap", manifests)["data"].items():
-        (folder / name).write_text(text.replace("/etc/areal-flow", str(folder)))
-    return load_recipe(folder / "recipe.toml")
+        local = text.replace("/etc/areal-flow", str(folder)).replace("/runs/$", f"{folder}/$")
+        (folder / name).write_text(local)
+    (folder / "areal-flow").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "areal-flow").chmod(0o755)
+    (container,) = of_kind("Job", manifests)["spec"]["template"]["spec"]["containers"]
+    asked = [*container["command"], *container["args"]]
+    local = [each.replace("/etc/areal-flow", str(folder)) for each in asked]
+    variables = {"PATH": f"{folder}:/usr/bin:/bin", "RUN": run}
+    done = subprocess.run(local, env=variables, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def recipe_of(manifests: list[Manifest], folder: Path) -> Recipe:
+    """Return the recipe that the driver of an overlay trains."""
+    given = command_of(manifests, folder)[5:]
+    _, bound, *_ = app["train"].parse_args(given)
+    return chosen_recipe(bound.arguments["recipe"], nest(bound.arguments["settings"]))[1]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -57,6 +75,8 @@ def test_overlay_and_the_pods_that_its_driver_starts_are_valid(
     driver = of_kind("Job", manifests)["spec"]["template"]["spec"]
     claim = {"claimName": of_kind("PersistentVolumeClaim", manifests)["metadata"]["name"]}
     recipe = recipe_of(manifests, tmp_path)
+    assert recipe.cluster.network.host == "0.0.0.0"
+    assert recipe.model == ("tiny" if overlay == "cpu" else "/runs/models/Qwen2.5-1.5B-Instruct")
     workers = place_workers(recipe)
     launcher = make_launcher("tls://10.0.0.5:1", recipe.cluster, logs=Path("/runs/mine/jobs"))
     assert len(workers) > 3
@@ -97,19 +117,13 @@ def test_driver_has_the_rights_that_it_needs_and_no_other() -> None:
 
 
 def test_drivers_script_starts_a_run_once_and_then_resumes_it(tmp_path: Path) -> None:
-    (tmp_path / "areal-flow").write_text('#!/bin/sh\necho "$*"\n')
-    (tmp_path / "areal-flow").chmod(0o755)
-    script = (ROOT / "infra/kubernetes/base/driver.sh").read_text()
-
-    def command_of(run: str) -> str:
-        local = script.replace("/runs", str(tmp_path))
-        variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RUN": run}
-        bash = ["bash", "-c", local]
-        return subprocess.run(bash, env=variables, capture_output=True, text=True).stdout
-
+    manifests = built("gpu")
     (tmp_path / "known").mkdir()
-    assert command_of("known").startswith("train --resume known --runs")
-    assert command_of("new").startswith("train /etc/areal-flow/recipe.toml --name new --runs")
+    resumed = command_of(manifests, tmp_path, run="known")
+    assert " ".join(resumed) == "train --resume known --runs /runs"
+    began = command_of(manifests, tmp_path)
+    assert " ".join(began[:5]) == "train --name new --runs /runs"
+    assert began[-1] == f"{tmp_path}/recipe.toml"
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -60,12 +60,6 @@ class FolderTracker(Tracker):
             self._write("policy_version", policy_version, metrics, timestamp_ms / 1000)
             self._evaluations[str(policy_version)] = metrics
 
-    def show_report(self, page: Path) -> None: ...
-
-    def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None: ...
-
-    def protected(self) -> None: ...
-
     def remove(self) -> int:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._is_open = False

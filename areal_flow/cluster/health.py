@@ -72,12 +72,6 @@ class FailureDetector:
     """Remembers when each worker was last heard and last seen at work. Pure."""
 
     def __init__(self, *, silent_after_s: float, lost_after_s: float) -> None:
-        """Set the limits.
-
-        Args:
-            silent_after_s: a worker without heartbeat and work for longer hangs.
-            lost_after_s: a worker without a heartbeat for longer hangs even if it works.
-        """
         self._silent_after_s = silent_after_s
         self._lost_after_s = lost_after_s
         self._awake_s = 0.0
@@ -87,14 +81,10 @@ class FailureDetector:
     def observe(
         self, signs: Mapping[str, SignsOfLife], *, now: float, heartbeat_s: float = 0.0
     ) -> dict[str, Silence]:
-        """Take in one look at all workers; return the silence of each.
+        """Take in one look at all workers; return the silence of each, by name.
 
-        Workers that are missing or hang are forgotten: they are replaced.
-
-        Args:
-            signs: by worker.
-            now: of a monotonic clock, in seconds.
-            heartbeat_s: the time between two heartbeats, which does not count as silence.
+        The time between two heartbeats does not count as silence. Workers that are missing or hang
+        are forgotten: they are replaced.
         """
         if self._looked_at is not None:
             self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)

@@ -77,11 +77,7 @@ async def launch_cluster(
     context: WorkerContext,
     standby: StandbyWorkers | None = None,
 ) -> AsyncIterator[RunningCluster]:
-    """Start a process for each placement, wait for all, and end them on exit.
-
-    Args:
-        standby: processes that were started for these placements.
-    """
+    """Start a process for each placement, wait for all, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
     with (
         dask.config.set(DASK_SETTINGS),

@@ -65,11 +65,7 @@ class WorkerPlacement:
 
 
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
-    """Return the trainer ranks, generators and reward workers of a run, each on its machine.
-
-    Args:
-        machines: by default those of the recipe.
-    """
+    """Return the trainer ranks, generators and reward workers of a run, each on its machine."""
     machines = machines or machines_of(recipe.cluster)
     wanted = _wanted_workers(recipe)
     num_wanted = sum(worker.num_gpus for worker in wanted)

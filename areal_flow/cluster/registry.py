@@ -23,8 +23,6 @@ SILENT_S = 3.0
 """Nobody waits for a worker whose heartbeat is overdue for longer."""
 SILENT = "silent for"
 """The beginning of the cause when `health` kills a worker."""
-
-
 UNREACHABLE = "ssh ended"
 """The beginning of the cause when the connection to a worker's host ended, or was never made."""
 

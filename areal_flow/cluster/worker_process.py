@@ -53,15 +53,13 @@ VERSIONS = "areal_flow_versions"
 EXCHANGED_BY = ("distributed", "pyarrow", "pylance", "torch", "transformers")
 """What processes exchange depends on the versions of these packages."""
 
-IMPORTS = {
-    "trainer": (
-        "areal_flow.cluster.trainer_tasks",
-        "areal_flow.store.trajectories",
-        "areal_flow.trainer.rank",
-        "areal_flow.trainer.sft",
-    )
-}
-"""Modules that a standby process imports, by role: a run waits for its trainer first."""
+TRAINER_IMPORTS = (
+    "areal_flow.cluster.trainer_tasks",
+    "areal_flow.store.trajectories",
+    "areal_flow.trainer.rank",
+    "areal_flow.trainer.sft",
+)
+"""Modules that a standby trainer imports; a run waits for it first."""
 
 
 def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkSettings) -> str:
@@ -128,7 +126,7 @@ def main(options: str, parent: str) -> None:
     end_with_parent(int(parent))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     if options in ROLES:
-        for module in IMPORTS.get(options, ()):
+        for module in TRAINER_IMPORTS if options == "trainer" else ():
             import_module(module)
         options = sys.stdin.readline()
     asyncio.run(_work(**json.loads(options)))

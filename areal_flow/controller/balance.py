@@ -33,11 +33,7 @@ class Balance:
         self._number = 0
 
     def wanted(self, row: Mapping[str, Any], *, number: int) -> int:
-        """Take in a step's row of the ledger; return the number of generators to have.
-
-        Args:
-            number: how many there are now.
-        """
+        """Take in a step's row of the ledger; return the number of generators to have."""
         if number != self._number:
             self._number, self._rows = number, []
         self._rows.append(row)

@@ -199,7 +199,6 @@ def view(
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ConfigError(f"port {port} is taken: choose another with --port N")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.launchers.child import OUTPUT, Child, start_process
+from areal_flow.cluster.launchers.child import OUTPUT, Child, last_line, start_process
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config import Recipe
 from areal_flow.run.directory import create_run, hold_run, leave_run
@@ -51,7 +51,7 @@ def test_lines_of_workers_are_in_the_log_by_name_and_on_standard_error(
     async def print_lines() -> None:
         child = Child(start_process([sys.executable, "-c", PROGRAM], PLACEMENT), PLACEMENT.name)
         await printed_by_child(child)
-        assert child.last_line() == "no newline"
+        assert last_line(child.last_output) == "no newline"
 
     path = tmp_path / "train.log"
     with log_kept(path):

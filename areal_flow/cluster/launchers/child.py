@@ -57,7 +57,7 @@ class Child:
         self.process, self.name = process, name
         self.ended = asyncio.Event()
         self.is_stopping = False
-        self._last_output = self._unended_line = b""
+        self.last_output = self._unended_line = b""
         self._loop = asyncio.get_running_loop()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -69,7 +69,7 @@ class Child:
         data = os.read(self._output.fileno(), 1 << 16)
         if not data:
             self._loop.remove_reader(self._output)
-        self._last_output = (self._last_output + data)[-NUM_LAST_BYTES:]
+        self.last_output = (self.last_output + data)[-NUM_LAST_BYTES:]
         *lines, self._unended_line = re.split(rb"[\r\n]+", self._unended_line + data)
         for line in lines:
             self._log(line)
@@ -85,9 +85,6 @@ class Child:
         with suppress(RuntimeError):  # the event loop ended before
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_OUTPUT_S, self.ended.set)
 
-    def last_line(self) -> str:
-        return last_line(self._last_output.decode(errors="replace"))
-
     def close(self) -> None:
         self._loop.remove_reader(self._output)
         self._log(self._unended_line)
@@ -95,9 +92,9 @@ class Child:
         self._output.close()
 
 
-def last_line(output: str) -> str:
+def last_line(output: bytes) -> str:
     """Return the message of a Python program that failed."""
-    return output.strip().rpartition("\n")[2].strip()
+    return output.decode(errors="replace").strip().rpartition("\n")[2].strip()
 
 
 def cause_of_exit(code: int, said: str) -> str:

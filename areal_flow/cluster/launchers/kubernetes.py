@@ -149,7 +149,7 @@ def pod_state(pod: Manifest) -> JobState:
         why = why or ("deleted" if is_deleted else "")
         if why or ended.get("reason") not in ("Error", "Completed"):
             return JobState(has_ended=True, reason=why or _words(ended) or "no status")
-        said = last_line(ended.get("message", ""))
+        said = last_line(ended.get("message", "").encode())
         return JobState(has_ended=True, reason=said, exit_code=ended["exitCode"])
     if status.get("phase") == "Running":
         return JobState()

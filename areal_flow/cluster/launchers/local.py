@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
-from areal_flow.cluster.launchers.child import Child, cause_of_exit, start_process
+from areal_flow.cluster.launchers.child import Child, cause_of_exit, last_line, start_process
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
@@ -69,7 +69,7 @@ class LocalLauncher:
         child.close()
         del self._children[name]
         if not child.is_stopping:
-            on_exit(self.describe(child.process.returncode, child.last_line()))
+            on_exit(self.describe(child.process.returncode, last_line(child.last_output)))
 
     def kill(self, name: str) -> bool:
         child = self._children.get(name)

@@ -284,7 +284,7 @@ def _last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_LAST_BYTES))
-            return last_line(file.read().decode(errors="replace"))
+            return last_line(file.read())
     except OSError:
         return ""
 

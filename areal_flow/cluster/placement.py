@@ -106,7 +106,7 @@ def place_beside(
             return replace(worker, host=host, gpus=gpus, environment=environment)
     raise ConfigError(
         f"expected {worker.num_gpus} free GPU(s) of one machine for {worker.name}, found "
-        f"{most} of {len(machines.gpus)}; remove a worker that has some first"
+        f"{most} of {len(machines.gpus)}; start fewer workers, or remove one that has some first"
     )
 
 

@@ -105,7 +105,7 @@ class WorkerRecord:
 def advice(worker: str, cause: str) -> str:
     """Return what to look at, for a worker's title and the cause of its latest death."""
     if worker != "reward worker" or "signal 9" in cause:
-        return "Look at what its process said last, and at this machine's memory"
+        return "Look at what its process said last, and at its machine's memory"
     if cause.startswith(SILENT):
         return (
             "A verifier or a tool hangs: look for an `async` one that computes or waits without "

@@ -14,9 +14,9 @@ from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.kubernetes import merged, pod_state
 from areal_flow.cluster.launchers.queued import JobState, cause_of_end
-from areal_flow.cluster.placement import VISIBLE_GPUS, place_workers
+from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, EngineError
 from tests.kubernetes_api import IMAGE, RELEASE
 
 ALL = """
@@ -146,6 +146,17 @@ def test_driver_without_kubectl_is_refused_early(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"launcher = 'kubernetes': there is no kubectl"):
         check_cluster(recipe())
+
+
+async def test_kubectl_that_prints_no_pod_ends_the_start_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").write_text("#!/bin/sh\necho broken\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    launcher = make_launcher("tls://127.0.0.1:1", recipe().cluster, logs=tmp_path / "jobs")
+    with pytest.raises(EngineError, match="reward-0 cannot be submitted"):
+        await launcher.start(WorkerPlacement("reward-0", "reward", 1), pytest.fail)
 
 
 def test_each_run_makes_its_own_certificates_so_that_the_scheduler_may_listen_anywhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.queued import JobState, cause_of_end
-from areal_flow.cluster.launchers.slurm import job_states
-from areal_flow.cluster.placement import VISIBLE_GPUS, place_workers
+from areal_flow.cluster.launchers.slurm import SlurmLauncher, job_states
+from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
 
@@ -94,6 +95,22 @@ def test_states_are_read_with_reasons_of_several_words() -> None:
 def test_end_of_a_job_is_told_in_words(state: str, wait_status: int, cause: str) -> None:
     found = job_states(f"7 {state} {wait_status} None")["7"]
     assert cause_of_end("Slurm job 7", found, "no module") == cause
+
+
+async def test_list_of_jobs_that_cannot_be_read_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = "if [ -e asked ]; then echo 7 FAILED 256 None; else touch asked; echo broken; fi"
+    for name, does in (("sbatch", "echo 7"), ("squeue", f"cd {tmp_path}; {failed}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(SlurmLauncher, "poll_s", 1.0)
+    launcher = make_launcher("tls://127.0.0.1:1", recipe().cluster, logs=tmp_path / "jobs")
+    causes = asyncio.Queue[str]()
+    placement = WorkerPlacement("reward-0", "reward", 1)
+    await asyncio.wait_for(launcher.start(placement, causes.put_nowait), 20)
+    assert causes.get_nowait() == "exit status 1"
 
 
 def test_end_of_a_job_that_slurm_forgot_is_an_end() -> None:

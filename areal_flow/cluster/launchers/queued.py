@@ -195,7 +195,7 @@ class QueuedLauncher(ABC):
             job.server = await asyncio.start_server(job.accept, self._host, 0)
             port = job.server.sockets[0].getsockname()[1]
             job.id = await self.submit(placement, port, job.token_file)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._ended(job)
             raise EngineError(f"{job.name} cannot be submitted: {error}") from error
         if self._watching is None or self._watching.done():
@@ -236,7 +236,7 @@ class QueuedLauncher(ABC):
             submitted = [job for job in self._jobs.values() if job.id]
             try:
                 states = await self.list_jobs()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # it fails, or prints what is no list
                 logger.warning("the workers' jobs cannot be listed, tried again: %s", error)
                 continue
             for job in submitted:

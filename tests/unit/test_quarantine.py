@@ -49,30 +49,16 @@ def test_one_long_life_forgives_everything_before_it(lives: list[float]) -> None
     assert after([*lives, 15.0, 0.0, 0.0, 14.9]).is_quarantined
 
 
-@given(LIVES)
-def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[float]) -> None:
+def test_process_that_never_joined_has_not_lived_and_after_three_none_is_expected() -> None:
     registry = WorkerRegistry()
-    record = registry.place(WorkerPlacement("generator-0", "generator", 4))
-    assert registry.named("generator-0") is record
-    now = 100.0
-    for count, life in enumerate(lives, 1):
-        assert registry.joined("generator-0", "tcp://a", process="p", now=now) is record
-        now += life
-        record.died("killed by signal 9", now=now)
-        assert len(record.deaths) == count
-        condemned = after([death.lived_s for death in record.deaths]).is_quarantined
-        assert record.is_quarantined == condemned
-        if condemned:
-            break
-    assert (registry.expected("generator") == []) == record.is_quarantined
-
-
-def test_process_that_never_joined_has_not_lived() -> None:
-    record = WorkerRegistry().place(WorkerPlacement("reward-0", "reward", 1))
+    record = registry.place(WorkerPlacement("reward-0", "reward", 1))
     for expected in (False, False, True):
+        assert registry.named("reward-0") is record
         record.died("exit status 1", now=1e6)
         assert record.is_quarantined == expected
+        assert (registry.expected("reward") == []) == expected
     assert {death.lived_s for death in record.deaths} == {0.0}
+    assert registry.named("reward-0") is None
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:

@@ -111,8 +111,3 @@ async def test_list_of_jobs_that_cannot_be_read_is_asked_for_again(
     placement = WorkerPlacement("reward-0", "reward", 1)
     await asyncio.wait_for(launcher.start(placement, causes.put_nowait), 20)
     assert causes.get_nowait() == "exit status 1"
-
-
-def test_end_of_a_job_that_slurm_forgot_is_an_end() -> None:
-    cause = cause_of_end("Slurm job 7", None, "")
-    assert cause == "Slurm job 7 ended, and is no longer listed"

@@ -217,6 +217,7 @@ class WorkerPool(SchedulerPlugin):
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
         self._killed[record.name] = why
         if not self._launcher.kill(record.name):
+            del self._killed[record.name]  # it has ended by itself
             await self._unregister(record.address)
 
     async def _refuse(self, record: WorkerRecord, address: str, why: str) -> None:

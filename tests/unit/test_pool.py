@@ -349,6 +349,20 @@ def test_worker_that_was_killed_died_of_why_it_was() -> None:
     with_pool(test)
 
 
+def test_worker_that_ended_before_it_could_be_killed_dies_next_of_what_it_does() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined(TWO)
+        record = pool.registry.all()[0]
+        launcher.end("generator-0", "exit status 1")
+        await pool.kill(record, why="its group has ended")
+        await asyncio.sleep(1)
+        launcher.end("generator-0", "exit status 3")
+        await asyncio.sleep(1)
+        assert [death.cause for death in record.deaths] == ["exit status 1", "exit status 3"]
+
+    with_pool(test)
+
+
 def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined(TWO)

@@ -1,4 +1,4 @@
-"""A child process of the driver, and what it is started with."""
+"""A child process of the driver, what it is started with, and programs that answer at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
@@ -32,6 +33,8 @@ NUM_LAST_BYTES = 2000
 """Of what a worker printed, where its last line is looked for."""
 LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
+COMMAND_LIMIT_S = 60.0
+KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 
 
 def start_process(command: Sequence[str], placement: WorkerPlacement) -> subprocess.Popen[bytes]:
@@ -115,3 +118,19 @@ def import_paths() -> list[str]:
         for path in added
         if path not in own and not path.startswith(library) and not path.endswith(".zip")
     ]
+
+
+async def run_command(*command: str, given: str = "") -> str:
+    """Run a program and return what it prints; raise an `OSError` if it fails."""
+    # Variables of the driver's own job, if it runs in one, do not hold for the workers' jobs.
+    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    outside = {name: os.environ[name] for name in os.environ.keys() - own}
+    run = partial(subprocess.run, input=given, env=outside, timeout=COMMAND_LIMIT_S, text=True)
+    try:
+        done = await asyncio.to_thread(run, command, capture_output=True)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} took longer than {COMMAND_LIMIT_S:.0f} s") from error
+    if done.returncode:
+        said = KUBECTL_LOG.sub("", done.stderr).split()
+        raise OSError(" ".join(said) or f"{command[0]}: status {done.returncode}")
+    return str(done.stdout)

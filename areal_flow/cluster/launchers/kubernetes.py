@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from areal_flow.cluster.launchers.child import last_line
-from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher, run_command
+from areal_flow.cluster.launchers.child import last_line, run_command
+from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings

@@ -16,17 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import shlex
 import socket
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -49,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 ENDING_LIMIT_S = 30.0
 """How long the system may take to say how a job ended, before it is cancelled."""
-COMMAND_LIMIT_S = 60.0
-KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -287,19 +282,3 @@ def _last_line(log: Path) -> str:
             return last_line(file.read())
     except OSError:
         return ""
-
-
-async def run_command(*command: str, given: str = "") -> str:
-    """Run a program and return what it prints; raise an `OSError` if it fails."""
-    # Variables of the driver's own job, if it runs in one, do not hold for the workers' jobs.
-    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
-    outside = {name: os.environ[name] for name in os.environ.keys() - own}
-    run = partial(subprocess.run, input=given, env=outside, timeout=COMMAND_LIMIT_S, text=True)
-    try:
-        done = await asyncio.to_thread(run, command, capture_output=True)
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"{command[0]} took longer than {COMMAND_LIMIT_S:.0f} s") from error
-    if done.returncode:
-        said = KUBECTL_LOG.sub("", done.stderr).split()
-        raise OSError(" ".join(said) or f"{command[0]}: status {done.returncode}")
-    return str(done.stdout)

@@ -7,7 +7,8 @@ import shlex
 from itertools import chain
 from pathlib import Path
 
-from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher, run_command
+from areal_flow.cluster.launchers.child import run_command
+from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
 from areal_flow.cluster.placement import WorkerPlacement
 
 SQUEUE = (

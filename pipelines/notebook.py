@@ -69,13 +69,10 @@ class Plots:
 
     def reward(self, ax: Axes | None = None) -> Axes:
         """Draw mean reward and pass rate of batches, and the pass rates of held-out answers."""
-        from pipelines.report.page import score_evaluations
+        from pipelines.report.page import held_out_rates
 
-        run, held_out = self._run, []
-        if run.layout.evaluations.exists() and len(answers := run.evaluations("arrow")):
-            scored = [(at, found.overall.passed) for at, found in score_evaluations(answers, run)]
-            held_out = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in scored]
-        return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, held_out)
+        rates = held_out_rates(self._run)
+        return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, rates)
 
     def staleness(self, ax: Axes | None = None) -> Axes:
         """Draw how many versions old trained tokens were."""

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.evaluation.pass_rates import tabulate
 from areal_flow.rewards.protocol import part_names
@@ -31,9 +30,13 @@ from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import with_interval
 from pipelines.jobs.summary import summarise
-from pipelines.report.charts import Evaluation, compare_charts, make_charts
+from pipelines.report.charts import Evaluation, Interval, compare_charts, make_charts
 from pipelines.report.verdicts import judge_run
 
+_SCORED = (
+    *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
+    *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
+)
 _TRAINED_SAMPLES = """
 SELECT step, prompt, completion, reward, passed FROM trajectories
 WHERE trajectory_id IN (
@@ -101,8 +104,8 @@ def _read(run: Run) -> dict[str, Any]:
             f"expected a run that `areal-flow train` prepared, found no ledger in "
             f"{run.layout.root}: a report is drawn from the ledger"
         )
-    recipe = load_recipe(run.layout.config)
-    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
+    recipe = run.recipe
+    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"])
     steps = [row for row in table.to_pylist() if row["step"] > 0]
     num_generators, on_gpu = recipe.cluster.num_generators, recipe.generation.device != "cpu"
     num_gpus = num_generators * recipe.generation.vllm.tensor_parallel_size * on_gpu
@@ -143,6 +146,15 @@ def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
         (version, tabulate(answers, threshold=run.pass_threshold))
         for (_, version), answers in made.items()
     ]
+
+
+def held_out_rates(run: Run) -> list[Interval]:
+    """Return the pass rate of each evaluation with its 95% interval, by policy version."""
+    if not run.layout.evaluations.exists():
+        return []
+    scored = score_evaluations(run.evaluations("arrow", columns=_SCORED), run)
+    rates = [(at, found.overall.passed) for at, found in scored]
+    return sorted((at, rate.pass_rate, rate.low, rate.high) for at, rate in rates)
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:

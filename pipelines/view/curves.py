@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from math import nan, sqrt
 from typing import Any
 
 from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from bokeh.plotting import figure
 
-from areal_flow.store.groups import read_curves
+from areal_flow.store.dataset import open_dataset, read_rows
 from areal_flow.store.queries import Run
 from pipelines.report.charts import COLOURS
-from pipelines.report.page import score_evaluations
+from pipelines.report.page import held_out_rates
 
 HELD_OUT = "held_out"
 FIGURES = {
@@ -28,10 +28,8 @@ FIGURES = {
 _BANDS = ("reward", "length", "staleness")
 _STEPS = ("step", "masked", *(name + end for name in _BANDS for end in ("", "_low", "_high")))
 _RATES = ("step", HELD_OUT, f"{HELD_OUT}_low", f"{HELD_OUT}_high")
-_ANSWERS = (
-    *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
-    *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
-)
+_TOKENS = ("completion_tokens_mean", "num_trained_tokens", "num_masked_tokens")
+_READ = ("step", "reward_mean", "staleness_mean", "staleness_max", "metrics", *_TOKENS)
 
 
 @dataclass(slots=True)
@@ -42,7 +40,8 @@ class RunCurves:
     colour: str
     steps: ColumnDataSource
     rates: ColumnDataSource
-    num_answers: int = 0
+    evaluations: int = 0
+    """The version of the dataset that `rates` were read from."""
 
     @property
     def head(self) -> int:
@@ -50,21 +49,45 @@ class RunCurves:
 
     def refresh(self) -> bool:
         """Add new steps and evaluations; return whether there were any."""
-        layout, num_answers = self.run.layout, 0
-        found = read_curves(self.run, since=self.head) if layout.steps.exists() else {"step": []}
-        if found["step"]:
-            self.steps.stream(found)
+        layout, evaluations = self.run.layout, 0
+        points = read_points(self.run, since=self.head) if layout.steps.exists() else []
+        if points:
+            self.steps.stream({name: [point[name] for point in points] for name in _STEPS})
         if layout.evaluations.exists():
-            num_answers = len(self.run.evaluations("arrow", columns=["sample"]))
-        if num_answers == self.num_answers:
-            return bool(found["step"])
-        self.num_answers = num_answers
-        made = score_evaluations(self.run.evaluations("arrow", columns=_ANSWERS), self.run)
-        rates = [(at, table.overall.passed) for at, table in sorted(made, key=itemgetter(0))]
-        rows = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in rates]
-        columns = map(list, zip(*rows, strict=True))
-        self.rates.data = dict(zip(_RATES, columns, strict=True))
+            evaluations = open_dataset(layout.evaluations).version
+        if evaluations == self.evaluations:
+            return bool(points)
+        self.evaluations, rates = evaluations, held_out_rates(self.run)
+        self.rates.data = {name: [rate[at] for rate in rates] for at, name in enumerate(_RATES)}
         return True
+
+
+def read_points(run: Run, *, since: int = 0) -> list[dict[str, float | None]]:
+    """Return what is drawn of each step after `since`.
+
+    Intervals of rewards count each prompt of a batch once: completions of one are alike.
+    """
+    rows = read_rows(run.layout, "steps", _READ, f"step > {since}").sort_by("step").to_pylist()
+    if not rows:
+        return []
+    controller = run.recipe.controller
+    num_prompts = controller.batch_size // controller.group_size
+    return [_point({**row, **dict(row["metrics"])}, num_prompts) for row in rows]
+
+
+def _point(row: dict[str, Any], num_prompts: int) -> dict[str, float | None]:
+    reward, staleness = row["reward_mean"], row["staleness_mean"]
+    margin = 1.96 * row.get("rollout/reward_std", nan) / sqrt(num_prompts)
+    num_tokens = row["num_trained_tokens"] + row["num_masked_tokens"]
+    return {
+        **{"step": row["step"], "masked": row["num_masked_tokens"] / (num_tokens or nan)},
+        **{"reward": reward, "reward_low": reward - margin, "reward_high": reward + margin},
+        "length": row["completion_tokens_mean"],
+        "length_low": row.get("rollout/completion_p10_tokens"),
+        "length_high": row.get("rollout/completion_p90_tokens"),
+        **{"staleness": staleness, "staleness_low": staleness},
+        "staleness_high": row["staleness_max"],
+    }
 
 
 def curves_of(run: Run, place: int, on_step: Callable[[Run, int], None]) -> RunCurves:

@@ -116,14 +116,19 @@ class Page:
 
     def _show_groups(self, chosen: GroupSelection) -> None:
         rows, num_matching = list[dict[str, Any]](), 0
-        for name, run in self.runs.items():
-            if run.layout.trajectories.exists():
-                found, num = select_groups(run, chosen)
-                rows += [{"run": name, **row} for row in found]
-                num_matching += num
+        for run in self._runs_with(chosen.step):
+            found, num = select_groups(run, chosen)
+            rows += [{"run": run.layout.name, **row} for row in found]
+            num_matching += num
         self.selection, self.table.value = chosen, pd.DataFrame(rows, columns=[*_WIDTHS])
         said = f"{len(rows):,} of {num_matching:,} matching groups; click one to see its members."
         self.found.object = f'<p class="soft">{said}</p>'
+
+    def _runs_with(self, step: int | None) -> list[Run]:
+        """Return the runs that have the step; all, which says so, if none has."""
+        begun = [each for each in self.curves if each.run.layout.trajectories.exists()]
+        having = [each for each in begun if each.head >= (step or 0)]
+        return [each.run for each in having or begun]
 
     def _open(self, place: int) -> None:
         name, index = self.table.value.iloc[place][["run", "group"]]
@@ -140,7 +145,8 @@ class Page:
 
     def _export(self) -> Any:
         self.download.filename = f"trajectories{self.format.value}"
-        return shown.export([*self.runs.values()], self.selection, self.format.value)
+        runs = self._runs_with(self.selection.step) or [*self.runs.values()]
+        return shown.export(runs, self.selection, self.format.value)
 
     def _compare(self) -> None:
         one, another = (policy.value for policy in self.policies)

@@ -93,13 +93,13 @@ def export(runs: Sequence[Run], chosen: GroupSelection, ending: str) -> BytesIO:
         with closing(run.database()) as database:
             allow_reading_only(database)
             identifiers, num = browsing.select_trajectories(database, selection)
+            if num > MOST_ROWS:
+                raise ConfigError(
+                    f"expected at most {MOST_ROWS:,} rows of a run to export, found {num:,}: narrow"
+                    f" the condition, or use areal-flow trajectories {run.layout.name} --to FILE"
+                )
             rows = browsing.read_rows(database, identifiers)
         tables.append(rows.add_column(0, "run", pa.array([run.layout.name] * len(rows), "str")))
-        if num > MOST_ROWS:
-            raise ConfigError(
-                f"expected at most {MOST_ROWS:,} rows of a run to export, found {num:,}: narrow "
-                f"the condition, or use areal-flow trajectories {run.layout.name} --to FILE"
-            )
     with TemporaryDirectory(prefix="areal-flow-view-") as folder:
         path = Path(folder) / f"rows{ending}"
         write_table_file(path, tables, tables[0].schema)

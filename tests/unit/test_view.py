@@ -12,16 +12,14 @@ from typing import Any
 import polars as pl
 import pytest
 
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, RunError
+from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.store import groups as groups_module
 from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
-from areal_flow.store.groups import (
-    GroupSelection,
-    read_curves,
-    select_groups,
-    show_group,
-)
+from areal_flow.store.groups import GroupSelection, select_groups, show_group
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter
@@ -34,6 +32,7 @@ from tests.tracked_runs import step_row
 
 pytest.importorskip("panel", reason="panel is not installed")
 from pipelines.view import shown
+from pipelines.view.curves import read_points
 from pipelines.view.page import Page
 
 
@@ -129,6 +128,13 @@ def test_a_wrong_condition_is_an_error_in_words(
     assert groups(run) == [4, 3, 2, 1]
 
 
+def test_a_condition_that_takes_too_long_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MOST_SECONDS", 0.2)
+    endless = "(SELECT sum(a.range * b.range) FROM range(10000000) a, range(1000000) b) > 0"
+    with pytest.raises(ConfigError, match=r"takes longer than 0\.2 s"):
+        select_groups(run, GroupSelection(endless))
+
+
 def test_a_step_that_is_not_there_is_said(run: Run) -> None:
     with pytest.raises(RunError, match="has no step 9"):
         select_groups(run, GroupSelection(step=9))
@@ -144,9 +150,10 @@ def test_a_group_is_its_trajectories_as_the_command_shows_them(run: Run) -> None
 
 
 def test_curves_go_on_after_the_steps_that_are_known(run: Run) -> None:
-    assert read_curves(run)["step"] == [1, 2, 3, 4]
-    found = read_curves(run, since=2)
-    assert (found["step"], found["reward"]) == ([3, 4], pytest.approx([0.3, 0.4]))
+    found = read_points(run, since=2)
+    assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
+    assert [point["step"] for point in found] == [3, 4]
+    assert [point["reward"] for point in found] == pytest.approx([0.3, 0.4])
 
 
 def shown_member(run: Run, *tokens: ShownToken) -> ShownTrajectory:
@@ -246,9 +253,23 @@ def test_a_mistake_on_the_page_leaves_what_it_showed(run: Run) -> None:
 
 
 def test_a_point_of_a_curve_filters_by_its_step(run: Run) -> None:
-    page = Page([run, run])
+    page = Page([run])
     page.curves[0].steps.selected.indices = [1]
     assert (page.step.value, page.version.value, list(page.table.value["group"])) == (2, 2, [2])
+
+
+def test_a_step_is_looked_for_in_the_runs_that_have_it(run: Run, tmp_path: Path) -> None:
+    short = make_finished_run(tmp_path / "short", num_steps=1)
+    create_run(RunLayout(tmp_path / "new"), Recipe())
+    page = Page([run, Run(short.root), Run(tmp_path / "new")])
+    assert len(page.table.value) == 5
+    page.step.value = 3
+    assert page.error.object == ""
+    assert list(page.table.value["run"]) == ["run"]
+    page.format.value = ".jsonl"
+    assert len(page._export().read().splitlines()) == 2
+    page.step.value = 9
+    assert "run has no step 9" in page.error.object
 
 
 def test_a_prompt_is_found_in_its_other_groups(run: Run) -> None:

@@ -38,7 +38,7 @@ class Run(queries.Run):
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
             facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
             facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"
-        return render("notebook.html", facts=facts, shown=None)
+        return render("report/notebook.html", facts=facts, shown=None)
 
 
 class Trajectory(dict[str, Any]):
@@ -58,7 +58,7 @@ class Trajectory(dict[str, Any]):
         shown = show_trajectory(self._run, self["trajectory_id"], selection=Selection())
         names = ("trajectory_id", "status", "step", "reward", "verdict", "staleness")
         facts = {**{name: self[name] for name in names}, "answer": shown.answer}
-        return render("notebook.html", facts=facts, shown=shown, colours=COLOURS)
+        return render("report/notebook.html", facts=facts, shown=shown, colours=COLOURS)
 
 
 class Plots:

@@ -28,11 +28,19 @@ from areal_flow.run.lease import leases
 from areal_flow.store.database import compared_answers
 from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
-from pipelines.console.tables import with_interval
+from pipelines.console.tables import printable, with_interval
 from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, Interval, compare_charts, make_charts
 from pipelines.report.verdicts import judge_run
 
+_TEMPLATES = Environment(
+    loader=PackageLoader("pipelines", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["printable"] = printable
 _SCORED = (
     *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
     *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
@@ -75,6 +83,8 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
     entries = [entry, *([_read(other)] if other else [])]
     with closing(run.database()) as database:
         return render(
+            "report/page.html",
+            made_at=datetime.now(UTC).astimezone(),
             run=layout.name,
             state=observed_state(layout),
             recipe=recipe,
@@ -123,17 +133,9 @@ def _read(run: Run) -> dict[str, Any]:
     }
 
 
-def render(template: str = "page.html", **content: Any) -> str:
-    """Return a page with everything escaped but the charts."""
-    environment = Environment(
-        loader=PackageLoader("pipelines.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made_at = datetime.now(UTC).astimezone()
-    return environment.get_template(template).render(made_at=made_at, **content)
+def render(template: str, **content: Any) -> str:
+    """Return a page, or a part of one, with everything escaped but the charts."""
+    return _TEMPLATES.get_template(template).render(**content)
 
 
 def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from importlib import import_module, resources
+from importlib import import_module
 from socket import gethostname
 from threading import Thread
 from time import monotonic
@@ -30,7 +30,7 @@ REFRESH_MS = 3000
 IDLE_SHARE = 10
 """A refresh that took a second is followed by ten seconds without one."""
 LINEAGE_STEPS = 8
-_STYLE = resources.files("pipelines.view").joinpath("templates", "style.css").read_text()
+_STYLE = shown.render("style.css")
 _BODY = "body { margin: 0 auto; padding: 12px 8px; max-width: 1180px; }"
 _WIDTHS = {
     **{"run": 150, "group": 80, "reward": 90, "status": 110, "prompt": 330, "tokens": 84},
@@ -99,7 +99,7 @@ class Page:
             try:
                 found = act()
             except ArealFlowError as error:
-                self.error.object = shown.render("error", error=error)
+                self.error.object = shown.render("error.html", error=error)
                 return None
             if events:  # the timer leaves what a user was told
                 self.error.object = ""
@@ -137,7 +137,9 @@ class Page:
         self._show_tokens()
 
     def _show_tokens(self) -> None:
-        self.shown.object = shown.render("group", group=self.group, colour_by=self.colour.value)
+        self.shown.object = shown.render(
+            "group.html", group=self.group, colour_by=self.colour.value
+        )
 
     def _find_prompt(self) -> None:
         prompt = self.group[0].row["prompt_id"].replace(QUOTE, QUOTE * 2)
@@ -151,13 +153,13 @@ class Page:
     def _compare(self) -> None:
         one, another = (policy.value for policy in self.policies)
         rows = shown.compare(one, another) if one and another and one != another else []
-        self.compared.object = shown.render("compared", rows=rows)
+        self.compared.object = shown.render("compared.html", rows=rows)
 
     def _draw_lineage(self) -> None:
         lineage = self.runs[self.of_run.value].lineage(self.version.value or 0)
         hashes, sampled = lineage.last_steps(LINEAGE_STEPS)
         content = {"summary": lineage.summary(), "hashes": hashes, "sampled": sampled}
-        self.lineage.object = shown.render("lineage", **content)
+        self.lineage.object = shown.render("lineage.html", **content)
 
     def refresh(self) -> None:
         """Read what is new; after a slow read the next one waits longer."""
@@ -173,7 +175,7 @@ class Page:
             for policy, place in zip(self.policies, (0, -1), strict=True):
                 policy.options, policy.value = options, made[place]
         states = [(each, observed_state(each.run.layout).state) for each in self.curves]
-        self.heading.object = shown.render("heading", states=states, at=datetime.now())
+        self.heading.object = shown.render("heading.html", states=states, at=datetime.now())
         self._next_refresh = monotonic() + IDLE_SHARE * (monotonic() - began)
 
     def layout(self) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from areal_flow.errors import ConfigError
 from areal_flow.store import browsing
@@ -24,7 +23,7 @@ from areal_flow.store.database import allow_reading_only, compared_answers
 from areal_flow.store.groups import GroupSelection, condition
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
-from pipelines.console.tables import printable
+from pipelines.report import page
 from pipelines.report.charts import COLOURS
 
 COLOUR_BY = ("policy version", "log-prob", "staleness", "advantage", "importance weight")
@@ -32,15 +31,11 @@ FORMATS = (".parquet", ".csv", ".jsonl")
 MOST_ROWS = 10_000
 MOST_TOKENS = 24_000
 """Of a group; a browser is slow with more."""
-_TEMPLATES = Environment(
-    loader=PackageLoader("pipelines.view", "templates"), autoescape=True, undefined=StrictUndefined
-)
-_TEMPLATES.filters.update(printable=printable, from_json=json.loads)
-_TEMPLATES.globals.update(colours=COLOURS, most_tokens=MOST_TOKENS)
 
 
 def render(template: str, **content: Any) -> str:
-    return _TEMPLATES.get_template(f"{template}.html").render(stretches=stretches, **content)
+    given = {"stretches": stretches, "from_json": json.loads, "colours": COLOURS}
+    return page.render(f"view/templates/{template}", most_tokens=MOST_TOKENS, **given, **content)
 
 
 def stretches(member: ShownTrajectory, colour_by: str, most: int) -> list[tuple[Any, ...]]:

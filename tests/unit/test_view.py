@@ -167,7 +167,7 @@ def token(text: str, *, trained: bool = True, logprob: float = -0.5) -> ShownTok
 @pytest.mark.parametrize("colour_by", shown.COLOUR_BY)
 def test_what_a_policy_wrote_is_escaped(run: Run, colour_by: str) -> None:
     hostile = shown_member(run, token(HOSTILE))
-    html = shown.render("group", group=[hostile], colour_by=colour_by)
+    html = shown.render("group.html", group=[hostile], colour_by=colour_by)
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3
     assert "<script" not in html
     assert "<img" not in html
@@ -179,7 +179,7 @@ def test_masked_tokens_are_struck_through_and_equal_ones_are_one_element(run: Ru
         (True, "old "),
         (False, "new er"),
     ]
-    assert "<s style" in shown.render("group", group=[member], colour_by="staleness")
+    assert "<s style" in shown.render("group.html", group=[member], colour_by="staleness")
 
 
 def test_an_unlikely_token_is_redder(run: Run) -> None:
@@ -190,7 +190,7 @@ def test_an_unlikely_token_is_redder(run: Run) -> None:
 
 
 def test_importance_weights_name_the_replay_that_computes_them(run: Run) -> None:
-    html = shown.render("group", group=show_group(run, 2), colour_by="importance weight")
+    html = shown.render("group.html", group=show_group(run, 2), colour_by="importance weight")
     assert "areal-flow replay run@2 --tokens 00000002-0000-00" in html
 
 
@@ -215,7 +215,7 @@ def test_two_policies_are_compared_on_prompts_that_both_answered(run: Run) -> No
     assert len(rows) == 4
     swapped = shown.compare((run, 4), (run, 0))
     assert {(row["before"], row["after"]) for row in swapped} == {("#### 4", HOSTILE)}
-    html = shown.render("compared", rows=rows)
+    html = shown.render("compared.html", rows=rows)
     assert "<script" not in html
 
 
@@ -227,7 +227,7 @@ def test_lineage_names_who_sampled_for_which_step(run: Run) -> None:
         for step in (3, 4)
     ]
     content = {"summary": run.lineage(4).summary(), "hashes": hashes, "sampled": sampled}
-    html = shown.render("lineage", **content)
+    html = shown.render("lineage.html", **content)
     assert "step 4 trained 6 of 6 tokens that version 3 sampled" in html
 
 

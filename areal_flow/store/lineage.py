@@ -174,9 +174,8 @@ class Lineage:
     def last_steps(self, num_steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the weights hashes of the last versions, and how many tokens of each version the
         last steps were given and trained."""
-        found = self._database.sql(read_sql("sampled"), params={"num_steps": num_steps})
-        hashes = self._records("FROM weights_hashes ORDER BY step")[-num_steps - 1 :]
-        return hashes, found.to_arrow_table().to_pylist()
+        hashes = self._records("FROM weights_hashes")[-num_steps - 1 :]
+        return hashes, self._records(f"FROM sampled WHERE step > {self.version - num_steps}")
 
     def _spans(self, column: str) -> list[dict[str, Any]]:
         """Return each value of a ledger column with the first and the last step that has it."""

@@ -23,7 +23,7 @@ from areal_flow.store.browsing import QUOTE, ShownTrajectory
 from areal_flow.store.groups import ORDERS, GroupSelection, select_groups, show_group
 from areal_flow.store.queries import Run
 from pipelines.view import shown
-from pipelines.view.curves import FIGURES, curves_of, draw
+from pipelines.view.curves import FIGURES, RunCurves, draw
 
 HOST = "127.0.0.1"
 REFRESH_MS = 3000
@@ -56,7 +56,7 @@ class Page:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = {run.layout.name: run for run in runs}
-        self.curves = [curves_of(run, place, self._on_step) for place, run in enumerate(runs)]
+        self.curves = [RunCurves(run, place, self._on_step) for place, run in enumerate(runs)]
         self.selection, self.group = GroupSelection(), list[ShownTrajectory]()
         self._next_refresh = 0.0
         self.heading, self.error, self.found = _html(), _html(), _html()

@@ -153,7 +153,7 @@ def test_curves_go_on_after_the_steps_that_are_known(run: Run) -> None:
     found = read_points(run, since=2)
     assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
     assert [point["step"] for point in found] == [3, 4]
-    assert [point["reward"] for point in found] == pytest.approx([0.3, 0.4])
+    assert [point["reward_mean"] for point in found] == pytest.approx([0.3, 0.4])
 
 
 def shown_member(run: Run, *tokens: ShownToken) -> ShownTrajectory:

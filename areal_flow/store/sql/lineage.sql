@@ -26,15 +26,17 @@ CREATE VIEW verifiers AS
 SELECT verifier, count(*) AS num_trajectories, min(step) AS first_step, max(step) AS last_step
 FROM trajectories WHERE status = 'trained' GROUP BY verifier ORDER BY first_step, verifier;
 
-CREATE VIEW policy_versions AS
+CREATE VIEW sampled AS
 WITH spans AS (
-    SELECT unnest(chosen_spans(version_spans, loss_mask)) AS span, policy_version
+    SELECT step, policy_version, unnest(chosen_spans(version_spans, loss_mask)) AS span
     FROM trajectories WHERE status = 'trained'
-),
-counted AS (
-    SELECT span.version, span.length, num_trained(span, policy_version, max_staleness()) AS trained
-    FROM spans
 )
-SELECT version, sum(trained)::BIGINT AS num_trained_tokens,
-       sum(length - trained)::BIGINT AS num_masked_tokens
-FROM counted WHERE length > 0 GROUP BY version ORDER BY version;
+SELECT step, span.version AS version,
+       sum(num_trained(span, policy_version, max_staleness()))::BIGINT AS num_trained_tokens,
+       sum(span.length)::BIGINT AS num_tokens
+FROM spans WHERE span.length > 0 GROUP BY ALL ORDER BY ALL;
+
+CREATE VIEW policy_versions AS
+SELECT version, sum(num_trained_tokens)::BIGINT AS num_trained_tokens,
+       sum(num_tokens - num_trained_tokens)::BIGINT AS num_masked_tokens
+FROM sampled GROUP BY version ORDER BY version;

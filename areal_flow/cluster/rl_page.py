@@ -47,7 +47,7 @@ _CURVES = {
     "Staleness, in versions": run_numbers.CURVES[3:],
 }
 _BARS = {
-    "spans": "At work (pale: now); dotted: new weights",
+    "spans": "At work (pale: now); dotted: a new version",
     "stages": "Trajectories on their way, and tokens so far",
     "speeds": "Tokens/s by generator",
 }

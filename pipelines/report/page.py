@@ -6,7 +6,6 @@ anywhere: charts are SVG within it. Completions are escaped, since a policy may 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -45,6 +44,7 @@ _SCORED = (
     *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
     *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
 )
+Row = Mapping[str, Any]
 _TRAINED_SAMPLES = """
 SELECT step, prompt, completion, reward, passed FROM trajectories
 WHERE trajectory_id IN (
@@ -103,7 +103,7 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
             trained_samples=database.sql(_TRAINED_SAMPLES, params={"newest": len(steps)})
             .to_arrow_table()
             .to_pylist(),
-            events=find_events(layout, steps, database),
+            events=find_events(layout, steps, entry["lineage"]["forks"], database),
         )
 
 
@@ -181,7 +181,7 @@ _MOST_WARNINGS = 100
 
 
 def find_events(
-    layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
+    layout: RunLayout, steps: Sequence[Row], forks: Sequence[Row], database: Any
 ) -> list[tuple[str, str]]:
     found = []
     for of in leases(layout.writers):
@@ -201,9 +201,10 @@ def find_events(
         ("all steps", f"{count:,} trajectories discarded: {reason}")
         for reason, count in database.sql(_DISCARDS).fetchall()
     ]
-    forks = layout.forks.read_text().splitlines() if layout.forks.is_file() else []
-    for fork in map(json.loads, forks):
-        found.append((_local(fork["at"]), f"step {fork['step']} was replayed to another policy"))
+    found += [
+        (_local(fork["at"]), f"step {fork['step']} was replayed to another policy")
+        for fork in forks
+    ]
     return [*found, *logged_warnings(layout.log)[:_MOST_WARNINGS]]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib import import_module
-from socket import gethostname
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -24,6 +23,7 @@ from areal_flow.store.groups import ORDERS, GroupSelection, select_groups, show_
 from areal_flow.store.queries import Run
 from pipelines.view import shown
 from pipelines.view.curves import FIGURES, RunCurves, draw
+from pipelines.workers import tunnel_to
 
 HOST = "127.0.0.1"
 REFRESH_MS = 3000
@@ -209,8 +209,8 @@ def serve(layouts: Sequence[RunLayout], *, port: int) -> None:
         title="areal-flow view",
         **{"show": False, "start": False, "verbose": False},
     )
-    tunnel = f"ssh -N -L {port}:{HOST}:{port} {gethostname()}"
-    print(f"http://{HOST}:{port}/ shows {', '.join(layout.name for layout in layouts)}")
-    print(f"On another machine run `{tunnel}` first. Ctrl-C ends it.", flush=True)
+    url = f"http://{HOST}:{port}/"
+    print(f"{url} shows {', '.join(layout.name for layout in layouts)}")
+    print(f"On another machine run `{tunnel_to(url)}` first. Ctrl-C ends it.", flush=True)
     server.start()
     server.io_loop.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from io import BytesIO
 from itertools import groupby
 from math import exp
@@ -17,9 +16,8 @@ import polars as pl
 import pyarrow as pa
 
 from areal_flow.errors import ConfigError
-from areal_flow.store import browsing
 from areal_flow.store.browsing import ShownToken, ShownTrajectory
-from areal_flow.store.database import allow_reading_only, compared_answers
+from areal_flow.store.database import compared_answers
 from areal_flow.store.groups import GroupSelection, condition
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
@@ -84,16 +82,13 @@ def export(runs: Sequence[Run], chosen: GroupSelection, ending: str) -> BytesIO:
     """Return the trajectories that match, with the names of their runs, as a file's content."""
     tables: list[pa.Table] = []
     for run in runs:
-        selection = browsing.Selection(condition(run, chosen), limit=MOST_ROWS)
-        with closing(run.database()) as database:
-            allow_reading_only(database)
-            identifiers, num = browsing.select_trajectories(database, selection)
-            if num > MOST_ROWS:
-                raise ConfigError(
-                    f"expected at most {MOST_ROWS:,} rows of a run to export, found {num:,}: narrow"
-                    f" the condition, or use areal-flow trajectories {run.layout.name} --to FILE"
-                )
-            rows = browsing.read_rows(database, identifiers)
+        matching = run.trajectories("duckdb", text=True, where=condition(run, chosen))
+        rows = matching.limit(MOST_ROWS + 1).to_arrow_table().sort_by("trajectory_id")
+        if len(rows) > MOST_ROWS:
+            raise ConfigError(
+                f"expected at most {MOST_ROWS:,} rows of a run to export, found more: narrow "
+                f"the condition, or use areal-flow trajectories {run.layout.name} --to FILE"
+            )
         tables.append(rows.add_column(0, "run", pa.array([run.layout.name] * len(rows), "str")))
     with TemporaryDirectory(prefix="areal-flow-view-") as folder:
         path = Path(folder) / f"rows{ending}"

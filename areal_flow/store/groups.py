@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.store.browsing import ShownTrajectory, show_rows
-from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.database import (
     LEDGER_COLUMNS,
     LOG_COLUMNS,
@@ -28,7 +27,6 @@ from areal_flow.store.database import (
     read_sql,
 )
 from areal_flow.store.dataset import fence_condition, open_dataset, read_rows
-from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import Run
 from areal_flow.types import submission_index_of
 
@@ -93,10 +91,8 @@ def condition(run: Run, chosen: GroupSelection) -> str:
 
 def _ask(run: Run, query: str) -> list[Any]:
     if fence_condition(run.layout, "trajectories") is None:
-        nothing = consumption_table(STEPS.empty_table(), TRAJECTORIES.empty_table())
-        stored = open_dataset(run.layout.trajectories)
-        log_alone = run.connect({"stored": stored, "consumption": nothing})
-        with suppress(duckdb.BinderException):  # perhaps it names what the ledger says
+        log_alone = run.connect({"stored": open_dataset(run.layout.trajectories)})
+        with suppress(duckdb.BinderException, duckdb.CatalogException):  # of the ledger, perhaps
             return _read_only(log_alone, query.format(table="logged"))
     return _read_only(run.database(), query.format(table="trajectories"))
 

@@ -180,7 +180,7 @@ class Run:
         return self.connect(tables)
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
-        """As `database`, over these `stored`, `consumption` and other tables."""
+        """As `database`, over these tables: of `stored` alone, only `logged`."""
         recipe = self.recipe
         return connect(
             tables,

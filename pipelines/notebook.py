@@ -32,7 +32,8 @@ class Run(queries.Run):
         from pipelines.report.page import render
 
         facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
-        if self.layout.steps.exists() and len(steps := self.steps(where="step > 0")):
+        columns = ["reward_mean", "seconds_step", "num_trained_tokens", "staleness_mean"]
+        if self.layout.steps.exists() and len(steps := self.steps(columns=columns)[1:]):
             first, last = steps.reward_mean.head(8).mean(), steps.reward_mean.tail(8).mean()
             facts["steps"] = f"{len(steps):,} in {steps.seconds_step.sum():,.0f} s"
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
@@ -85,10 +86,13 @@ class Plots:
 
     def timeline(self, ax: Axes | None = None, *, num_steps: int = 5) -> Axes:
         """Draw generation beside training, in seconds, for steps in the middle of the run."""
-        steps = self._run.steps()
-        shown = steps.iloc[max(0, (len(steps) - num_steps) // 2) :][: num_steps + 1]
+        last = int(self._run.steps("arrow", columns=["step"])["step"][-1])
+        first = max(0, (last + 1 - num_steps) // 2)
+        shown = self._run.steps(where=f"step BETWEEN {first} AND {first + num_steps}")
+        began, ended = shown.committed_at.iloc[0], shown.committed_at.iloc[-1]
         columns = ["trajectory_id", "version_spans", "started_at", "finished_at"]
-        rows = self._run.trajectories(columns=columns)
+        where = f"finished_at >= timestamp '{began}' AND started_at <= timestamp '{ended}'"
+        rows = self._run.trajectories(columns=columns, where=where)
         rows["version"] = [min(span["version"] for span in spans) for spans in rows.version_spans]
         parts = {"began": ("started_at", "min"), "ended": ("finished_at", "max")}
         groups = rows.groupby(rows.trajectory_id.str[:8]).agg(version=("version", "min"), **parts)

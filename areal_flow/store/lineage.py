@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from areal_flow.store.queries import Run
 
 
+_USED = (
+    *("trajectory_id", "step", "policy_version", "submission_index", "member", "branch", "attempt"),
+    *("seed", "writer_epoch", "prompt_id", "difficulty", "reward", "verdict", "verifier"),
+    *("finish_reason", "generator", "version_spans", "num_tokens", "num_trained_tokens"),
+    *("num_masked_tokens", "staleness"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class HashCheck:
     """A weights hash that was recorded elsewhere, and the ledger's."""
@@ -56,13 +64,7 @@ class Lineage:
         self, format: TableFormat = "pandas", *, columns: Sequence[str] | None = None
     ) -> Any:
         """Return the trajectories that were trained, one row each, by step; tokens left out."""
-        if columns is None:
-            return self._read("FROM used", format)
-        return self._read(
-            f"SELECT {', '.join(columns)} FROM trajectories WHERE status = 'trained' "
-            "ORDER BY step, trajectory_id",
-            format,
-        )
+        return self._read(f"SELECT {', '.join(columns or _USED)} FROM used", format)
 
     @cached_property
     def prompts(self) -> Any:

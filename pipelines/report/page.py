@@ -6,7 +6,7 @@ anywhere: charts are SVG within it. Completions are escaped, since a policy may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -103,7 +103,7 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
             trained_samples=database.sql(_TRAINED_SAMPLES, params={"newest": len(steps)})
             .to_arrow_table()
             .to_pylist(),
-            events=find_events(layout, steps, entry["lineage"]["forks"], database),
+            events=[*find_events(layout, steps, entry["lineage"]["forks"], database)],
         )
 
 
@@ -182,30 +182,20 @@ _MOST_WARNINGS = 100
 
 def find_events(
     layout: RunLayout, steps: Sequence[Row], forks: Sequence[Row], database: Any
-) -> list[tuple[str, str]]:
-    found = []
+) -> Iterator[tuple[str, str]]:
     for of in leases(layout.writers):
-        said = f"driver {of.writer_epoch} began: process {of.pid} on {of.host}"
-        found.append((_local(of.since), said))
-    found += [
-        (f"step {row['step']}", f"groups given up: {', '.join(map(str, given_up))}")
-        for row in steps
-        if (given_up := row["failed_submissions"])
-    ]
-    found += [
-        (f"step {row['step']}", f"another verifier scored from here on: {row['verifier']}")
-        for before, row in pairwise(steps)
-        if row["verifier"] != before["verifier"]
-    ]
-    found += [
-        ("all steps", f"{count:,} trajectories discarded: {reason}")
-        for reason, count in database.sql(_DISCARDS).fetchall()
-    ]
-    found += [
-        (_local(fork["at"]), f"step {fork['step']} was replayed to another policy")
-        for fork in forks
-    ]
-    return [*found, *logged_warnings(layout.log)[:_MOST_WARNINGS]]
+        yield _local(of.since), f"driver {of.writer_epoch} began: process {of.pid} on {of.host}"
+    for row in steps:
+        if given_up := ", ".join(map(str, row["failed_submissions"])):
+            yield f"step {row['step']}", f"groups given up: {given_up}"
+    for before, row in pairwise(steps):
+        if (verifier := row["verifier"]) != before["verifier"]:
+            yield f"step {row['step']}", f"another verifier scored from here on: {verifier}"
+    for reason, count in database.sql(_DISCARDS).fetchall():
+        yield "all steps", f"{count:,} trajectories discarded: {reason}"
+    for fork in forks:
+        yield _local(fork["at"]), f"step {fork['step']} was replayed to another policy"
+    yield from logged_warnings(layout.log)[:_MOST_WARNINGS]
 
 
 def _local(moment: str) -> str:

@@ -73,7 +73,6 @@ class Terminal(Lines):
         self._live.update(Spinner("dots", "") if picture is None else picture)
 
     def close(self) -> None:
-        self._live.update("")
         self._live.stop()
 
 

@@ -70,8 +70,9 @@ class RunCurves:
             evaluations = open_dataset(layout.evaluations).version
         if evaluations == self._evaluations:
             return bool(rows)
-        self._evaluations, rates = evaluations, held_out_rates(self.run)
+        rates = held_out_rates(self.run)
         self.rates.data = {name: [rate[at] for rate in rates] for at, name in enumerate(_RATES)}
+        self._evaluations = evaluations
         return True
 
 

@@ -233,16 +233,6 @@ def test_lineage_names_who_sampled_for_which_step(run: Run) -> None:
     assert "step 4 trained 6 of 6 tokens that version 3 sampled" in html
 
 
-def test_new_rows_appear_on_an_open_page(tmp_path: Path) -> None:
-    layout = make_finished_run(tmp_path / "going-on", num_steps=2, state="crashed")
-    page = Page([Run(layout.root)])
-    assert (page.curves[0].head, len(page.table.value)) == (2, 2)
-    add_step(layout, 3)
-    page._next_refresh = 1e-9
-    page.refresh()
-    assert (page.curves[0].head, list(page.table.value["group"])) == (3, [3, 2, 1])
-
-
 def test_a_mistake_on_the_page_leaves_what_it_showed(run: Run) -> None:
     page = Page([run])
     page.step.value = 2
@@ -297,16 +287,19 @@ def test_view_says_what_is_missing(
     assert "areal-flow[view]" in capsys.readouterr().err
 
 
-def test_the_timer_leaves_an_error_and_the_last_valid_condition(tmp_path: Path) -> None:
+def test_the_timer_shows_new_rows_and_leaves_an_error_and_the_last_valid_condition(
+    tmp_path: Path,
+) -> None:
     layout = make_finished_run(tmp_path / "going-on", num_steps=2, state="crashed")
     page = Page([Run(layout.root)])
+    assert (page.curves[0].head, len(page.table.value)) == (2, 2)
     page.where.value = "member = 1"
     page.where.value = "rewrd = 1"
     add_step(layout, 3)
     page._next_refresh = 1e-9
     page._guarded(page.refresh)()
     assert "rewrd" in page.error.object
-    assert list(page.table.value["group"]) == [3, 2, 1]
+    assert (page.curves[0].head, list(page.table.value["group"])) == (3, [3, 2, 1])
 
 
 def test_nothing_that_a_run_names_is_imported(

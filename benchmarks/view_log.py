@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from areal_flow.store.dataset import create_dataset
-from areal_flow.store.groups import GroupSelection, read_curves, select_groups, show_group
+from areal_flow.store.groups import GroupSelection, select_groups, show_group
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import Run
+from pipelines.view.curves import read_points
 from schemas import content_hashes
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
@@ -53,7 +54,7 @@ with tempfile.TemporaryDirectory() as folder:
         shutil.rmtree(path)
         schema, parts = next(portions())[place].schema, (each[place] for each in portions())
         create_dataset(path, schema, parts, stable_row_ids=not place)
-    questions = {"curves": lambda: read_curves(run), "a group": lambda: show_group(run, 3)}
+    questions = {"curves": lambda: read_points(run), "a group": lambda: show_group(run, 3)}
     for where in (None, "reward = 1 AND member = 5", "reward = 1 AND staleness = 0"):
         questions[f"groups where {where}"] = partial(select_groups, run, GroupSelection(where))
     for what, ask in questions.items():

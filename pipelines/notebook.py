@@ -32,13 +32,14 @@ class Run(queries.Run):
         from pipelines.report.page import render
 
         facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
-        if self.layout.steps.exists() and len(steps := self.steps(where="step > 0")):
+        columns = ["reward_mean", "seconds_step", "num_trained_tokens", "staleness_mean"]
+        if self.layout.steps.exists() and len(steps := self.steps(columns=columns)[1:]):
             first, last = steps.reward_mean.head(8).mean(), steps.reward_mean.tail(8).mean()
             facts["steps"] = f"{len(steps):,} in {steps.seconds_step.sum():,.0f} s"
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
             facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
             facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"
-        return render("notebook.html", facts=facts, shown=None)
+        return render("report/notebook.html", facts=facts, shown=None)
 
 
 class Trajectory(dict[str, Any]):
@@ -58,7 +59,7 @@ class Trajectory(dict[str, Any]):
         shown = show_trajectory(self._run, self["trajectory_id"], selection=Selection())
         names = ("trajectory_id", "status", "step", "reward", "verdict", "staleness")
         facts = {**{name: self[name] for name in names}, "answer": shown.answer}
-        return render("notebook.html", facts=facts, shown=shown, colours=COLOURS)
+        return render("report/notebook.html", facts=facts, shown=shown, colours=COLOURS)
 
 
 class Plots:
@@ -69,13 +70,10 @@ class Plots:
 
     def reward(self, ax: Axes | None = None) -> Axes:
         """Draw mean reward and pass rate of batches, and the pass rates of held-out answers."""
-        from pipelines.report.page import score_evaluations
+        from pipelines.report.page import held_out_rates
 
-        run, held_out = self._run, []
-        if run.layout.evaluations.exists() and len(answers := run.evaluations("arrow")):
-            scored = [(at, found.overall.passed) for at, found in score_evaluations(answers, run)]
-            held_out = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in scored]
-        return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, held_out)
+        rates = held_out_rates(self._run)
+        return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, rates)
 
     def staleness(self, ax: Axes | None = None) -> Axes:
         """Draw how many versions old trained tokens were."""
@@ -88,10 +86,13 @@ class Plots:
 
     def timeline(self, ax: Axes | None = None, *, num_steps: int = 5) -> Axes:
         """Draw generation beside training, in seconds, for steps in the middle of the run."""
-        steps = self._run.steps()
-        shown = steps.iloc[max(0, (len(steps) - num_steps) // 2) :][: num_steps + 1]
+        last = int(self._run.steps("arrow", columns=["step"])["step"][-1])
+        first = max(0, (last + 1 - num_steps) // 2)
+        shown = self._run.steps(where=f"step BETWEEN {first} AND {first + num_steps}")
+        began, ended = shown.committed_at.iloc[0], shown.committed_at.iloc[-1]
         columns = ["trajectory_id", "version_spans", "started_at", "finished_at"]
-        rows = self._run.trajectories(columns=columns)
+        where = f"finished_at >= timestamp '{began}' AND started_at <= timestamp '{ended}'"
+        rows = self._run.trajectories(columns=columns, where=where)
         rows["version"] = [min(span["version"] for span in spans) for spans in rows.version_spans]
         parts = {"began": ("started_at", "min"), "ended": ("finished_at", "max")}
         groups = rows.groupby(rows.trajectory_id.str[:8]).agg(version=("version", "min"), **parts)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from getpass import getuser
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -22,14 +23,20 @@ if TYPE_CHECKING:
 
 
 def dashboard_text(url: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return where the dashboard is, and how to reach it from where an ssh session came from."""
     text = f"Dask dashboard: {url}"
-    if ssh := environment.get("SSH_CONNECTION"):  # address and port of the client, of the server
-        *_, host, port = ssh.split()
-        at = urlsplit(url)
-        tunnel = f"ssh -N -p {port} -L {at.port}:{at.netloc} {getuser()}@{host}"
+    if "SSH_CONNECTION" in environment:
+        tunnel = tunnel_to(url, environment)
         text += f"\nTo open it on the machine you came from, run there: {tunnel}"
     return text
+
+
+def tunnel_to(url: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the command that makes a page of this machine reachable from another one."""
+    at, option, machine = urlsplit(url), "", gethostname()
+    if ssh := environment.get("SSH_CONNECTION"):  # address and port of the client, of the server
+        *_, host, port = ssh.split()
+        option, machine = f"-p {port} ", f"{getuser()}@{host}"
+    return f"ssh -N {option}-L {at.port}:{at.netloc} {machine}"
 
 
 @contextmanager

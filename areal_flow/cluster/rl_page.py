@@ -47,7 +47,7 @@ _CURVES = {
     "Staleness, in versions": run_numbers.CURVES[3:],
 }
 _BARS = {
-    "spans": "At work (pale: now); dotted: new weights",
+    "spans": "At work (pale: now); dotted: a new version",
     "stages": "Trajectories on their way, and tokens so far",
     "speeds": "Tokens/s by generator",
 }
@@ -191,10 +191,8 @@ class Page:
         return made
 
     def _bars(self, part: str, **options: Any) -> figure:
-        made, source = (
-            _figure(_BARS[part], y_range=self._lanes[part], **options),
-            self._sources[part],
-        )
+        source = self._sources[part]
+        made = _figure(_BARS[part], y_range=self._lanes[part], **options)
         made.hbar("lane", 0.6, left="left", right="right", color="colour", source=source)
         made.ygrid.visible = False
         if "text" in source.data:

@@ -20,24 +20,22 @@ class Bottleneck(NamedTuple):
     remedy: str = ""
 
 
-class Shares(NamedTuple):
-    """How long who waited or worked, over some steps."""
+def speed_shares(
+    steps: Sequence[Mapping[str, Any]], *, num_generators: int
+) -> tuple[float, float, float]:
+    """Return what rows of the ledger that took time, with a key for each metric, say together:
+    the share of it that the trainer waited, the share of theirs that generators decoded, and how
+    many steps a group waited to be scored."""
+    found = speed_of(steps, num_generators=num_generators)
+    seconds, busy = found["seconds_step"], found[f"{SPEED_AREA}generators_busy_fraction"]
+    return found["seconds_wait"] / seconds, busy, found[QUEUE] / seconds
 
-    waiting: float
-    """Of the steps' time: the trainer, for data."""
-    generators_busy: float
-    """Of the generators' time: decoding."""
-    queue_steps: float
-    """In durations of a step: a group, to be scored."""
 
-
-def speed_shares(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Shares:
-    """Return the shares of rows of the ledger that took time, with a key for each metric."""
+def speed_of(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> dict[str, float]:
+    """Return the sums of `COLUMNS` over such rows, and the speed metrics of these."""
     totals = {name: sum(row.get(name) or 0.0 for row in steps) for name in COLUMNS}
-    observed, seconds = totals[OBSERVED], totals["seconds_step"]
-    speed = speed_metrics(totals, num_generators=num_generators, seconds_observed=observed)
-    busy = speed[f"{SPEED_AREA}generators_busy_fraction"]
-    return Shares(totals["seconds_wait"] / seconds, busy, totals[QUEUE] / seconds)
+    observed = totals[OBSERVED]
+    return totals | speed_metrics(totals, num_generators=num_generators, seconds_observed=observed)
 
 
 def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:
@@ -45,7 +43,7 @@ def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) 
 
 
 def judge_speed(waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
-    """Return the verdict on `Shares`."""
+    """Return the verdict on `speed_shares`."""
     waits = f"the trainer waits {waiting:.0%} of its time for data"
     found = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
     adding = "or `areal-flow workers add` while it runs"

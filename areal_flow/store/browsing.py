@@ -21,9 +21,7 @@ from tokenizers.decoders import DecodeStream
 
 from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrainingRows
 from areal_flow.types import VersionSpan
@@ -152,7 +150,7 @@ def show_rows(
     answers = database.sql(
         "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[rows[0]["prompt_id"]]
     ).fetchall()
-    recipe, tokenizer = load_recipe(run.layout.config), tokenizer_of(run.layout.model)
+    recipe, tokenizer = run.recipe, run.tokenizer
     max_staleness = recipe.controller.max_staleness
     batches: dict[str, TrainedBatch] = {}
     for row in {row["step"]: row for row in rows if row["status"] == "trained"}.values():

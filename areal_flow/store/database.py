@@ -116,9 +116,10 @@ def connect(
     connection.create_function("decode_tokens", decode, ["INTEGER[]"], "VARCHAR", type="arrow")
     connection.execute(f"CREATE MACRO max_staleness() AS {max_staleness}")
     connection.execute(f"CREATE MACRO pass_threshold() AS {pass_threshold}::DOUBLE")
-    connection.execute(read_sql("tokens") + read_sql("passing") + read_sql("trajectories"))
-    if "stored_evaluations" in tables:
-        connection.execute(read_sql("evaluations"))
+    connection.execute(read_sql("tokens") + read_sql("passing") + read_sql("logged"))
+    for table, view in (("consumption", "trajectories"), ("stored_evaluations", "evaluations")):
+        if table in tables:
+            connection.execute(read_sql(view))
     return connection
 
 

@@ -1,4 +1,4 @@
-"""Groups of a run by a condition, one group in full, and the curves: each reads only what it shows.
+"""Groups of a run by a condition, and one group in full: each reads only what it shows.
 
 A condition is evaluated over the log alone where it names nothing that the ledger says, and what
 became of trajectories is read for the groups that are shown: a log may have millions of rows.
@@ -16,7 +16,6 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.store.browsing import ShownTrajectory, show_rows
 from areal_flow.store.database import (
@@ -41,13 +40,6 @@ MOST_GROUPS = 50
 MOST_SECONDS = 60
 COLUMNS = "Columns are those that `areal-flow trajectories --help` lists"
 _MEMBER = (*LOG_COLUMNS, "submission_index", "prompt_id", "difficulty", "reward", "version_spans")
-_TEXTS, _NUMBERS = ("trajectory_id", "status", "reason"), ("writer_epoch", "step", "policy_version")
-_NOT_CONSUMED = pa.table(
-    {name: pa.array([], pa.string()) for name in _TEXTS}
-    | {name: pa.array([], pa.int64()) for name in _NUMBERS}
-)
-_TOKENS = ("completion_tokens_mean", "num_trained_tokens", "num_masked_tokens")
-_CURVES = ("step", "reward_mean", "staleness_mean", "staleness_max", "metrics", *_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +59,11 @@ def select_groups(run: Run, chosen: GroupSelection) -> tuple[list[dict[str, Any]
     )
     try:
         found = _ask(run, query)
+    except duckdb.InterruptException:
+        raise ConfigError(
+            f"the condition {chosen.where} takes longer than {MOST_SECONDS} s: expected one that "
+            "names fewer columns, or none of the ledger's"
+        ) from None
     except duckdb.Error as error:
         why = f"{str(error).splitlines()[0]}. {COLUMNS}"
         raise ConfigError(f"expected an SQL condition, found {chosen.where}: {why}") from None
@@ -94,9 +91,8 @@ def condition(run: Run, chosen: GroupSelection) -> str:
 
 def _ask(run: Run, query: str) -> list[Any]:
     if fence_condition(run.layout, "trajectories") is None:
-        tables = {"stored": open_dataset(run.layout.trajectories), "consumption": _NOT_CONSUMED}
-        log_alone = run.connect(tables)
-        with suppress(duckdb.BinderException):  # perhaps it names what the ledger says
+        log_alone = run.connect({"stored": open_dataset(run.layout.trajectories)})
+        with suppress(duckdb.BinderException, duckdb.CatalogException):  # of the ledger, perhaps
             return _read_only(log_alone, query.format(table="logged"))
     return _read_only(run.database(), query.format(table="trajectories"))
 
@@ -134,16 +130,3 @@ def show_group(run: Run, submission_index: int) -> list[ShownTrajectory]:
     with closing(run.connect({**tables, "prompts": run.prompts()})) as database:
         rows = database.sql("FROM trajectories ORDER BY trajectory_id").to_arrow_table().to_pylist()
         return show_rows(run, database, rows)
-
-
-def read_curves(run: Run, *, since: int = 0) -> dict[str, list[Any]]:
-    """Return the columns of `curves.sql` of the steps after `since`.
-
-    Intervals of rewards count each prompt of a batch once: completions of one are alike.
-    """
-    controller = load_recipe(run.layout.config).controller
-    given = {"since": since, "num_prompts": controller.batch_size // controller.group_size}
-    with empty_database() as database:
-        database.register("ledger", read_rows(run.layout, "steps", _CURVES, f"step > {since}"))
-        found = database.sql(read_sql("curves"), params=given).to_arrow_table()
-    return dict(found.to_pydict())

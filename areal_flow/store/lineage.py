@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from areal_flow.store.queries import Run
 
 
+_USED = (
+    *("trajectory_id", "step", "policy_version", "submission_index", "member", "branch", "attempt"),
+    *("seed", "writer_epoch", "prompt_id", "difficulty", "reward", "verdict", "verifier"),
+    *("finish_reason", "generator", "version_spans", "num_tokens", "num_trained_tokens"),
+    *("num_masked_tokens", "staleness"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class HashCheck:
     """A weights hash that was recorded elsewhere, and the ledger's."""
@@ -56,13 +64,7 @@ class Lineage:
         self, format: TableFormat = "pandas", *, columns: Sequence[str] | None = None
     ) -> Any:
         """Return the trajectories that were trained, one row each, by step; tokens left out."""
-        if columns is None:
-            return self._read("FROM used", format)
-        return self._read(
-            f"SELECT {', '.join(columns)} FROM trajectories WHERE status = 'trained' "
-            "ORDER BY step, trajectory_id",
-            format,
-        )
+        return self._read(f"SELECT {', '.join(columns or _USED)} FROM used", format)
 
     @cached_property
     def prompts(self) -> Any:
@@ -174,9 +176,8 @@ class Lineage:
     def last_steps(self, num_steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the weights hashes of the last versions, and how many tokens of each version the
         last steps were given and trained."""
-        found = self._database.sql(read_sql("sampled"), params={"num_steps": num_steps})
-        hashes = self._records("FROM weights_hashes ORDER BY step")[-num_steps - 1 :]
-        return hashes, found.to_arrow_table().to_pylist()
+        hashes = self._records("FROM weights_hashes")[-num_steps - 1 :]
+        return hashes, self._records(f"FROM sampled WHERE step > {self.version - num_steps}")
 
     def _spans(self, column: str) -> list[dict[str, Any]]:
         """Return each value of a ledger column with the first and the last step that has it."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
 
-from areal_flow.config import load_recipe
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.run.directory import check_schema_version
@@ -39,6 +39,9 @@ from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, 
 from areal_flow.types import as_tokens
 from schemas.content import row_arrays
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 class Run:
     """Reads a run; never writes. Every call sees the newest committed state."""
@@ -48,7 +51,6 @@ class Run:
         if not self.layout.config.is_file():
             raise RunError(f"expected a run directory at {path}, found no config.toml there")
         check_schema_version(self.layout)
-        self._tokenizer: Any = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.layout.root)!r})"
@@ -178,12 +180,13 @@ class Run:
         return self.connect(tables)
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
-        """As `database`, over these `stored`, `consumption` and other tables."""
+        """As `database`, over these tables: of `stored` alone, only `logged`."""
+        recipe = self.recipe
         return connect(
             tables,
             decode=self.decode,
-            max_staleness=self.max_staleness,
-            pass_threshold=self.pass_threshold,
+            max_staleness=recipe.controller.max_staleness,
+            pass_threshold=recipe.pass_threshold,
         )
 
     def prompts(self) -> pa.Table:
@@ -193,22 +196,24 @@ class Run:
         return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 
     @property
-    def max_staleness(self) -> int:
-        """The recipe's bound: how many versions old a token may be when it is trained."""
-        return load_recipe(self.layout.config).controller.max_staleness
+    def recipe(self) -> Recipe:
+        """The recipe as it is now: a resumed run may have changed it."""
+        return load_recipe(self.layout.config)
 
     @property
     def pass_threshold(self) -> float:
         """The recipe's: a completion passes if its reward is above it."""
-        return load_recipe(self.layout.config).pass_threshold
+        return self.recipe.pass_threshold
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.layout.model)
 
     def decode(self, tokens: Any) -> pa.Array:
         """Return the texts of a column of token ids, without special tokens."""
-        if self._tokenizer is None:
-            self._tokenizer = tokenizer_of(self.layout.model)
         is_arrow = isinstance(tokens, pa.Array | pa.ChunkedArray)
         rows = row_arrays(tokens) if is_arrow else map(as_tokens, tokens)
-        return pa.array(texts_of(self._tokenizer, [*rows]), pa.string())
+        return pa.array(texts_of(self.tokenizer, [*rows]), pa.string())
 
     def summary(self) -> dict[str, Any]:
         """Return what the run printed at its end.

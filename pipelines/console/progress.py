@@ -23,7 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Column, Table
 
-from areal_flow.controller import ledger_row
+from areal_flow.controller.bottleneck import speed_of
+from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from pipelines.console.run_log import log
@@ -72,7 +73,6 @@ class Terminal(Lines):
         self._live.update(Spinner("dots", "") if picture is None else picture)
 
     def close(self) -> None:
-        self._live.update("")
         self._live.stop()
 
 
@@ -171,15 +171,10 @@ class Progress:
 
     def _rates(self) -> dict[str, str]:
         """Return rates over the last steps, and how many of these had a skipped update."""
-        rows, columns = self._rows, ledger_row.SPEED_COLUMNS
-        totals = {name: max(1e-9, sum(row[name] for row in rows)) for name in columns}
-        found = ledger_row.speed_metrics(
-            totals,
-            num_generators=self._num_generators,
-            seconds_observed=sum(row["metrics"].get(ledger_row.OBSERVED, 0.0) for row in rows),
-        )
-        rate = {name.removeprefix(ledger_row.SPEED_AREA): value for name, value in found.items()}
-        num_skipped = sum(row["metrics"].get(SKIPPED_UPDATES, 0.0) > 0 for row in rows)
+        rows = [{**row["metrics"], **row} for row in self._rows]
+        found = speed_of(rows, num_generators=self._num_generators)
+        rate = {name.removeprefix(SPEED_AREA): value for name, value in found.items()}
+        num_skipped = sum(row.get(SKIPPED_UPDATES, 0.0) > 0 for row in rows)
         return {
             "generated tok/s": f"{rate['generated_tokens_per_s']:,.0f}",
             "trained tok/s": f"{rate['trained_tokens_per_s']:,.0f}",

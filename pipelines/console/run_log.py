@@ -117,8 +117,9 @@ def log_kept(path: Path) -> Iterator[None]:
 
 def logged_warnings(path: Path) -> list[tuple[str, str]]:
     """Return the warnings and errors of a log: when, and the first line of what was said."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = (_WARNING.fullmatch(line) for line in lines)
+    # A driver that is killed can leave half a character.
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = (_WARNING.fullmatch(line) for line in text.splitlines())
     return [(match[1], match[2]) for match in found if match]
 
 

@@ -193,11 +193,12 @@ def draw_timeline(axes: Any, steps: Any, groups: Any) -> None:
 
     Args:
         steps: rows of `run.steps()`; the first gives only the beginning.
-        groups: `version` (the oldest that sampled it), `began` and `ended`, by `began`.
+        groups: `version` (the oldest that sampled it), `began` and `ended`, by `began`; of this
+            time.
     """
     began, ended = steps.committed_at.iloc[0], steps.committed_at.iloc[-1]
     lanes: list[Any] = []
-    for group in groups[(groups.ended >= began) & (groups.began <= ended)].itertuples():
+    for group in groups.itertuples():
         free = (lane for lane, until in enumerate(lanes) if until <= group.began)
         lane = next(free, len(lanes))
         lanes[lane : lane + 1] = [group.ended]

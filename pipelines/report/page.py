@@ -6,8 +6,7 @@ anywhere: charts are SVG within it. Completions are escaped, since a policy may 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -18,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.evaluation.pass_rates import tabulate
 from areal_flow.rewards.protocol import part_names
@@ -29,11 +27,24 @@ from areal_flow.run.lease import leases
 from areal_flow.store.database import compared_answers
 from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
-from pipelines.console.tables import with_interval
+from pipelines.console.tables import printable, with_interval
 from pipelines.jobs.summary import summarise
-from pipelines.report.charts import Evaluation, compare_charts, make_charts
+from pipelines.report.charts import Evaluation, Interval, compare_charts, make_charts
 from pipelines.report.verdicts import judge_run
 
+_TEMPLATES = Environment(
+    loader=PackageLoader("pipelines", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["printable"] = printable
+_SCORED = (
+    *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
+    *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
+)
+Row = Mapping[str, Any]
 _TRAINED_SAMPLES = """
 SELECT step, prompt, completion, reward, passed FROM trajectories
 WHERE trajectory_id IN (
@@ -72,6 +83,8 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
     entries = [entry, *([_read(other)] if other else [])]
     with closing(run.database()) as database:
         return render(
+            "report/page.html",
+            made_at=datetime.now(UTC).astimezone(),
             run=layout.name,
             state=observed_state(layout),
             recipe=recipe,
@@ -90,7 +103,7 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
             trained_samples=database.sql(_TRAINED_SAMPLES, params={"newest": len(steps)})
             .to_arrow_table()
             .to_pylist(),
-            events=find_events(layout, steps, database),
+            events=[*find_events(layout, steps, entry["lineage"]["forks"], database)],
         )
 
 
@@ -101,8 +114,8 @@ def _read(run: Run) -> dict[str, Any]:
             f"expected a run that `areal-flow train` prepared, found no ledger in "
             f"{run.layout.root}: a report is drawn from the ledger"
         )
-    recipe = load_recipe(run.layout.config)
-    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
+    recipe = run.recipe
+    table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"])
     steps = [row for row in table.to_pylist() if row["step"] > 0]
     num_generators, on_gpu = recipe.cluster.num_generators, recipe.generation.device != "cpu"
     num_gpus = num_generators * recipe.generation.vllm.tensor_parallel_size * on_gpu
@@ -120,17 +133,9 @@ def _read(run: Run) -> dict[str, Any]:
     }
 
 
-def render(template: str = "page.html", **content: Any) -> str:
-    """Return a page with everything escaped but the charts."""
-    environment = Environment(
-        loader=PackageLoader("pipelines.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made_at = datetime.now(UTC).astimezone()
-    return environment.get_template(template).render(made_at=made_at, **content)
+def render(template: str, **content: Any) -> str:
+    """Return a page, or a part of one, with everything escaped but the charts."""
+    return _TEMPLATES.get_template(template).render(**content)
 
 
 def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
@@ -143,6 +148,15 @@ def score_evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
         (version, tabulate(answers, threshold=run.pass_threshold))
         for (_, version), answers in made.items()
     ]
+
+
+def held_out_rates(run: Run) -> list[Interval]:
+    """Return the pass rate of each evaluation with its 95% interval, by policy version."""
+    if not run.layout.evaluations.exists():
+        return []
+    scored = score_evaluations(run.evaluations("arrow", columns=_SCORED), run)
+    rates = [(at, found.overall.passed) for at, found in scored]
+    return sorted((at, rate.pass_rate, rate.low, rate.high) for at, rate in rates)
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
@@ -167,30 +181,21 @@ _MOST_WARNINGS = 100
 
 
 def find_events(
-    layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
-) -> list[tuple[str, str]]:
-    found = []
+    layout: RunLayout, steps: Sequence[Row], forks: Sequence[Row], database: Any
+) -> Iterator[tuple[str, str]]:
     for of in leases(layout.writers):
-        said = f"driver {of.writer_epoch} began: process {of.pid} on {of.host}"
-        found.append((_local(of.since), said))
-    found += [
-        (f"step {row['step']}", f"groups given up: {', '.join(map(str, given_up))}")
-        for row in steps
-        if (given_up := row["failed_submissions"])
-    ]
-    found += [
-        (f"step {row['step']}", f"another verifier scored from here on: {row['verifier']}")
-        for before, row in pairwise(steps)
-        if row["verifier"] != before["verifier"]
-    ]
-    found += [
-        ("all steps", f"{count:,} trajectories discarded: {reason}")
-        for reason, count in database.sql(_DISCARDS).fetchall()
-    ]
-    forks = layout.forks.read_text().splitlines() if layout.forks.is_file() else []
-    for fork in map(json.loads, forks):
-        found.append((_local(fork["at"]), f"step {fork['step']} was replayed to another policy"))
-    return [*found, *logged_warnings(layout.log)[:_MOST_WARNINGS]]
+        yield _local(of.since), f"driver {of.writer_epoch} began: process {of.pid} on {of.host}"
+    for row in steps:
+        if given_up := ", ".join(map(str, row["failed_submissions"])):
+            yield f"step {row['step']}", f"groups given up: {given_up}"
+    for before, row in pairwise(steps):
+        if (verifier := row["verifier"]) != before["verifier"]:
+            yield f"step {row['step']}", f"another verifier scored from here on: {verifier}"
+    for reason, count in database.sql(_DISCARDS).fetchall():
+        yield "all steps", f"{count:,} trajectories discarded: {reason}"
+    for fork in forks:
+        yield _local(fork["at"]), f"step {fork['step']} was replayed to another policy"
+    yield from logged_warnings(layout.log)[:_MOST_WARNINGS]
 
 
 def _local(moment: str) -> str:

@@ -119,7 +119,7 @@ def judge_failures(failed: float, *, truncated: float, skipped: float) -> Verdic
 
 def batch_pass_rates(recipe: Recipe, steps: Steps) -> list[PassRate]:
     """Return the pass rates of the first and the last steps, with intervals over their prompts."""
-    n = recipe.controller.batch_size // recipe.controller.group_size * _window(steps)
+    n = recipe.groups_per_step * _window(steps)
     rates = ends(steps, PASS_RATE)
     return [wilson_interval(round(rate * n), n) for rate in rates if rate is not None]
 

@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from math import nan, sqrt
 from typing import Any
 
 from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from bokeh.plotting import figure
 
-from areal_flow.store.groups import read_curves
+from areal_flow.store.dataset import open_dataset, read_rows
 from areal_flow.store.queries import Run
 from pipelines.report.charts import COLOURS
-from pipelines.report.page import score_evaluations
+from pipelines.report.page import held_out_rates
 
 HELD_OUT = "held_out"
 FIGURES = {
-    "reward": ("Mean reward", "Each step's batch; 95%, prompts counted once."),
+    "reward_mean": ("Mean reward", "Each step's batch; 95%, prompts counted once."),
     HELD_OUT: ("Held-out pass rate", "Evaluations with their 95% interval."),
-    "length": ("Tokens of a completion", "Mean; 10% to 90% of a step's completions."),
-    "staleness": ("Staleness", "Mean up to the maximum, in versions."),
+    "completion_tokens_mean": (
+        "Tokens of a completion",
+        "Mean; 10% to 90% of a step's completions.",
+    ),
+    "staleness_mean": ("Staleness", "Mean up to the maximum, in versions."),
     "masked": ("Masked share", "Tokens that were too old, or the environment's."),
 }
 """Columns of the curves: what each is called, and what the interval around it means."""
-_BANDS = ("reward", "length", "staleness")
-_STEPS = ("step", "masked", *(name + end for name in _BANDS for end in ("", "_low", "_high")))
-_RATES = ("step", HELD_OUT, f"{HELD_OUT}_low", f"{HELD_OUT}_high")
-_ANSWERS = (
-    *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
-    *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
-)
+_BANDS = {
+    "reward_mean": ("reward_low", "reward_high"),
+    "completion_tokens_mean": [f"rollout/completion_p{share}_tokens" for share in (10, 90)],
+    "staleness_mean": ("staleness_mean", "staleness_max"),
+}
+_STEPS = {"step", "masked", *_BANDS, *(name for band in _BANDS.values() for name in band)}
+_RATES = ("step", HELD_OUT, "low", "high")
+_TOKENS = ("completion_tokens_mean", "num_trained_tokens", "num_masked_tokens")
+_READ = ("step", "reward_mean", "staleness_mean", "staleness_max", "metrics", *_TOKENS)
 
 
-@dataclass(slots=True)
 class RunCurves:
     """What is drawn of one run; `refresh` reads only the steps that are new."""
 
-    run: Run
-    colour: str
-    steps: ColumnDataSource
-    rates: ColumnDataSource
-    num_answers: int = 0
+    def __init__(self, run: Run, place: int, on_step: Callable[[Run, int], None]) -> None:
+        """Have `on_step` called with the step whose point was clicked."""
+        self.run, self.colour = run, COLOURS[place % len(COLOURS)]
+        self.steps, self.rates = (
+            ColumnDataSource({name: [] for name in names}) for names in (_STEPS, _RATES)
+        )
+        self._evaluations = 0  # the version of the dataset that was read
+
+        def clicked(_: str, __: Any, places: list[int], *, source: ColumnDataSource) -> None:
+            for at in places[:1]:
+                on_step(run, int(source.data["step"][at]))
+
+        for source in (self.steps, self.rates):
+            source.selected.on_change("indices", partial(clicked, source=source))
 
     @property
     def head(self) -> int:
@@ -50,34 +62,35 @@ class RunCurves:
 
     def refresh(self) -> bool:
         """Add new steps and evaluations; return whether there were any."""
-        layout, num_answers = self.run.layout, 0
-        found = read_curves(self.run, since=self.head) if layout.steps.exists() else {"step": []}
-        if found["step"]:
-            self.steps.stream(found)
+        layout, evaluations = self.run.layout, 0
+        rows = read_points(self.run, since=self.head) if layout.steps.exists() else []
+        if rows:
+            self.steps.stream({name: [row.get(name) for row in rows] for name in _STEPS})
         if layout.evaluations.exists():
-            num_answers = len(self.run.evaluations("arrow", columns=["sample"]))
-        if num_answers == self.num_answers:
-            return bool(found["step"])
-        self.num_answers = num_answers
-        made = score_evaluations(self.run.evaluations("arrow", columns=_ANSWERS), self.run)
-        rates = [(at, table.overall.passed) for at, table in sorted(made, key=itemgetter(0))]
-        rows = [(at, rate.pass_rate, rate.low, rate.high) for at, rate in rates]
-        columns = map(list, zip(*rows, strict=True))
-        self.rates.data = dict(zip(_RATES, columns, strict=True))
+            evaluations = open_dataset(layout.evaluations).version
+        if evaluations == self._evaluations:
+            return bool(rows)
+        rates = held_out_rates(self.run)
+        self.rates.data = {name: [rate[at] for rate in rates] for at, name in enumerate(_RATES)}
+        self._evaluations = evaluations
         return True
 
 
-def curves_of(run: Run, place: int, on_step: Callable[[Run, int], None]) -> RunCurves:
-    """Return the curves of a run; `on_step` is called with the step whose point was clicked."""
-    sources = [ColumnDataSource({name: [] for name in names}) for names in (_STEPS, _RATES)]
+def read_points(run: Run, *, since: int = 0) -> list[dict[str, Any]]:
+    """Return numbers of each step after `since`.
 
-    def clicked(_: str, __: Any, places: list[int], *, source: ColumnDataSource) -> None:
-        for at in places[:1]:
-            on_step(run, int(source.data["step"][at]))
-
-    for source in sources:
-        source.selected.on_change("indices", partial(clicked, source=source))
-    return RunCurves(run, COLOURS[place % len(COLOURS)], *sources)
+    Intervals of rewards count each prompt of a batch once: completions of one are alike.
+    """
+    table = read_rows(run.layout, "steps", _READ, f"step > {since}").sort_by("step")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    z = 1.96 / sqrt(run.recipe.groups_per_step) if rows else 0.0
+    for row in rows:
+        row |= dict(row["metrics"])
+        mean, margin = row["reward_mean"], z * row.get("rollout/reward_std", nan)
+        num_tokens = row["num_trained_tokens"] + row["num_masked_tokens"]
+        row |= {"reward_low": mean - margin, "reward_high": mean + margin}
+        row["masked"] = row["num_masked_tokens"] / (num_tokens or nan)
+    return rows
 
 
 def draw(name: str, curves: Sequence[RunCurves]) -> Any:
@@ -87,11 +100,10 @@ def draw(name: str, curves: Sequence[RunCurves]) -> Any:
     for each in curves:
         source = each.rates if name == HELD_OUT else each.steps
         look = {"x": "step", "y": name, "color": each.colour, "source": source}
-        low, high = f"{name}_low", f"{name}_high"
         if name == HELD_OUT:
-            drawn.segment("step", low, "step", high, source=source, color=each.colour)
+            drawn.segment("step", "low", "step", "high", source=source, color=each.colour)
         elif name in _BANDS:
-            drawn.varea("step", low, high, source=source, color=each.colour, alpha=0.15)
+            drawn.varea("step", *_BANDS[name], source=source, color=each.colour, alpha=0.15)
         drawn.line(line_width=1.6, **look)
         size = 7 if name == HELD_OUT else 4
         point = drawn.scatter(size=size, name=each.run.layout.name, nonselection_alpha=0.7, **look)

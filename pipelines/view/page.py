@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from importlib import import_module, resources
-from socket import gethostname
+from importlib import import_module
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -23,14 +22,15 @@ from areal_flow.store.browsing import QUOTE, ShownTrajectory
 from areal_flow.store.groups import ORDERS, GroupSelection, select_groups, show_group
 from areal_flow.store.queries import Run
 from pipelines.view import shown
-from pipelines.view.curves import FIGURES, curves_of, draw
+from pipelines.view.curves import FIGURES, RunCurves, draw
+from pipelines.workers import tunnel_to
 
 HOST = "127.0.0.1"
 REFRESH_MS = 3000
 IDLE_SHARE = 10
 """A refresh that took a second is followed by ten seconds without one."""
 LINEAGE_STEPS = 8
-_STYLE = resources.files("pipelines.view").joinpath("templates", "style.css").read_text()
+_STYLE = shown.render("style.css")
 _BODY = "body { margin: 0 auto; padding: 12px 8px; max-width: 1180px; }"
 _WIDTHS = {
     **{"run": 150, "group": 80, "reward": 90, "status": 110, "prompt": 330, "tokens": 84},
@@ -56,7 +56,7 @@ class Page:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = {run.layout.name: run for run in runs}
-        self.curves = [curves_of(run, place, self._on_step) for place, run in enumerate(runs)]
+        self.curves = [RunCurves(run, place, self._on_step) for place, run in enumerate(runs)]
         self.selection, self.group = GroupSelection(), list[ShownTrajectory]()
         self._next_refresh = 0.0
         self.heading, self.error, self.found = _html(), _html(), _html()
@@ -99,7 +99,7 @@ class Page:
             try:
                 found = act()
             except ArealFlowError as error:
-                self.error.object = shown.render("error", error=error)
+                self.error.object = shown.render("error.html", error=error)
                 return None
             if events:  # the timer leaves what a user was told
                 self.error.object = ""
@@ -116,14 +116,19 @@ class Page:
 
     def _show_groups(self, chosen: GroupSelection) -> None:
         rows, num_matching = list[dict[str, Any]](), 0
-        for name, run in self.runs.items():
-            if run.layout.trajectories.exists():
-                found, num = select_groups(run, chosen)
-                rows += [{"run": name, **row} for row in found]
-                num_matching += num
+        for run in self._runs_with(chosen.step):
+            found, num = select_groups(run, chosen)
+            rows += [{"run": run.layout.name, **row} for row in found]
+            num_matching += num
         self.selection, self.table.value = chosen, pd.DataFrame(rows, columns=[*_WIDTHS])
         said = f"{len(rows):,} of {num_matching:,} matching groups; click one to see its members."
         self.found.object = f'<p class="soft">{said}</p>'
+
+    def _runs_with(self, step: int | None) -> list[Run]:
+        """Return the runs that have the step; all, which says so, if none has."""
+        begun = [each for each in self.curves if each.run.layout.trajectories.exists()]
+        having = [each for each in begun if each.head >= (step or 0)]
+        return [each.run for each in having or begun]
 
     def _open(self, place: int) -> None:
         name, index = self.table.value.iloc[place][["run", "group"]]
@@ -132,7 +137,9 @@ class Page:
         self._show_tokens()
 
     def _show_tokens(self) -> None:
-        self.shown.object = shown.render("group", group=self.group, colour_by=self.colour.value)
+        self.shown.object = shown.render(
+            "group.html", group=self.group, colour_by=self.colour.value
+        )
 
     def _find_prompt(self) -> None:
         prompt = self.group[0].row["prompt_id"].replace(QUOTE, QUOTE * 2)
@@ -140,18 +147,19 @@ class Page:
 
     def _export(self) -> Any:
         self.download.filename = f"trajectories{self.format.value}"
-        return shown.export([*self.runs.values()], self.selection, self.format.value)
+        runs = self._runs_with(self.selection.step) or [*self.runs.values()]
+        return shown.export(runs, self.selection, self.format.value)
 
     def _compare(self) -> None:
         one, another = (policy.value for policy in self.policies)
         rows = shown.compare(one, another) if one and another and one != another else []
-        self.compared.object = shown.render("compared", rows=rows)
+        self.compared.object = shown.render("compared.html", rows=rows)
 
     def _draw_lineage(self) -> None:
         lineage = self.runs[self.of_run.value].lineage(self.version.value or 0)
         hashes, sampled = lineage.last_steps(LINEAGE_STEPS)
         content = {"summary": lineage.summary(), "hashes": hashes, "sampled": sampled}
-        self.lineage.object = shown.render("lineage", **content)
+        self.lineage.object = shown.render("lineage.html", **content)
 
     def refresh(self) -> None:
         """Read what is new; after a slow read the next one waits longer."""
@@ -167,7 +175,7 @@ class Page:
             for policy, place in zip(self.policies, (0, -1), strict=True):
                 policy.options, policy.value = options, made[place]
         states = [(each, observed_state(each.run.layout).state) for each in self.curves]
-        self.heading.object = shown.render("heading", states=states, at=datetime.now())
+        self.heading.object = shown.render("heading.html", states=states, at=datetime.now())
         self._next_refresh = monotonic() + IDLE_SHARE * (monotonic() - began)
 
     def layout(self) -> Any:
@@ -201,8 +209,8 @@ def serve(layouts: Sequence[RunLayout], *, port: int) -> None:
         title="areal-flow view",
         **{"show": False, "start": False, "verbose": False},
     )
-    tunnel = f"ssh -N -L {port}:{HOST}:{port} {gethostname()}"
-    print(f"http://{HOST}:{port}/ shows {', '.join(layout.name for layout in layouts)}")
-    print(f"On another machine run `{tunnel}` first. Ctrl-C ends it.", flush=True)
+    url = f"http://{HOST}:{port}/"
+    print(f"{url} shows {', '.join(layout.name for layout in layouts)}")
+    print(f"On another machine run `{tunnel_to(url)}` first. Ctrl-C ends it.", flush=True)
     server.start()
     server.io_loop.start()

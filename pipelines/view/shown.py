@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from io import BytesIO
 from itertools import groupby
 from math import exp
@@ -15,16 +14,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from areal_flow.errors import ConfigError
-from areal_flow.store import browsing
 from areal_flow.store.browsing import ShownToken, ShownTrajectory
-from areal_flow.store.database import allow_reading_only, compared_answers
+from areal_flow.store.database import compared_answers
 from areal_flow.store.groups import GroupSelection, condition
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
-from pipelines.console.tables import printable
+from pipelines.report import page
 from pipelines.report.charts import COLOURS
 
 COLOUR_BY = ("policy version", "log-prob", "staleness", "advantage", "importance weight")
@@ -32,15 +29,11 @@ FORMATS = (".parquet", ".csv", ".jsonl")
 MOST_ROWS = 10_000
 MOST_TOKENS = 24_000
 """Of a group; a browser is slow with more."""
-_TEMPLATES = Environment(
-    loader=PackageLoader("pipelines.view", "templates"), autoescape=True, undefined=StrictUndefined
-)
-_TEMPLATES.filters.update(printable=printable, from_json=json.loads)
-_TEMPLATES.globals.update(colours=COLOURS, most_tokens=MOST_TOKENS)
 
 
 def render(template: str, **content: Any) -> str:
-    return _TEMPLATES.get_template(f"{template}.html").render(stretches=stretches, **content)
+    given = {"stretches": stretches, "from_json": json.loads, "colours": COLOURS}
+    return page.render(f"view/templates/{template}", most_tokens=MOST_TOKENS, **given, **content)
 
 
 def stretches(member: ShownTrajectory, colour_by: str, most: int) -> list[tuple[Any, ...]]:
@@ -89,17 +82,14 @@ def export(runs: Sequence[Run], chosen: GroupSelection, ending: str) -> BytesIO:
     """Return the trajectories that match, with the names of their runs, as a file's content."""
     tables: list[pa.Table] = []
     for run in runs:
-        selection = browsing.Selection(condition(run, chosen), limit=MOST_ROWS)
-        with closing(run.database()) as database:
-            allow_reading_only(database)
-            identifiers, num = browsing.select_trajectories(database, selection)
-            rows = browsing.read_rows(database, identifiers)
-        tables.append(rows.add_column(0, "run", pa.array([run.layout.name] * len(rows), "str")))
-        if num > MOST_ROWS:
+        matching = run.trajectories("duckdb", text=True, where=condition(run, chosen))
+        rows = matching.limit(MOST_ROWS + 1).to_arrow_table().sort_by("trajectory_id")
+        if len(rows) > MOST_ROWS:
             raise ConfigError(
-                f"expected at most {MOST_ROWS:,} rows of a run to export, found {num:,}: narrow "
+                f"expected at most {MOST_ROWS:,} rows of a run to export, found more: narrow "
                 f"the condition, or use areal-flow trajectories {run.layout.name} --to FILE"
             )
+        tables.append(rows.add_column(0, "run", pa.array([run.layout.name] * len(rows), "str")))
     with TemporaryDirectory(prefix="areal-flow-view-") as folder:
         path = Path(folder) / f"rows{ending}"
         write_table_file(path, tables, tables[0].schema)

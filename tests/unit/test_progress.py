@@ -229,6 +229,9 @@ def test_log_has_warnings_and_is_appended_to(
     assert said[0] == "areal_flow.cluster.pool: generator-1 died"
     assert "a library's warning 1" in said[1]
     assert len(said) == 4
+    with path.open("ab") as file:
+        file.write("ä".encode()[:1])
+    assert len(logged_warnings(path)) == 4, "a killed driver can leave half a character"
 
 
 def test_full_disk_loses_lines_and_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from areal_flow.cluster.placement import Machines
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.rl_page import RunFeed, add_page
 from areal_flow.run.layout import RunLayout
-from pipelines.workers import dashboard_text
+from pipelines.workers import dashboard_text, tunnel_to
 from tests.browser import WIDTHS, opened, screenshot
 from tests.finished_runs import make_finished_run
 from tests.flow_parts import Parts
@@ -137,3 +138,4 @@ def test_an_ssh_session_is_told_how_to_reach_the_dashboard() -> None:
     assert first == f"Dask dashboard: {url}"
     assert "ssh -N -p 22 -L 8787:127.0.0.1:8787 " in tunnel
     assert tunnel.endswith("@10.0.0.9")
+    assert tunnel_to(url, {}) == f"ssh -N -L 8787:127.0.0.1:8787 {gethostname()}"

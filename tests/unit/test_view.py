@@ -12,16 +12,14 @@ from typing import Any
 import polars as pl
 import pytest
 
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, RunError
+from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.store import groups as groups_module
 from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
-from areal_flow.store.groups import (
-    GroupSelection,
-    read_curves,
-    select_groups,
-    show_group,
-)
+from areal_flow.store.groups import GroupSelection, select_groups, show_group
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter
@@ -34,6 +32,7 @@ from tests.tracked_runs import step_row
 
 pytest.importorskip("panel", reason="panel is not installed")
 from pipelines.view import shown
+from pipelines.view.curves import read_points
 from pipelines.view.page import Page
 
 
@@ -86,6 +85,8 @@ def test_groups_come_newest_first_with_what_became_of_them(run: Run) -> None:
         ({"where": "reward = 0.5"}, []),
         ({"where": "completion LIKE '%%' AND num_tokens = 3 -- all"}, [4, 3, 2, 1]),
         ({"where": "step >= 2 AND staleness = 0"}, [4, 3, 2]),
+        ({"where": "prompt_id IN (SELECT prompt_id FROM trajectories WHERE step = 2)"}, [2]),
+        ({"where": "member < (SELECT max(step) - 3 FROM steps)"}, [4, 3, 2, 1]),
         ({"step": 3}, [3]),
         ({"step": 3, "where": "member = 1 AND reward = 1"}, []),
     ],
@@ -129,6 +130,13 @@ def test_a_wrong_condition_is_an_error_in_words(
     assert groups(run) == [4, 3, 2, 1]
 
 
+def test_a_condition_that_takes_too_long_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "MOST_SECONDS", 0.2)
+    endless = "(SELECT sum(a.range * b.range) FROM range(10000000) a, range(1000000) b) > 0"
+    with pytest.raises(ConfigError, match=r"takes longer than 0\.2 s"):
+        select_groups(run, GroupSelection(endless))
+
+
 def test_a_step_that_is_not_there_is_said(run: Run) -> None:
     with pytest.raises(RunError, match="has no step 9"):
         select_groups(run, GroupSelection(step=9))
@@ -144,9 +152,10 @@ def test_a_group_is_its_trajectories_as_the_command_shows_them(run: Run) -> None
 
 
 def test_curves_go_on_after_the_steps_that_are_known(run: Run) -> None:
-    assert read_curves(run)["step"] == [1, 2, 3, 4]
-    found = read_curves(run, since=2)
-    assert (found["step"], found["reward"]) == ([3, 4], pytest.approx([0.3, 0.4]))
+    found = read_points(run, since=2)
+    assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
+    assert [point["step"] for point in found] == [3, 4]
+    assert [point["reward_mean"] for point in found] == pytest.approx([0.3, 0.4])
 
 
 def shown_member(run: Run, *tokens: ShownToken) -> ShownTrajectory:
@@ -160,7 +169,7 @@ def token(text: str, *, trained: bool = True, logprob: float = -0.5) -> ShownTok
 @pytest.mark.parametrize("colour_by", shown.COLOUR_BY)
 def test_what_a_policy_wrote_is_escaped(run: Run, colour_by: str) -> None:
     hostile = shown_member(run, token(HOSTILE))
-    html = shown.render("group", group=[hostile], colour_by=colour_by)
+    html = shown.render("group.html", group=[hostile], colour_by=colour_by)
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3
     assert "<script" not in html
     assert "<img" not in html
@@ -172,7 +181,7 @@ def test_masked_tokens_are_struck_through_and_equal_ones_are_one_element(run: Ru
         (True, "old "),
         (False, "new er"),
     ]
-    assert "<s style" in shown.render("group", group=[member], colour_by="staleness")
+    assert "<s style" in shown.render("group.html", group=[member], colour_by="staleness")
 
 
 def test_an_unlikely_token_is_redder(run: Run) -> None:
@@ -183,7 +192,7 @@ def test_an_unlikely_token_is_redder(run: Run) -> None:
 
 
 def test_importance_weights_name_the_replay_that_computes_them(run: Run) -> None:
-    html = shown.render("group", group=show_group(run, 2), colour_by="importance weight")
+    html = shown.render("group.html", group=show_group(run, 2), colour_by="importance weight")
     assert "areal-flow replay run@2 --tokens 00000002-0000-00" in html
 
 
@@ -208,7 +217,7 @@ def test_two_policies_are_compared_on_prompts_that_both_answered(run: Run) -> No
     assert len(rows) == 4
     swapped = shown.compare((run, 4), (run, 0))
     assert {(row["before"], row["after"]) for row in swapped} == {("#### 4", HOSTILE)}
-    html = shown.render("compared", rows=rows)
+    html = shown.render("compared.html", rows=rows)
     assert "<script" not in html
 
 
@@ -220,18 +229,8 @@ def test_lineage_names_who_sampled_for_which_step(run: Run) -> None:
         for step in (3, 4)
     ]
     content = {"summary": run.lineage(4).summary(), "hashes": hashes, "sampled": sampled}
-    html = shown.render("lineage", **content)
+    html = shown.render("lineage.html", **content)
     assert "step 4 trained 6 of 6 tokens that version 3 sampled" in html
-
-
-def test_new_rows_appear_on_an_open_page(tmp_path: Path) -> None:
-    layout = make_finished_run(tmp_path / "going-on", num_steps=2, state="crashed")
-    page = Page([Run(layout.root)])
-    assert (page.curves[0].head, len(page.table.value)) == (2, 2)
-    add_step(layout, 3)
-    page._next_refresh = 1e-9
-    page.refresh()
-    assert (page.curves[0].head, list(page.table.value["group"])) == (3, [3, 2, 1])
 
 
 def test_a_mistake_on_the_page_leaves_what_it_showed(run: Run) -> None:
@@ -246,9 +245,23 @@ def test_a_mistake_on_the_page_leaves_what_it_showed(run: Run) -> None:
 
 
 def test_a_point_of_a_curve_filters_by_its_step(run: Run) -> None:
-    page = Page([run, run])
+    page = Page([run])
     page.curves[0].steps.selected.indices = [1]
     assert (page.step.value, page.version.value, list(page.table.value["group"])) == (2, 2, [2])
+
+
+def test_a_step_is_looked_for_in_the_runs_that_have_it(run: Run, tmp_path: Path) -> None:
+    short = make_finished_run(tmp_path / "short", num_steps=1)
+    create_run(RunLayout(tmp_path / "new"), Recipe())
+    page = Page([run, Run(short.root), Run(tmp_path / "new")])
+    assert len(page.table.value) == 5
+    page.step.value = 3
+    assert page.error.object == ""
+    assert list(page.table.value["run"]) == ["run"]
+    page.format.value = ".jsonl"
+    assert len(page._export().read().splitlines()) == 2
+    page.step.value = 9
+    assert "run has no step 9" in page.error.object
 
 
 def test_a_prompt_is_found_in_its_other_groups(run: Run) -> None:
@@ -274,16 +287,19 @@ def test_view_says_what_is_missing(
     assert "areal-flow[view]" in capsys.readouterr().err
 
 
-def test_the_timer_leaves_an_error_and_the_last_valid_condition(tmp_path: Path) -> None:
+def test_the_timer_shows_new_rows_and_leaves_an_error_and_the_last_valid_condition(
+    tmp_path: Path,
+) -> None:
     layout = make_finished_run(tmp_path / "going-on", num_steps=2, state="crashed")
     page = Page([Run(layout.root)])
+    assert (page.curves[0].head, len(page.table.value)) == (2, 2)
     page.where.value = "member = 1"
     page.where.value = "rewrd = 1"
     add_step(layout, 3)
     page._next_refresh = 1e-9
     page._guarded(page.refresh)()
     assert "rewrd" in page.error.object
-    assert list(page.table.value["group"]) == [3, 2, 1]
+    assert (page.curves[0].head, list(page.table.value["group"])) == (3, [3, 2, 1])
 
 
 def test_nothing_that_a_run_names_is_imported(

@@ -7,20 +7,16 @@ SELECT
         WHEN bool_or(status = 'trained') THEN 'step ' || max(step) FILTER (status = 'trained')
         ELSE coalesce(any_value(reason), 'waiting')
     END AS status,
-    left(replace(coalesce(first(prompts.prompt), any_value(members.prompt_id)), chr(10), ' '), 200)
-        AS prompt,
-    round(avg(list_sum(list_transform(version_spans, lambda span: span.length))), 1) AS tokens,
-    concat_ws(' to ', min(list_min(list_transform(version_spans, lambda span: span.version))), nullif(
-        max(list_max(list_transform(version_spans, lambda span: span.version))),
-        min(list_min(list_transform(version_spans, lambda span: span.version)))
-    )) AS versions,
+    left(replace(coalesce(any_value(prompt), any_value(prompt_id)), chr(10), ' '), 200) AS prompt,
+    round(avg(list_sum([span.length FOR span IN version_spans])), 1) AS tokens,
+    concat_ws(' to ', min(oldest), nullif(max(newest), min(oldest))) AS versions,
     concat_ws(' to ', min(reward), nullif(max(reward), min(reward))) AS rewards,
-    any_value(members.difficulty) AS difficulty,
+    any_value(difficulty) AS difficulty,
     count(*) AS members
-FROM members
-JOIN consumption USING (trajectory_id, writer_epoch)
-LEFT JOIN (
-    SELECT DISTINCT ON (prompt_id) prompt_id, prompt FROM prompts
-    WHERE prompt_id IN (SELECT prompt_id FROM members)
-) AS prompts USING (prompt_id)
+FROM (
+    SELECT *, list_min([span.version FOR span IN version_spans]) AS oldest,
+           list_max([span.version FOR span IN version_spans]) AS newest,
+           (SELECT any_value(prompt) FROM prompts WHERE prompt_id = members.prompt_id) AS prompt
+    FROM members JOIN consumption USING (trajectory_id, writer_epoch)
+)
 GROUP BY submission_index

@@ -1,9 +1,6 @@
 -- What the last of `steps` was made from: trajectories that are trained, and what follows.
 
 CREATE VIEW used AS
-SELECT trajectory_id, step, policy_version, submission_index, member, branch, attempt, seed,
-       writer_epoch, prompt_id, difficulty, reward, verdict, verifier, finish_reason, generator,
-       version_spans, num_tokens, num_trained_tokens, num_masked_tokens, staleness
 FROM trajectories WHERE status = 'trained' ORDER BY step, trajectory_id;
 
 CREATE VIEW ledger_rows AS
@@ -20,21 +17,23 @@ FROM steps ORDER BY step;
 CREATE VIEW used_prompts AS
 SELECT prompt_id, any_value(difficulty) AS difficulty, count(*) AS num_trajectories,
        avg(reward) AS reward_mean, min(step) AS first_step, max(step) AS last_step
-FROM trajectories WHERE status = 'trained' GROUP BY prompt_id ORDER BY prompt_id;
+FROM used GROUP BY prompt_id ORDER BY prompt_id;
 
 CREATE VIEW verifiers AS
 SELECT verifier, count(*) AS num_trajectories, min(step) AS first_step, max(step) AS last_step
-FROM trajectories WHERE status = 'trained' GROUP BY verifier ORDER BY first_step, verifier;
+FROM used GROUP BY verifier ORDER BY first_step, verifier;
+
+CREATE VIEW sampled AS
+WITH spans AS (
+    SELECT step, policy_version, unnest(chosen_spans(version_spans, loss_mask)) AS span
+    FROM used
+)
+SELECT step, span.version AS version,
+       sum(num_trained(span, policy_version, max_staleness()))::BIGINT AS num_trained_tokens,
+       sum(span.length)::BIGINT AS num_tokens
+FROM spans WHERE span.length > 0 GROUP BY ALL ORDER BY ALL;
 
 CREATE VIEW policy_versions AS
-WITH spans AS (
-    SELECT unnest(chosen_spans(version_spans, loss_mask)) AS span, policy_version
-    FROM trajectories WHERE status = 'trained'
-),
-counted AS (
-    SELECT span.version, span.length, num_trained(span, policy_version, max_staleness()) AS trained
-    FROM spans
-)
-SELECT version, sum(trained)::BIGINT AS num_trained_tokens,
-       sum(length - trained)::BIGINT AS num_masked_tokens
-FROM counted WHERE length > 0 GROUP BY version ORDER BY version;
+SELECT version, sum(num_trained_tokens)::BIGINT AS num_trained_tokens,
+       sum(num_tokens - num_trained_tokens)::BIGINT AS num_masked_tokens
+FROM sampled GROUP BY version ORDER BY version;

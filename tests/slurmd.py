@@ -57,9 +57,10 @@ def running_slurm(directory: Path) -> Iterator[None]:
             _end_jobs(directory)
 
 
-def job_numbers(*names: str) -> list[str]:
+def job_numbers(*names: str, states: str = "") -> list[str]:
     """Return the numbers of the jobs that wait, run or end; of some workers, if they are named."""
     chosen = [f"--name={','.join(names)}"] if names else []
+    chosen += [f"--states={states}"] if states else []
     listed = _output("squeue", "--me", "--noheader", "--format=%i", *chosen)
     return listed.split()
 

@@ -26,8 +26,8 @@ def settings(*options: str) -> ClusterSettings:
 
 
 async def until_listed() -> str:
-    """Return the number of the only job, once there is one."""
-    while not (numbers := job_numbers()):
+    """Return the number of the only job that waits or runs, once there is one."""
+    while not (numbers := job_numbers(states="PENDING,RUNNING")):
         await asyncio.sleep(0.1)
     (number,) = numbers
     return number

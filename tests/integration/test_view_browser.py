@@ -37,7 +37,8 @@ def test_open_filter_open_a_group_colour_export(tmp_path: Path) -> None:
                 condition.press("Enter")
                 page.get_by_text("2 of 2 matching groups").wait_for()
                 rows.first.click()
-                page.get_by_text("Group 2 of going-on").wait_for()
+                # The first group that is opened waits for torch to be imported.
+                page.get_by_text("Group 2 of going-on").wait_for(timeout=90_000)
                 for colour_by in ("log-prob", "policy version"):
                     page.get_by_label("colour tokens by").select_option(colour_by)
                     titled = "log-prob -0.500" if colour_by == "log-prob" else "version 1"

@@ -70,18 +70,24 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
     wanted = _wanted_workers(recipe)
     num_wanted = sum(worker.num_gpus for worker in wanted)
     num_found = len(machines.hosts) * len(machines.gpus)
-    if num_wanted > num_found and not machines.assign_gpus:
+    roles = [worker.role for worker in wanted for _ in range(worker.num_gpus)]
+    shares_gpu = recipe.cluster.num_gpus == num_found == 1 and sorted(roles) == [
+        "generator",
+        "trainer",
+    ]
+    if num_wanted > num_found and not machines.assign_gpus and not shares_gpu:
         roles = [worker.role for worker in wanted if worker.num_gpus]
         each = recipe.generation.vllm.tensor_parallel_size
         raise ConfigError(
             f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
             f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_wanted} in all), "
             f"found {num_found} GPU(s) on {len(machines.hosts)} machine(s); start fewer workers, "
-            "or set cluster.num_gpus (of each machine) if they were not found"
+            "or set cluster.num_gpus (of each machine) if they were not found; at 1 a trainer and "
+            "a generator share it"
         )
     placed: list[WorkerPlacement] = []
     for worker in wanted:
-        placed.append(place_beside(worker, placed, machines))
+        placed.append(place_beside(worker, [] if shares_gpu else placed, machines))
     return placed
 
 

@@ -68,7 +68,8 @@ class ClusterSettings(Settings):
     num_trainer_threads: int = Field(1, ge=1)
     """Threads of a trainer rank."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs of each machine; none: those that are found here."""
+    """GPUs of each machine; none: those that are found here. At 1, of one machine, a trainer and a
+    generator share it: `generation.vllm.gpu_memory_utilization` is the generator's part."""
     launcher: str = "local"
     """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job;
     `kubernetes`: each is a Pod."""

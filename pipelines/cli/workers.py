@@ -30,6 +30,7 @@ from pipelines.console.tables import Report, Table
 if TYPE_CHECKING:
     from areal_flow.cluster.control import WorkerStatus
     from areal_flow.cluster.placement import WorkerPlacement
+    from areal_flow.config import Recipe
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
@@ -113,24 +114,36 @@ def plan(
     /,
     *,
     placement: Flag = False,
+    memory: Flag = False,
+    gpu: str = "H100-80GB",
     settings: Overrides | None = None,
     folders: Given,
 ) -> Report:
-    """Show what `train` would start, and start nothing.
+    """Show what `train` would start or need, and start nothing.
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
         placement: Which workers, where, and the command line or batch script of each kind.
+        memory: Peak memory of each trainer rank at the longest rows, and whether it fits the card.
+        gpu: The card, by name.
     """
-    if not placement:
-        raise ConfigError("expected what to plan: --placement")
-    from areal_flow.cluster.launchers import make_launcher
-    from areal_flow.cluster.placement import place_workers
     from pipelines.jobs.job import DEFAULT_RECIPE, chosen_recipe
 
-    over = nest(settings or {})
-    cluster = (chosen := chosen_recipe(recipe or DEFAULT_RECIPE, over, spelling=OPTION)[1]).cluster
-    logs = folders.runs.resolve() / "NAME" / "jobs"
+    if placement == memory:
+        raise ConfigError("expected what to plan: --placement or --memory")
+    chosen = chosen_recipe(recipe or DEFAULT_RECIPE, nest(settings or {}), spelling=OPTION)[1]
+    if memory:
+        from pipelines.cli.memory_report import report_memory
+
+        return report_memory(str(recipe or DEFAULT_RECIPE), chosen, card=gpu)
+    return _report_placement(chosen, logs=folders.runs.resolve() / "NAME" / "jobs")
+
+
+def _report_placement(chosen: Recipe, *, logs: Path) -> Report:
+    from areal_flow.cluster.launchers import make_launcher
+    from areal_flow.cluster.placement import place_workers
+
+    cluster = chosen.cluster
     launcher = make_launcher(f"tls://{cluster.network.host}:PORT", cluster, logs=logs)
     workers = place_workers(chosen)
     starts = {worker.name: launcher.preview(worker) for worker in workers}

@@ -64,6 +64,19 @@ def test_trainers_and_generators_are_apart() -> None:
     assert devices == {"trainer-0": ("0",), "generator-0": ("1",), "generator-1": ("2",)}
 
 
+def test_a_trainer_and_a_generator_share_the_only_gpu_where_the_recipe_says_so() -> None:
+    only = Machines(gpus=("0",))
+    placed = place_workers(recipe(num_gpus=1), only)
+    assert {w.name: w.gpus for w in placed if w.num_gpus} == {
+        "trainer-0": ("0",),
+        "generator-0": ("0",),
+    }
+    assert {w.environment[VISIBLE_GPUS] for w in placed if w.role != "reward"} == {"0"}
+    for counts, machines in (((1, 1), Machines(gpus=())), ((2, 1), only), ((1, 2), only)):
+        with pytest.raises(ConfigError, match="a generator share it"):
+            place_workers(recipe(*counts, num_gpus=1), machines)
+
+
 @given(st.integers(1, 8), st.integers(1, 3))
 def test_workers_without_gpu_are_spread_and_see_no_difference(
     num_generators: int, num_hosts: int
@@ -130,7 +143,7 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
             "'shh': expected one of kubernetes, local, slurm, ssh",
         ),
         ({"launcher": "ssh"}, "needs cluster.remote.hosts"),
-        ({"num_gpus": 1}, "found 1 GPU"),
+        ({"num_gpus": 0}, "found 0 GPU"),
         (
             {"num_gpus": 2, "network": {"tls_directory": "/nowhere"}},
             "cluster.network.tls_directory: there is no file /nowhere/ca.pem",

@@ -1,0 +1,255 @@
+"""Peak memory of trainer ranks, from the trainer's own step on tensors without content.
+
+Nothing is estimated by formula: the policy, its passes, losses and optimizer are those that train.
+Tensors of the policy, and all that is computed from them, are torch's fake ones, which have a shape
+and no content; what the host computes (batches, advantages, plans) is real. A number that the
+host reads of a fake tensor is 1.
+
+For `trainer.device = "cuda"` these kernels are assumed, although torch's build may be the CPU's:
+attention keeps what its fused kernels keep (outputs and a number a row), linear layers and AdamW
+are the plain and the fused one, and the allocator rounds to 512 bytes. Not in the figures: CUDA's
+context, libraries' workspaces and fragmentation, for which `RESERVED_BYTES` and `FRAGMENTATION` are
+left free.
+
+Of several ranks, torch's fake process group stands for the others, and rank 0 alone is computed:
+each rank has as many rows and equally long ones, and none has more of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from areal_flow.config import LoraSettings, Recipe
+from areal_flow.models.linear import OneDnnLinear
+from areal_flow.models.lora import add_adapter
+from areal_flow.models.policy import fill_buffers, policy_from_config
+from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.backend import backend_name
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.step import train_step
+from areal_flow.types import VersionSpan
+from areal_flow.weights.channel import HashingWriter
+
+RESERVED_BYTES = 2**30
+"""CUDA's context, NCCL's buffers and cuBLAS's workspace."""
+FRAGMENTATION = 0.05
+"""Of the peak: what the caching allocator holds in parts too small to be used."""
+
+_KINDS = {
+    "Parameter": "parameters",
+    "Buffer": "parameters",
+    "Gradient": "gradients",
+    "Optstate": "optimizer",
+    "Activation": "activations",
+    "Other": "activations",
+    "Temp": "temporaries",
+}
+"""What torch's tracker calls each kind, and what it is called here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    rank: int
+    peak_bytes: int
+    by_kind: Mapping[str, int]
+    """Of the peak: parameters, gradients, optimizer, activations, temporaries."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What of a card this rank takes."""
+        return int(self.peak_bytes * (1 + FRAGMENTATION)) + RESERVED_BYTES
+
+
+def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
+    """Return each trainer rank's peak within a step of the recipe's longest rows.
+
+    Args:
+        config: the policy's configuration, as `transformers` has it.
+    """
+    on_cuda = torch.device(recipe.trainer.device).type == "cuda"
+    num_ranks, lora = recipe.cluster.num_trainers, recipe.trainer.lora
+    with torch.device("meta"):
+        policy = policy_from_config(config, device="meta")
+        if lora.rank:  # here: `peft` moves its tensors, which fake ones cannot
+            add_adapter(policy, lora)
+    on_cpu = recipe.trainer.model_copy(update={"device": "cpu", "lora": LoraSettings()})
+    if on_cuda:
+        _undo_onednn(policy)
+    fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
+    with fake_ranks(num_ranks) as ranks, fake, device:
+        rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
+        if recipe.algorithm.needs_reference and not lora.rank:
+            with unset_fake_temporarily(), torch.device("meta"):
+                reference = policy_from_config(config, device="meta")
+            rank.backend.hold_reference(_with_weights(reference, rank.recipe, ranks))
+        for group in _optimizer(rank).param_groups if on_cuda else ():
+            group["fused"] = True
+        by_kind = peak_by_kind(rank, policy)
+    return [RankMemory(each, sum(by_kind.values()), by_kind) for each in range(num_ranks)]
+
+
+def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
+    rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    rank.replicas = ranks
+    rank.adopt(_with_weights(policy, recipe, ranks))
+    return rank
+
+
+def _optimizer(rank: TrainerRank) -> Optimizer:
+    backend: Any = rank.backend
+    return backend.optimizer  # type: ignore[no-any-return]
+
+
+def _with_weights(policy: Any, recipe: Recipe, ranks: ReplicaGroup) -> Any:
+    """Give a policy of the meta device weights on the fake one, unless its backend does."""
+    if backend_name(recipe.trainer, ranks) == "replicated":
+        policy.to_empty(device="cpu")
+        policy.tie_weights()
+        fill_buffers(policy)
+    return policy
+
+
+def _undo_onednn(policy: nn.Module) -> None:
+    layers: list[Any] = [each for each in policy.modules() if isinstance(each, OneDnnLinear)]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+
+
+def peak_by_kind(rank: TrainerRank, policy: nn.Module) -> dict[str, int]:
+    recipe, backend = rank.recipe, rank.backend
+    algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
+    settings = replace(rank.settings, algorithm=algorithm)
+    num_batches = backend.passes.num_batches
+    # The first step makes the optimizer's state, which is there at every later peak.
+    train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
+    tracker = _Tracker()
+    tracker.track_external(policy, _optimizer(rank))
+    with tracker:
+        sequences = longest_sequences(longest_rows(recipe), num_batches)
+        train_step(backend, sequences, step=2, settings=settings)
+    found: Counter[str] = Counter(dict.fromkeys(_KINDS.values(), 0))
+    for snapshot in tracker.get_tracker_snapshot("peak").values():
+        for kind, name in _KINDS.items():
+            found[name] += snapshot.get(kind, 0)
+    return dict(found)
+
+
+def longest_rows(recipe: Recipe) -> list[int]:
+    """Return the tokens of each sequence of a full micro-batch of the longest ones there can be."""
+    most = recipe.trainer.tokens_per_micro_batch
+    longest = min(most, recipe.generation.max_model_len or most)
+    rest = most % longest
+    return [longest] * (most // longest) + ([rest] if rest > 1 else [])
+
+
+def longest_sequences(lengths: Sequence[int], num_batches: int) -> list[TrainingSequence]:
+    """Return two micro-batches a rank: at the second one there are gradients, too."""
+    return [
+        TrainingSequence(
+            prompt_tokens=np.full(1, group, np.int32),  # no two share it
+            output_tokens=np.zeros(length - 1, np.int32),
+            behavior_logprobs=np.full(length - 1, -1.0, np.float32),
+            trained=np.ones(length - 1, np.bool_),
+            reward=float(group % 2),
+            group=group,
+            version_spans=(VersionSpan(0, length - 1),),
+        )
+        for group, length in enumerate([*lengths] * (2 * num_batches))
+    ]
+
+
+class FakeDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Over a `FakeTensorMode`: what is computed of real tensors alone is real, as on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here again
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if tensors[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
+    """torch's tracker, for policies that make several passes."""
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        if not self._mod_tracker.is_bw:
+            self.memory_tracking.pop(module, None)  # type: ignore[no-untyped-call]
+        super()._pre_fw_hook(module, inputs)
+
+    def _track_module_params_and_buffers(
+        self, module: nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        """Leave out hooks of gradients where a parameter is frozen: it takes none."""
+        have_gradients = all(each.requires_grad for each in module.parameters())
+        return super()._track_module_params_and_buffers(
+            module, install_grad_hooks and have_gradients
+        )
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """Leave out each module's own peaks, which take four fifths of the time."""
+        modules, self.memory_tracking = self.memory_tracking, WeakIdKeyDictionary()
+        super()._update_peak_stats(peak_state)
+        self.memory_tracking = modules
+
+
+@dataclass
+class _FakeRanks:
+    """A `ReplicaGroup` of which this process is rank 0, and the others are nobody."""
+
+    num_ranks: int
+    whole_mesh: DeviceMesh
+    mine: Sequence[int] = (0,)
+    leads: bool = True
+    name: str = "fake"
+    is_alone: bool = field(default=False, init=False)
+
+    def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+        (own,) = tensors.values()
+        return [own] * self.num_ranks
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        return self.whole_mesh
+
+    def subgroup(self, num_ranks: int, device_type: str) -> Any:
+        with unset_fake_temporarily():
+            return distributed.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None: ...
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[ReplicaGroup]:
+    if num_ranks == 1:
+        yield SingleProcess()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield _FakeRanks(num_ranks, init_device_mesh("cpu", (num_ranks,)))
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,88 @@
+"""Peak memory of a step as `areal-flow plan --memory` predicts it, and as a process really has it.
+
+Each case is trained by a process of its own: two steps with full micro-batches. What it had after a
+step of a tiny policy (torch, its threads and imports) is taken off its peak. Freed memory goes back
+to the system at once.
+
+    python -m benchmarks.memory [--hidden 256] [--layers 4] [--tokens 1024 4096] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.models.policy import policy_from_config
+from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
+from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.step import train_step
+from areal_flow.weights.channel import HashingWriter
+from benchmarks import harness
+from benchmarks.shapes import qwen2_config
+
+VOCABULARY = 32_000
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"activations": "recompute"},
+    "adapter": {"lora": {"rank": 8}},
+}
+
+
+def config_of(hidden: int, layers: int) -> Any:
+    heads = max(1, hidden // 64)
+    return qwen2_config(
+        VOCABULARY, hidden, layers, heads=heads, key_value_heads=1, max_position_embeddings=65_536
+    )
+
+
+def recipe_of(case: str, tokens: int) -> Recipe:
+    trainer = {"tokens_per_micro_batch": tokens, **CASES[case]}
+    return build_recipe({"trainer": trainer, "algorithm": {"num_minibatches": 1}}, source="")
+
+
+def train(recipe: Recipe, config: Any) -> None:
+    rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    backend = rank.adopt(policy_from_config(config))
+    for step in (1, 2):
+        sequences = longest_sequences(longest_rows(recipe), num_batches=1)
+        train_step(backend, sequences, step=step, settings=rank.settings)
+
+
+def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
+    """Return this process's peak in GB, without what it has of itself."""
+    torch.set_num_threads(1)
+    train(recipe_of(case, 64), config_of(64, 1))
+    own = psutil.Process().memory_info().rss / 1e9
+    train(recipe_of(case, tokens), config_of(chosen.hidden, chosen.layers))
+    return harness.peak_gb() - own
+
+
+def main() -> None:
+    chosen = harness.parse_options(__doc__, hidden=256, layers=4, tokens=[1024])
+    rows = []
+    for case in CASES:
+        for tokens in chosen.tokens:
+            config = config_of(chosen.hidden, chosen.layers)
+            (rank,) = trainer_memory(recipe_of(case, tokens), config)
+            (measured,) = harness.in_processes(measure, [(case, tokens, chosen)], ENVIRONMENT)
+            predicted = rank.peak_bytes / 1e9
+            figures = {"predicted_gb": predicted, "measured_gb": measured}
+            rows.append({"case": case, "tokens": tokens, **figures, "ratio": predicted / measured})
+    title = f"Width {chosen.hidden}, {chosen.layers} layers, a vocabulary of {VOCABULARY:,}"
+    harness.report(chosen.json, {title: rows})
+
+
+if __name__ == "__main__":
+    main()

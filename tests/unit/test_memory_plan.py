@@ -1,0 +1,235 @@
+"""Predicted memory is that of the trainer's own step: of what it holds, and of what it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.utils._pytree import tree_leaves
+
+from areal_flow.config import Recipe, build_recipe, load_recipe
+from areal_flow.models.huggingface import AutoConfig
+from areal_flow.models.policy import policy_from_config
+from areal_flow.planning import memory
+from areal_flow.planning.cards import GIB, card_bytes, plan_memory
+from areal_flow.planning.memory import RankMemory, longest_rows, peak_by_kind, trainer_memory
+from areal_flow.planning.shapes import model_config
+from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.weights.channel import HashingWriter
+from pipelines.cli.main import main
+from pipelines.jobs.job import recipe_path
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def config() -> Any:
+    return AutoConfig.for_model("qwen2", **SHAPE)
+
+
+def recipe(num_trainers: int = 1, algorithm: str = "decoupled_ppo", **trainer: Any) -> Recipe:
+    trainer = {"tokens_per_micro_batch": 512, **trainer}
+    cluster = {"num_trainers": num_trainers}
+    return build_recipe(
+        {"trainer": trainer, "cluster": cluster, "algorithm": {"name": algorithm}}, source=""
+    )
+
+
+def num_weights() -> int:
+    with torch.device("meta"):
+        policy = policy_from_config(config(), device="meta")
+    return sum(parameter.numel() for parameter in policy.parameters())
+
+
+@pytest.fixture(scope="module")
+def kept() -> RankMemory:
+    (rank,) = trainer_memory(recipe(), config())
+    return rank
+
+
+def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMemory) -> None:
+    rank = kept
+    assert rank.by_kind["parameters"] == pytest.approx(4 * num_weights(), rel=0.02)
+    assert rank.by_kind["gradients"] == pytest.approx(4 * num_weights(), rel=0.02)
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights(), rel=0.02)
+    assert sum(rank.by_kind.values()) == rank.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "trainer", [{}, {"activations": "recompute"}, {"lora": {"rank": 4}}, {"dtype": "bfloat16"}]
+)
+def test_a_step_without_content_takes_what_the_real_one_takes(trainer: dict[str, Any]) -> None:
+    chosen = recipe(**trainer)
+    real = TrainerRank(RunLayout(Path()), chosen, channel=HashingWriter(), read_rows=lambda _: [])
+    policy = policy_from_config(config())
+    real.adopt(policy)
+    measured = sum(peak_by_kind(real, policy).values())
+    (rank,) = trainer_memory(chosen, config())
+    assert rank.peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
+    ranks = trainer_memory(recipe(num_trainers=4, backend="fsdp"), config())
+    assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
+    assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * num_weights() / 4, rel=0.03)
+    assert not distributed.is_initialized(), "the fake group is left"
+
+
+def test_recomputed_activations_take_less_and_an_adapter_has_little_state(
+    kept: RankMemory,
+) -> None:
+    (recomputed,) = trainer_memory(recipe(activations="recompute"), config())
+    assert recomputed.by_kind["activations"] < 0.6 * kept.by_kind["activations"]
+    (adapter,) = trainer_memory(recipe(lora={"rank": 2}), config())
+    assert adapter.by_kind["optimizer"] < 0.1 * kept.by_kind["optimizer"]
+
+
+def test_longest_rows_fill_a_micro_batch() -> None:
+    def rows(tokens: int, longest: int) -> list[int]:
+        generation = {"max_model_len": longest, "max_new_tokens": longest // 2}
+        trainer = {"tokens_per_micro_batch": tokens}
+        return longest_rows(build_recipe({"trainer": trainer, "generation": generation}, source=""))
+
+    assert rows(32_768, 28_672) == [28_672, 4096]
+    assert rows(4096, 1536) == [1536, 1536, 1024]
+    assert rows(4097, 2048) == [2048, 2048]
+
+
+def test_no_tensor_of_a_step_is_of_all_scores_or_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    class Watched(memory.FakeDevice):
+        def __torch_dispatch__(self, *call: Any, **keywords: Any) -> Any:
+            found = super().__torch_dispatch__(*call, **keywords)
+            sizes.extend(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))
+            return found
+
+    monkeypatch.setattr(memory, "FakeDevice", Watched)
+    num_tokens, vocab_size = 8192, 65_536
+    shape = AutoConfig.for_model(
+        "qwen2", **{**SHAPE, "vocab_size": vocab_size, "max_position_embeddings": num_tokens}
+    )
+    trainer = {"tokens_per_micro_batch": num_tokens, "dtype": "bfloat16", "device": "cuda"}
+    trainer_memory(recipe(**trainer), shape)
+    assert max(sizes) < num_tokens**2, "the scores of one head"
+    assert max(sizes) < num_tokens * vocab_size / 8, "logits"
+    assert max(sizes) >= vocab_size * SHAPE["hidden_size"], "the embedding was seen"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.494),
+        ("Qwen/Qwen2.5-7B", 7.616),
+        ("Qwen2.5-32B", 32.764),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.777),
+        ("DeepSeek-R1-Distill-Qwen-14B", 14.770),
+    ],
+)
+def test_shapes_known_by_name_have_as_many_weights_as_is_published(
+    name: str, billions: float
+) -> None:
+    with torch.device("meta"):
+        policy = policy_from_config(model_config(name), device="meta")
+    found = sum(parameter.numel() for parameter in policy.parameters())
+    assert found / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_a_card_that_is_shared_has_what_the_generator_leaves() -> None:
+    with torch.device("meta"):
+        policy = policy_from_config(config(), device="meta")
+    device = {"device": "cuda"}
+    vllm = {"gpu_memory_utilization": 0.5}
+    generation = {**device, "engine": "vllm", "max_model_len": 2048, "vllm": vllm}
+    trainer = {**device, "tokens_per_micro_batch": 4096}
+    parts = {"generation": generation, "trainer": trainer}
+    half = card_bytes("H100-80GB") // 2
+    rank = RankMemory(0, int(0.8 * half), {"parameters": int(0.8 * half)})
+    shared, apart = (
+        build_recipe({**parts, "cluster": {"num_gpus": num}}, source="") for num in (1, 2)
+    )
+    of_one = plan_memory(shared, [rank], policy, card="H100-80GB")
+    of_two = plan_memory(apart, [rank], policy, card="A100-40GB")
+    assert of_one.trainer_bytes == pytest.approx(half, abs=1)
+    assert of_one.fits
+    assert of_one.generator
+    assert of_one.generator.cache_token_bytes == 2 * 3 * 2 * 32 * 4
+    assert of_two.trainer_bytes == of_two.card_bytes
+    larger = RankMemory(0, half, {"parameters": half})
+    assert not plan_memory(shared, [larger], policy, card="H100-80GB").fits
+
+
+def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config().save_pretrained(tmp_path)
+    arguments = ["plan", "--memory", "arithmetic", "--model", str(tmp_path)]
+    arguments += ["--generation.max-model-len", "64", "--gpu", "L4-24GB"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"recipe", "card_bytes", "fits", "ranks"} <= found.keys()
+    assert (found["recipe"], found["fits"]) == ("arithmetic", True)
+    assert found["card_bytes"] == 22 * GIB
+    (rank,) = found["ranks"]
+    assert rank["peak_bytes"] == sum(rank["by_kind"].values())
+    assert list(rank["by_kind"])[:3] == ["parameters", "gradients", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "deepseek-ai/unknown"], "whose shapes are known"),
+        (["--model", "Qwen2.5-7B", "--gpu", "H100"], "expected one of RTX4080-16GB"),
+    ],
+)
+def test_an_unknown_model_or_card_is_refused_with_those_that_are_known(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--memory", "arithmetic", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+CARDS_NAMED = {
+    "gsm8k-1gpu": ("RTX4080-16GB", "RTX4090-24GB", "H100-80GB"),
+    "deepscaler": ("A100-80GB", "H100-80GB"),
+    "deepcoder": ("A100-80GB", "H100-80GB"),
+    "deepscaler-7b": ("A100-80GB", "H100-80GB"),
+    "deepscaler-32b": ("A100-80GB", "H100-80GB"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CARDS_NAMED)
+def test_every_shipped_gpu_recipe_fits_the_cards_that_it_names(name: str) -> None:
+    chosen = load_recipe(recipe_path(Path(name)))
+    shape = model_config(chosen.model)
+    with torch.device("meta"):
+        policy = policy_from_config(shape, device="meta")
+    ranks = trainer_memory(chosen, shape)
+    for card in CARDS_NAMED[name]:
+        plan = plan_memory(chosen, ranks, policy, card=card)
+        assert plan.fits, (card, plan.trainer_bytes / GIB, ranks[0].needed_bytes / GIB)
+
+
+def test_every_shipped_recipe_for_gpus_is_held_to_cards_and_says_which() -> None:
+    files = recipe_path(Path("deepscaler")).parent.glob("*.toml")
+    on_gpus = {file.stem: file for file in files if load_recipe(file).trainer.device == "cuda"}
+    assert on_gpus.keys() == CARDS_NAMED.keys()
+    for file in on_gpus.values():
+        assert " GB" in file.read_text().partition("\nmodel =")[0], file.name

@@ -85,6 +85,8 @@ class MicroBatch:
     """Index of each trained token's sequence in the row, ascending."""
     versions_M: Tensor
     """Policy version that sampled each trained token; -1 where no policy did."""
+    num_sequences: int
+    """Of the row, up to the last one with a trained token."""
     proximal_logprobs_M: Tensor | None = None
     """None where the loss's own forward pass serves: before the first update of a step."""
 
@@ -143,6 +145,7 @@ def pack_sequences(
         ),
         sequence_M=tensor(sequence_M),
         versions_M=tensor(np.repeat(spans[:, 0], spans[:, 1])[trained_M]),
+        num_sequences=int(sequence_M.max(initial=-1)) + 1,
     )
 
 

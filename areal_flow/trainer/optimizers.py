@@ -1,4 +1,4 @@
-"""Optimizers of named parameters, and updates by the gradients of all ranks."""
+"""Optimizers by name, and updates by the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from areal_flow.config import TrainerSettings
-from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.errors import ConfigError
+from areal_flow.settings import import_function
 from areal_flow.trainer.passes import Found, Passes
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZERS = {
+    "adamw": "areal_flow.trainer.adamw:PolicyAdamW",
+    "muon": "areal_flow.trainer.muon:PolicyMuon",
+}
+"""By the name that recipes use. The next one is a file, a line here and in `config`, and tests."""
 
 
 class PolicyOptimizer(Protocol):
@@ -32,13 +39,15 @@ class PolicyOptimizer(Protocol):
         """Return the state: `PARAMETER.KEY` of each parameter's, shaped as it is or a scalar."""
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `named_state` returned; what another optimizer left is not loaded."""
+        """Continue from what `named_state` returned."""
 
 
 def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], settings: TrainerSettings
 ) -> PolicyOptimizer:
-    return PolicyAdamW(named_parameters, settings)
+    path = OPTIMIZERS[settings.optimizer]
+    make = import_function(path, setting="trainer.optimizer", error=ConfigError)
+    return make(named_parameters, settings)  # type: ignore[no-any-return]
 
 
 def update_whole(

@@ -127,8 +127,10 @@ class MicroBatches(Sequence[MicroBatch]):
 
     @property
     def _keeps(self) -> bool:
+        if torch.device(self.device).type == "cpu":
+            return False
         num_tokens = sum(self.sequences[i].num_tokens for row in self.packed for i in row)
-        return torch.device(self.device).type != "cpu" and num_tokens <= MOST_KEPT_TOKENS
+        return num_tokens <= MOST_KEPT_TOKENS
 
 
 def pack_sequences(

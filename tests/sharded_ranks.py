@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.config import TrainerSettings
+from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
@@ -32,6 +33,7 @@ from areal_flow.trainer.checkpoint import (
     read_checkpoint,
     write_part,
 )
+from areal_flow.trainer.optimizers import make_optimizer
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
@@ -216,11 +218,39 @@ def _left(replicas: GlooGroup, num_ranks: int, training: Training) -> dict[str, 
     return {"noticed": "nothing"}
 
 
+def moved_by_muon(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Return whether rows of matrices become those of whole ones, to the bit."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, rows_only = replicas.mesh("cpu"), [Shard(0)]
+    torch.manual_seed(0)
+    equal = []
+    for shape in [(64, 96), (96, 64), (5, 7), (1, 8)]:
+        start, *gradients = torch.randn(4, *shape)
+        whole = nn.Parameter(start.clone())
+        rows = nn.Parameter(distribute_tensor(start, mesh, rows_only))
+        of_whole, of_rows = (make_optimizer([("layers.0", p)], MUON) for p in (whole, rows))
+        for gradient in gradients:
+            whole.grad, rows.grad = gradient, distribute_tensor(gradient, mesh, rows_only)
+            of_whole.update(learning_rate=1e-2)
+            of_rows.update(learning_rate=1e-2)
+            state = of_rows.named_state()
+            of_rows.load_named_state(state)
+        momentum, expected = state["layers.0.momentum_buffer"], of_whole.named_state()
+        equal.append(torch.equal(rows.full_tensor(), whole) and not torch.equal(whole, start))
+        equal.append(torch.equal(momentum.full_tensor(), *expected.values()))
+        equal.append(momentum.placements == rows.placements)
+    return {"equal": equal}
+
+
+MUON = TrainerSettings(optimizer="muon", adamw=AdamWSettings(weight_decay=0.1))
+
 CASES: dict[str, Callable[[GlooGroup, int, Path], dict[str, Any]]] = {
     "staged": staged,
     "written": written,
     "read": read,
     "not finite": not_finite,
+    "muon": moved_by_muon,
     "left": left,
     "left within a sequence": left_within_a_sequence,
 }

@@ -151,9 +151,10 @@ class GSPO(ComposedAlgorithm):
         where they differ, each token's gradient is its own. Masked tokens are in neither product
         nor |y_i|: y_i is what is trained of the sequence.
         """
-        log_ratio_S = sequence_means(log_ratio_T.detach(), inputs.sequence_T)
+        of_T, num_sequences = inputs.sequence_T, inputs.num_sequences
+        log_ratio_S = sequence_means(log_ratio_T.detach(), of_T, num_sequences)
         zero_T = inputs.logprobs_T - inputs.logprobs_T.detach()
-        ratio_T = bounded_exp(log_ratio_S[inputs.sequence_T] + zero_T)
+        ratio_T = bounded_exp(log_ratio_S[of_T] + zero_T)
         return clipped_objective(ratio_T, inputs, low=self.epsilon, high=self.epsilon_high)
 
 

@@ -212,14 +212,16 @@ class ComposedAlgorithm(Settings):
         if inputs.kl_N is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         of_N = inputs.trajectories
-        returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(inputs.kl_N, of_N)
+        returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(
+            inputs.kl_N, of_N, len(rewards_B)
+        )
         return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return what is maximised, of u_t = exp(log_ratio_T) and the advantages."""
 
-    def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
+    def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
         """Return what `objective` needs of all N tokens of a minibatch, before its update.
 
         The ratios are to the policies that sampled the tokens.
@@ -247,7 +249,7 @@ class ComposedAlgorithm(Settings):
         found = self.objective(log_ratio_T, inputs)
         weight_T = corrected_weights(
             log_weight_T,
-            inputs.sequence_T,
+            inputs,
             rule=self.importance_weight_rule,
             floor=self.importance_weight_floor,
             cap=self.importance_weight_cap,
@@ -278,7 +280,9 @@ class ComposedAlgorithm(Settings):
         assert inputs.reference_logprobs_T is not None, "a trainer gives them where they are needed"
         return self.kl(policy_T, inputs.reference_logprobs_T)
 
-    def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
+    def aggregate(
+        self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize, *, num_sequences: int
+    ) -> Tensor:
         """Return what these tokens add to the minibatch's loss.
 
         token_mean: sum_t l_t / N over the minibatch's N trained tokens; long sequences weigh more.
@@ -286,11 +290,14 @@ class ComposedAlgorithm(Settings):
         s; every sequence weighs the same, the objective of GRPO (arXiv 2402.03300, eq. 3).
         constant: (1 / S) sum_s sum_{t in s} l_t / C, with C = aggregation_tokens; a sequence's
         length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+        Args:
+            num_sequences: of these tokens.
         """
         if self.aggregation_tokens is not None:
             return losses_T.sum() / (of.num_sequences * self.aggregation_tokens)
         if self.aggregation == "sequence_mean":
-            return sequence_means(losses_T, sequence_T).sum() / of.num_sequences
+            return sequence_means(losses_T, sequence_T, num_sequences).sum() / of.num_sequences
         return losses_T.sum() / of.num_tokens
 
 

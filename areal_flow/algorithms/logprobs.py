@@ -83,12 +83,12 @@ def overflow_fraction(*log_ratios_T: Tensor) -> Metric:
     return mean(sum(bounded[1:], bounded[0]) > 0)
 
 
-def zeros_by_sequence(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    return values_T.new_zeros(int(sequence_T[-1]) + 1 if sequence_T.numel() else 0)
+def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    return values_T.new_zeros(num_sequences).index_add(0, sequence_T, values_T)
 
 
-def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    zeros_S = zeros_by_sequence(values_T, sequence_T)
+def sequence_means(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    zeros_S = values_T.new_zeros(num_sequences)
     lengths_S = zeros_S.index_add(0, sequence_T, values_T.new_ones(sequence_T.numel()))
     return zeros_S.index_add(0, sequence_T, values_T) / lengths_S.clamp(min=1)
 
@@ -103,9 +103,8 @@ def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     return deterministic_gather(values_S, GatherIndex.of(sequence_T, len(values_S)))
 
 
-def sums_to_come(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+def sums_to_come(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """Return, at each entry, the sum of its sequence's values from there to the end."""
     exact_T = values_T.double()
-    whole_S = zeros_by_sequence(exact_T, sequence_T).index_add(0, sequence_T, exact_T)
-    ends_S = whole_S.cumsum(0)
+    ends_S = sequence_sums(exact_T, sequence_T, num_sequences).cumsum(0)
     return (ends_S[sequence_T] - exact_T.cumsum(0) + exact_T).to(values_T.dtype)

@@ -87,7 +87,7 @@ def proximal_logprobs(inputs: LossInputs, proximal: Proximal) -> Tensor:
 
 def corrected_weights(
     log_weight_T: Tensor,
-    sequence_T: Tensor,
+    inputs: LossInputs,
     *,
     rule: ImportanceWeightRule,
     floor: float | None,
@@ -108,7 +108,8 @@ def corrected_weights(
         return weight_T.clamp(max=cap)
     judged_T = weight_T
     if rule == "mask_sequence":
-        judged_T = bounded_exp(sequence_means(log_weight_T, sequence_T))[sequence_T]
+        means_S = sequence_means(log_weight_T, inputs.sequence_T, inputs.num_sequences)
+        judged_T = bounded_exp(means_S)[inputs.sequence_T]
     return weight_T.where((judged_T <= cap) & (judged_T >= (floor or 0.0)), 0.0)
 
 

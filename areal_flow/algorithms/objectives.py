@@ -123,7 +123,7 @@ class M2PO(RatioToBehavior):
     max_second_moment: float = Field(0.04, gt=0)
     """The greatest mean of squared log-ratios, over tokens that a clip could end."""
 
-    def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
+    def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
         """Return the size from which a log-ratio is masked (Algorithm 1).
 
         Of the tokens whose ratio left 1 to their advantage's side, those with the largest squares
@@ -132,13 +132,14 @@ class M2PO(RatioToBehavior):
         log-ratio, which packing decides, do not decide the mask.
         """
         log_ratio_N = log_ratio_N.double()
-        sizes_N, _ = log_ratio_N[_outward(log_ratio_N, advantages_N)].abs().sort()
+        outward_N = _outward(log_ratio_N, advantages_N)
+        sizes_N, _ = log_ratio_N.abs().where(outward_N, inf).sort()  # the others count as left out
         counts_N = sizes_N.new_ones(len(sizes_N)).cumsum(0)
-        num_kept = int((sizes_N.square().cumsum(0) / counts_N <= self.max_second_moment).sum())
-        if num_kept == len(sizes_N):
-            return inf
-        last_kept = float(sizes_N[num_kept - 1]) if num_kept else 0.0
-        return (last_kept + float(sizes_N[num_kept])) / 2
+        kept_N = sizes_N.square().cumsum(0) / counts_N <= self.max_second_moment
+        bounds = sizes_N.new_full((len(sizes_N) + 2,), inf)
+        bounds[0], bounds[1:-1] = 0.0, sizes_N
+        num_kept_1 = kept_N.sum(0, keepdim=True)  # a scalar as an index would be read on the host
+        return (bounds[num_kept_1] + bounds[1:][num_kept_1])[0] / 2
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = M_t r_t A_t (eq. 5), with r_t = pi_theta / pi_behav.

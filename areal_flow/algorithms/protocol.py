@@ -86,13 +86,15 @@ class LossInputs:
     """Index of each token's sequence in the micro-batch, 0 to S - 1, ascending."""
     versions_T: Tensor
     """Policy version that sampled each token."""
+    num_sequences: int
+    """S, which a loss could only find by waiting for its device."""
     entropy_T: Tensor | None = None
     """In nats; with gradient if the algorithm needs it. A trainer always gives it."""
     reference_logprobs_T: Tensor | None = None
     """Of the reference policy; None if the algorithm does not need it."""
     policy_version: int = 0
     """Version of the policy before the step."""
-    minibatch_bound: float | None = None
+    minibatch_bound: Tensor | None = None
     """What `ComposedAlgorithm.minibatch_bound` returned; None if it is not needed."""
 
 
@@ -100,20 +102,23 @@ class LossInputs:
 class Metric:
     """A number that adds up over micro-batches and ranks.
 
-    A weighted mean, a maximum, or with squares an effective sample size as a fraction.
+    A weighted mean, a maximum, or with squares an effective sample size as a fraction. The
+    numbers of a loss are tensors, since to read each of them is to wait for its device: see
+    `read_from_device`.
     """
 
-    total: float
+    total: float | Tensor
     weight: float | None
     """What the total is divided by; None for a maximum."""
-    squares: float | None = None
+    squares: float | Tensor | None = None
     """Sum of the squares whose sum is the total; None for a mean and for a maximum."""
 
     @property
     def value(self) -> float:
+        total = float(self.total)
         if self.squares is not None:
-            return self.total**2 / ((self.weight or 1.0) * self.squares or 1.0)
-        return self.total / (self.weight or 1.0)
+            return total**2 / ((self.weight or 1.0) * float(self.squares) or 1.0)
+        return total / (self.weight or 1.0)
 
     def neutral(self) -> Metric:
         """Return the metric that leaves others of its kind as they are when it is added."""
@@ -123,28 +128,53 @@ class Metric:
 
     def add(self, other: Metric) -> Metric:
         if self.weight is None or other.weight is None:
-            return Metric(max(self.total, other.total), None)
+            return Metric(max(float(self.total), float(other.total)), None)
         squares = None
         if self.squares is not None and other.squares is not None:
-            squares = self.squares + other.squares
-        return Metric(self.total + other.total, self.weight + other.weight, squares)
+            squares = float(self.squares) + float(other.squares)
+        total = float(self.total) + float(other.total)
+        return Metric(total, self.weight + other.weight, squares)
+
+
+def sum_of(value: Tensor) -> Metric:
+    """Return a number whose sum over the parts of a batch is wanted: the metric's `total`."""
+    return Metric(value.detach().double(), 0.0)
 
 
 def mean(values_T: Tensor) -> Metric:
     """Return the mean of one value a token, as a metric."""
-    return Metric(float(values_T.detach().sum()), float(values_T.numel()))
+    return Metric(values_T.detach().sum().double(), float(values_T.numel()))
 
 
 def maximum(values_T: Tensor) -> Metric:
     """Return the maximum over tokens as a metric; of none it is minus infinity."""
-    return Metric(float(values_T.detach().max()) if values_T.numel() else float("-inf"), None)
+    return Metric(values_T.detach().max().double() if values_T.numel() else float("-inf"), None)
 
 
 def effective_sample_fraction(weights_T: Tensor) -> Metric:
     """Return (sum w)^2 / (N sum w^2) of N weights: 1 if all are equal, 1 / N if one is all."""
     weights_T = weights_T.detach()
-    squares = float(weights_T.square().sum())
-    return Metric(float(weights_T.sum()), float(weights_T.numel()), squares)
+    squares = weights_T.square().sum().double()
+    return Metric(weights_T.sum().double(), float(weights_T.numel()), squares)
+
+
+def read_from_device(found: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
+    """Return metrics without tensors; all are read together, so that the device is awaited once."""
+    import torch  # here: recipes are read without it
+
+    each = [metric for metrics in found for metric in metrics.values()]
+    pairs = [(metric.total, metric.squares) for metric in each]
+    tensors = [n for pair in pairs for n in pair if isinstance(n, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).cpu().tolist() if tensors else ())
+
+    def read(number: float | Tensor) -> float:
+        return next(numbers) if isinstance(number, torch.Tensor) else number
+
+    def of(metric: Metric) -> Metric:
+        total, squares = read(metric.total), metric.squares
+        return Metric(total, metric.weight, None if squares is None else read(squares))
+
+    return [{name: of(metric) for name, metric in metrics.items()} for metrics in found]
 
 
 def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -67,7 +67,7 @@ class AdamWSettings(Settings):
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     """The decay of the mean gradient and of the squared gradient."""
     weight_decay: float = Field(0.0, ge=0)
-    """Not applied to norms and biases."""
+    """Also Muon's. Not applied to norms and biases."""
 
 
 class LoraSettings(Settings):
@@ -104,13 +104,15 @@ class TrainerSettings(Settings):
     backend: Literal["replicated", "fsdp"] = "replicated"
     """`replicated`: each rank holds the whole policy; `fsdp`: a part of each tensor."""
     learning_rate: float = Field(3e-4, gt=0)
-    """The rate of AdamW after the warm-up."""
+    """The rate of the optimizer after the warm-up."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     learning_rate_schedule: RateSchedule = "constant"
     """After the warm-up: constant, or a line or cosine down to 3%."""
     num_learning_rate_decay_steps: int = Field(0, ge=0)
     """The step at which the schedule ends; 0: `num_steps`."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: of the matrices of the layers, at AdamW's rate; all else is AdamW's."""
     adamw: AdamWSettings = AdamWSettings()
     """AdamW."""
     lora: LoraSettings = LoraSettings()

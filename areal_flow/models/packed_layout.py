@@ -16,6 +16,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.models.attention import AttentionRule, attend_causally
+from areal_flow.models.transfer import to_device
 
 FREE_SCORES = 2**20
 """Scores of padding, of one head, that cost no more than another group of rows does."""
@@ -69,7 +70,7 @@ class PackedLayout:
         position_T = np.zeros(max(places_L[-1] for places_L in self.places) + 1, np.int64)
         for places_L in self.places:
             position_T[places_L] = np.arange(len(places_L))
-        self.position_ids = torch.from_numpy(position_T)[None, :].to(device)
+        self.position_ids = to_device(position_T[None, :], device)
         self._unfolding = Unfolding.of(self.places, device) if len(self.places) > 1 else None
 
     def attend(
@@ -116,7 +117,7 @@ class Unfolding:
         owners_O = real_R[np.argsort(gather_R[real_R], kind="stable")]
         first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
         arrays = (owners_O[first_T], gather_R, owners_O, first_T)
-        scatter_T, *gather = (torch.from_numpy(array).to(device) for array in arrays)
+        scatter_T, *gather = (to_device(array, device) for array in arrays)
         return cls(shapes, GatherIndex(*gather), scatter_T)
 
     def rows_of(self, packed: Tensor) -> list[Tensor]:

@@ -66,6 +66,7 @@ def critic_of(policy: Any) -> Any:
         model = AutoModelForSequenceClassification.from_config(
             config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
         )
+        model = disable_dropout_and_move(model, policy.device)
         layers = model.get_decoder()
     except (ValueError, AttributeError) as error:
         raise ConfigError(
@@ -74,7 +75,7 @@ def critic_of(policy: Any) -> Any:
         ) from error
     layers.load_state_dict(policy.get_decoder().state_dict())
     torch.nn.init.zeros_(model.score.weight)
-    return disable_dropout_and_move(model, policy.device)
+    return model
 
 
 def is_reward_model(model: Any) -> bool:

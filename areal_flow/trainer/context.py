@@ -24,6 +24,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
+from areal_flow.models.transfer import to_device
 from areal_flow.trainer.passes import RunOn
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch
@@ -43,30 +44,31 @@ class ContextParallel:
         lengths = [len(each) for each in places]
         row = PackedLayout(lengths, tokens_1T.device, places=places)
         layout = ContextLayout(row, self._group)
-        own_M = _within(micro.predicting_M, layout.slice)
+        inside_M = _within(micro.predicting, layout.slice)
+        own_M = to_device(np.flatnonzero(inside_M), tokens_1T.device)
         own = replace(
             micro,
             input_ids_1T=tokens_1T[:, layout.slice],
             layout=layout,
             predicting_M=micro.predicting_M[own_M] - layout.slice.start,
+            predicting=micro.predicting[inside_M] - layout.slice.start,
             trained_M=micro.trained_M[own_M] - layout.slice.start,
             targets_M=micro.targets_M[own_M],
         )
         with raise_trainer_lost():
             found = self._run(function, own, **keywords)
             if isinstance(found, Tensor):
-                return self._whole(found, own_M)
-            return tuple(self._whole(each, own_M) for each in found)
+                return self._whole(found, own_M, len(inside_M))
+            return tuple(self._whole(each, own_M, len(inside_M)) for each in found)
 
-    def _whole(self, own: Tensor, own_M: Tensor) -> Tensor:
-        """Return all ranks' entries `[M]`; gradients flow into one's own alone."""
-        sent_M = torch.zeros(len(own_M), dtype=own.dtype, device=own.device)
-        sent_M[own_M] = own.detach()
+    def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
+        """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""
+        sent_M = torch.zeros(num_trained, dtype=own.dtype, device=own.device)
+        sent_M.index_copy_(0, own_M, own.detach())
         distributed.all_reduce(sent_M, group=self._group)  # each entry is one rank's: exact
         if not own.requires_grad:
             return sent_M
-        whole_M: Tensor = sent_M.masked_scatter(own_M, own)
-        return whole_M
+        return sent_M.index_copy(0, own_M, own)
 
 
 class ContextLayout:
@@ -154,6 +156,6 @@ def _padding(num_tokens: int, num_padding: int) -> list[NDArray[np.int64]]:
     return [np.arange(num_tokens, num_tokens + num_padding)] if num_padding else []
 
 
-def _within(positions_M: Tensor, tokens: slice) -> Tensor:
-    inside_M: Tensor = (positions_M >= tokens.start) & (positions_M < tokens.stop)
+def _within(positions_M: NDArray[np.int64], tokens: slice) -> NDArray[np.bool_]:
+    inside_M: NDArray[np.bool_] = (positions_M >= tokens.start) & (positions_M < tokens.stop)
     return inside_M

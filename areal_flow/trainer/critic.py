@@ -25,7 +25,8 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
-from areal_flow.trainer.adamw import PolicyAdamW, update_whole
+from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.optimizers import update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence

@@ -63,12 +63,11 @@ class PolicyShape:
     def forward_flops(self, rows: Sequence[Sequence[TrainingSequence]]) -> float:
         """Return the operations of a pass over rows: the sum of 2 N T + 2 A L^2 + 2 H V M.
 
-        Sequences of a row share the tokens of a common prompt, and attend each for itself.
+        A prompt that sequences of a row share counts once, its own attention too, as one pass over
+        it would do for all, whether or not the device repeats it.
         """
-        sequences = [*chain.from_iterable(rows)]
-        num_tokens = sum(map(row_tokens, rows))
-        num_pairs = sum(s.num_tokens**2 for s in sequences)
-        num_trained = sum(s.num_trained for s in sequences)
+        num_tokens, num_pairs = sum(map(row_tokens, rows)), sum(map(_row_pairs, rows))
+        num_trained = sum(s.num_trained for s in chain.from_iterable(rows))
         numbers = self.num_weights * num_tokens + self.attention * num_pairs
         return 2.0 * (numbers + self.head * num_trained)
 
@@ -91,6 +90,12 @@ class PolicyShape:
         micro_batches = chain.from_iterable(chain.from_iterable(plan))
         rows = [[sequences[index] for index in micro] for micro in micro_batches]
         return passes * self.forward_flops(rows)
+
+
+def _row_pairs(row: Sequence[TrainingSequence]) -> int:
+    prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in row}
+    after_prompts = sum(s.num_tokens**2 - len(s.prompt_tokens) ** 2 for s in row)
+    return sum(length**2 for length in prompts.values()) + after_prompts
 
 
 def matrix_rate(device: str, dtype: str) -> float:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
+from areal_flow.algorithms.protocol import (
+    LossInputs,
+    Metric,
+    PolicyLoss,
+    add_metrics,
+    mean,
+    read_from_device,
+    sum_of,
+)
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-from areal_flow.trainer.updates import Minibatch, MinibatchPlan
+from areal_flow.trainer.updates import Minibatch, MinibatchPlan, UpdateNumbers
 
 RunOn = Callable[..., Any]
 """Returns `function(policy, *arguments, **keywords)` for `function, *arguments, **keywords`, with
@@ -30,12 +40,11 @@ def run_on(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> A
     return function(policy, *arguments, **keywords)
 
 
-@dataclass(frozen=True, slots=True)
-class RankNumbers:
-    """What one rank found in its batch of a minibatch, beside its gradients."""
+Found = list[dict[str, Metric]]
+"""Of each micro-batch of a rank: its metrics, and its loss under `LOSS`, not read yet."""
 
-    loss: float
-    metrics: dict[str, Metric]
+LOSS = ""
+"""No metric has this name."""
 
 
 class Passes:
@@ -97,7 +106,7 @@ class Passes:
             found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
         return [found[index] for index in range(len(sequences))]
 
-    def minibatch_bound(self, minibatch: Minibatch) -> float | None:
+    def minibatch_bound(self, minibatch: Minibatch) -> Tensor | None:
         """Return what an algorithm must know of all of a minibatch's tokens: one for all ranks."""
         settings = minibatch.settings
         if not settings.algorithm.needs_minibatch_bound:
@@ -105,7 +114,9 @@ class Passes:
         sent = {}
         for rank, micro_batches in minibatch.micro_batches.items():
             # Ranks exchange tensors of one shape; what is not a token is not a number.
-            sent[rank] = torch.full((2, minibatch.size.num_tokens), torch.nan)
+            sent[rank] = torch.full(
+                (2, minibatch.size.num_tokens), torch.nan, device=self.settings.device
+            )
             at = 0
             for micro in micro_batches:
                 logprobs_M = self.logprobs(micro, settings.temperature)
@@ -116,10 +127,9 @@ class Passes:
                 sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
                 at = end
         tokens_2N = torch.cat(self.replicas.gather(sent), dim=1)
-        log_ratio_N, advantages_N = tokens_2N[:, ~tokens_2N[1].isnan()]
-        return settings.algorithm.minibatch_bound(log_ratio_N, advantages_N)
+        return settings.algorithm.minibatch_bound(*tokens_2N)
 
-    def backward(self, minibatch: Minibatch, rank: int, bound: float | None) -> RankNumbers:
+    def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> Found:
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
             found = minibatch.settings.token_loss(inputs)
@@ -130,34 +140,42 @@ class Passes:
 
     def backward_of(
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
-    ) -> RankNumbers:
+    ) -> Found:
         """As `backward`, with any loss of a micro-batch."""
-        aggregate = minibatch.settings.algorithm.aggregate
-        total, metrics = 0.0, dict[str, Metric]()
+        aggregate, found = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
-                found = loss_of(micro)
-            loss = aggregate(found.losses_T, micro.sequence_M, minibatch.size)
+                policy_loss = loss_of(micro)
+            loss = aggregate(
+                policy_loss.losses_T,
+                micro.sequence_M,
+                minibatch.size,
+                num_sequences=micro.num_sequences,
+            )
             with raise_trainer_lost():
                 loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            metrics = add_metrics(metrics, found.metrics)
-        if self._is_secondary_context_rank(rank):
-            return RankNumbers(0.0, {name: metric.neutral() for name, metric in metrics.items()})
-        return RankNumbers(total, metrics)
+            found.append({LOSS: sum_of(loss), **policy_loss.metrics})
+        return found
 
-    def add_numbers(self, computed: Mapping[int, RankNumbers]) -> tuple[float, dict[str, Metric]]:
-        """Return the minibatch's loss and metrics, those of its ranks added up."""
-        kinds = next(iter(computed.values())).metrics
+    def read(self, computed: Mapping[int, Found], grad_norm: Tensor) -> UpdateNumbers:
+        """Return what the ranks of a minibatch found, added up.
+
+        Here alone an update waits for its device.
+        """
+        norm = {LOSS: sum_of(grad_norm)}
+        *each, read_norm = read_from_device([*chain.from_iterable(computed.values()), norm])
+        in_order = iter(each)
+        sent, kinds = {}, each[0]
         names = sorted(kinds)
-        sent = {}
         for rank, found in computed.items():
-            metrics = [found.metrics[name] for name in names]
+            of_rank = reduce(add_metrics, islice(in_order, len(found)), dict[str, Metric]())
+            if self._is_secondary_context_rank(rank):
+                of_rank = {name: metric.neutral() for name, metric in of_rank.items()}
+            metrics = [of_rank[name] for name in names]
             numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
-            sent[rank] = torch.tensor([(found.loss, 1.0, 0.0), *numbers], dtype=torch.float64)
-        loss, added = 0.0, dict[str, Metric]()
-        for (rank_loss, _, _), *numbers in (t.tolist() for t in self.replicas.gather(sent)):
-            loss += rank_loss
+            sent[rank] = torch.tensor(numbers, dtype=torch.float64)
+        added = dict[str, Metric]()
+        for numbers in (t.tolist() for t in self.replicas.gather(sent)):
             of_rank = {
                 name: Metric(
                     total,
@@ -167,7 +185,8 @@ class Passes:
                 for name, (total, weight, squares) in zip(names, numbers, strict=True)
             }
             added = add_metrics(added, of_rank)
-        return loss, added
+        loss = 0.0 + added.pop(LOSS).value  # never -0.0
+        return UpdateNumbers([loss], [read_norm[LOSS].value], added)
 
     def _is_secondary_context_rank(self, rank: int) -> bool:
         """Return whether another process reports the numbers of the batch that this one shares.
@@ -177,7 +196,7 @@ class Passes:
         return rank % self._context_ranks > 0
 
     def _loss_inputs(
-        self, micro: MicroBatch, minibatch: Minibatch, bound: float | None
+        self, micro: MicroBatch, minibatch: Minibatch, bound: Tensor | None
     ) -> LossInputs:
         algorithm, temperature = minibatch.settings.algorithm, minibatch.settings.temperature
         proximal_M, reference_M = micro.proximal_logprobs_M, None
@@ -197,6 +216,7 @@ class Passes:
             advantages_T=micro.advantages_M,
             sequence_T=micro.sequence_M,
             versions_T=micro.versions_M,
+            num_sequences=micro.num_sequences,
             entropy_T=entropy_M,
             reference_logprobs_T=reference_M,
             policy_version=minibatch.policy_version,

@@ -23,10 +23,10 @@ from areal_flow.models.policy import (
     policy_tensors,
     recompute_layers,
 )
-from areal_flow.trainer.adamw import PolicyAdamW, update_whole
 from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.optimizers import make_optimizer, update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
@@ -46,7 +46,7 @@ class ReplicatedBackend:
         self.settings = settings
         if settings.activations == "recompute":
             recompute_layers(policy)
-        self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
+        self.optimizer = make_optimizer(policy.named_parameters(), settings)
         run, without = partial(run_on, policy), partial(_run_without_adapter, policy)
         replicas = replicas or SingleProcess()
         shared = partial(over_ranks, settings=settings, replicas=replicas)

@@ -10,7 +10,8 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +24,7 @@ from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.models.attention import RowLayout
 from areal_flow.models.packed_layout import PackedLayout
+from areal_flow.models.transfer import to_device
 from areal_flow.types import Logprobs, Tokens, VersionSpan
 
 
@@ -60,6 +62,9 @@ class TrainingSequence:
 
 LEAST_MULTIPLE = 64
 
+MOST_KEPT_TOKENS = 2**21
+"""Of a minibatch, on a device: some 200 MB."""
+
 _NOTHING = TrainingSequence(
     np.zeros(1, np.int64),
     np.zeros(0, np.int64),
@@ -76,6 +81,8 @@ class MicroBatch:
     layout: RowLayout
     predicting_M: Tensor
     """Positions in the row of what predicts each trained token."""
+    predicting: NDArray[np.int64]
+    """The same in main memory."""
     trained_M: Tensor
     """Positions in the row of the trained tokens."""
     targets_M: Tensor
@@ -85,28 +92,45 @@ class MicroBatch:
     """Index of each trained token's sequence in the row, ascending."""
     versions_M: Tensor
     """Policy version that sampled each trained token; -1 where no policy did."""
+    num_sequences: int
+    """Of the row, up to the last one with a trained token."""
     proximal_logprobs_M: Tensor | None = None
     """None where the loss's own forward pass serves: before the first update of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatches(Sequence[MicroBatch]):
-    """Micro-batches, each laid out when it is asked for: tensors take seven times their rows."""
+    """Micro-batches, each laid out when it is asked for: tensors take seven times their rows.
+
+    On a device other than the CPU a minibatch's are kept for its next pass, unless they are large.
+    """
 
     sequences: Sequence[TrainingSequence]
     packed: Sequence[Sequence[int]]
     """Indices of each micro-batch's sequences."""
     device: torch.device | str = "cpu"
     proximal_logprobs: Sequence[Tensor] | None = None
+    kept: dict[int, MicroBatch] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.packed)
 
     def __getitem__(self, index: Any) -> Any:
-        micro = pack_sequences([self.sequences[i] for i in self.packed[index]], device=self.device)
+        if (micro := self.kept.get(index)) is None:
+            row = [self.sequences[i] for i in self.packed[index]]
+            micro = pack_sequences(row, device=self.device)
+            if self._keeps:
+                self.kept[index] = micro
         if self.proximal_logprobs is None:
             return micro
         return replace(micro, proximal_logprobs_M=self.proximal_logprobs[index])
+
+    @property
+    def _keeps(self) -> bool:
+        if torch.device(self.device).type == "cpu":
+            return False
+        num_tokens = sum(self.sequences[i].num_tokens for row in self.packed for i in row)
+        return num_tokens <= MOST_KEPT_TOKENS
 
 
 def pack_sequences(
@@ -128,13 +152,12 @@ def pack_sequences(
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
         return tensor(np.concatenate(by_token)[trained_M].astype(dtype, copy=False))
 
-    def tensor(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
+    tensor = partial(to_device, device=device)
     return MicroBatch(
-        input_ids_1T=tensor(np.concatenate(tokens, dtype=np.int64))[None],
+        input_ids_1T=tensor(np.concatenate(tokens, dtype=np.int64)[None]),
         layout=PackedLayout([len(each) for each in places], device, places=places),
-        predicting_M=tensor(place_of[at_M - 1]),
+        predicting_M=tensor(predicting_M := place_of[at_M - 1]),
+        predicting=predicting_M,
         trained_M=tensor(place_of[at_M]),
         targets_M=column([s.output_tokens for s in sequences], np.int64),
         behavior_logprobs_M=column([s.behavior_logprobs for s in sequences], np.float32),
@@ -143,6 +166,7 @@ def pack_sequences(
         ),
         sequence_M=tensor(sequence_M),
         versions_M=tensor(np.repeat(spans[:, 0], spans[:, 1])[trained_M]),
+        num_sequences=int(sequence_M.max(initial=-1)) + 1,
     )
 
 

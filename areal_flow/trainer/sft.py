@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain
 from math import nan
 from pathlib import Path
@@ -27,6 +27,8 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     PolicyLoss,
     add_metrics,
+    read_from_device,
+    sum_of,
 )
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.controller.accounting import SkippedSteps
@@ -156,16 +158,18 @@ class SftTrainer:
     def measure_held_out(self) -> dict[str, float]:
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
         of = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
-        loss, metrics = 0.0, dict[str, Metric]()
+        found = []
         for _, micro, logprobs_M in self._computed(sequences):
             zeros_M, sequence_M = torch.zeros_like(logprobs_M), micro.sequence_M
             behavior_M, versions_M = micro.behavior_logprobs_M, micro.versions_M
-            found = self._loss(
-                LossInputs(logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
+            columns = (logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
+            of_micro = self._loss(LossInputs(*columns, micro.num_sequences))
+            loss = self._of_step.algorithm.aggregate(
+                of_micro.losses_T, sequence_M, of, num_sequences=micro.num_sequences
             )
-            loss += float(self._of_step.algorithm.aggregate(found.losses_T, sequence_M, of))
-            metrics = add_metrics(metrics, found.metrics)
-        values = {"loss": loss, **{name: metric.value for name, metric in metrics.items()}}
+            found.append({"loss": sum_of(loss), **of_micro.metrics})
+        added = reduce(add_metrics, read_from_device(found), dict[str, Metric]())
+        values = {name: metric.value for name, metric in added.items()}
         return {f"held_out_{name}": value for name, value in values.items()}
 
     def learning_rate(self, step: int) -> float:

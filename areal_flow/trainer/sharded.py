@@ -7,10 +7,8 @@ by tensor, together: no rank ever has a whole copy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -24,18 +22,16 @@ from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import TensorHash, hash_tensors
 from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_layers
 from areal_flow.recovery.checkpoints import RNG_STATE
-from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import SavedRows
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
+from areal_flow.trainer.optimizers import forget_gradients, make_optimizer, update_if_finite
 from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import StreamedTensors, WeightsWriter
-
-logger = logging.getLogger(__name__)
 
 
 class ShardedBackend:
@@ -52,7 +48,7 @@ class ShardedBackend:
         if settings.activations == "recompute":
             recompute_layers(policy)
         self._run = _Sharded(policy, self._mesh, settings)
-        self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
+        self.optimizer = make_optimizer(policy.named_parameters(), settings)
         self._over_ranks = partial(over_ranks, settings=settings, replicas=replicas)
         run = self._over_ranks(self._run)
         self.passes = Passes(run, settings, replicas, reference=run)
@@ -65,20 +61,17 @@ class ShardedBackend:
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:
         (rank,) = minibatch.micro_batches
-        self.optimizer.zero_grad(set_to_none=True)
+        forget_gradients(self.optimizer)
         with raise_trainer_lost():
             bound = self.passes.minibatch_bound(minibatch)
-            numbers = self.passes.backward(minibatch, rank, bound)
-            loss, metrics = self.passes.add_numbers({rank: numbers})
+            found = self.passes.backward(minibatch, rank, bound)
             trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
             norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm)
-            grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not (isfinite(loss) and isfinite(grad_norm)):
-            logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
-            return UpdateNumbers()
-        self._run.reshard_all()  # what passes without gradients gathered is old now
-        self.optimizer.update(learning_rate=minibatch.learning_rate)
-        return UpdateNumbers([loss], [grad_norm], metrics)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            numbers = self.passes.read({rank: found}, norm)
+        self._run.reshard_all()  # what passes without gradients gathered is old after the update
+        rate = minibatch.learning_rate
+        return update_if_finite(self.optimizer, numbers, learning_rate=rate, name="update")
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """Return the weights, each gathered when it is read: all ranks read, in the same order."""

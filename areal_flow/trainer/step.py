@@ -22,6 +22,7 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     add_metrics,
     mean,
+    read_from_device,
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.step_metrics import SKIPPED_UPDATES
@@ -70,7 +71,7 @@ def train_step(
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate, settings, step - 1))
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
     if inputs.kl_N is not None:
-        numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
+        numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
     minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
         found = backend.update(minibatch)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_flow.algorithms.logprobs import of_each_token, zeros_by_sequence
+from areal_flow.algorithms.logprobs import of_each_token, sequence_sums
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
 from areal_flow.config import SftSettings, SupervisedObjective
 from areal_flow.run.layout import RunLayout
@@ -51,8 +51,8 @@ def dpo_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     of the reference policy are in `behavior_logprobs_T`.
     """
     log_ratio_T = inputs.logprobs_T - inputs.behavior_logprobs_T
-    rewards_S = zeros_by_sequence(log_ratio_T, inputs.sequence_T)
-    rewards_S = rewards_S.index_add(0, inputs.sequence_T, settings.beta * log_ratio_T)
+    rewards_T = settings.beta * log_ratio_T
+    rewards_S = sequence_sums(rewards_T, inputs.sequence_T, inputs.num_sequences)
     return pair_loss(rewards_S, inputs.sequence_T, label_smoothing=settings.label_smoothing)
 
 
@@ -63,7 +63,10 @@ def reward_model_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     scores where a policy has log-probabilities.
     """
     sequence_T = inputs.sequence_T
-    last_S = sequence_T.bincount().cumsum(0) - 1
+    lengths_S = sequence_sums(
+        sequence_T.new_ones(len(sequence_T)), sequence_T, inputs.num_sequences
+    )
+    last_S = lengths_S.cumsum(0) - 1
     scores_S = inputs.logprobs_T[last_S]
     return pair_loss(scores_S, sequence_T, label_smoothing=settings.label_smoothing)
 

@@ -47,7 +47,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text("{}")
-    cases = [*TRAININGS, "staged", "written", "not finite", "left"]
+    cases = [*TRAININGS, "staged", "written", "not finite", "muon", "left"]
     return run_ranks(directory, 2, *cases), directory
 
 
@@ -115,6 +115,11 @@ def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
 ) -> None:
     for rank in two_ranks[0]:
         assert rank["not finite"] == {"losses": [], "unchanged": True}
+
+
+def test_muon_moves_rows_as_it_moves_whole_matrices(two_ranks: tuple[Found, Path]) -> None:
+    for rank in two_ranks[0]:
+        assert all(rank["muon"]["equal"])
 
 
 def test_rank_that_ends_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]) -> None:

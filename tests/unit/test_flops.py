@@ -16,7 +16,7 @@ from areal_flow.trainer.flops import PolicyShape
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
 from tests.policies import small_policy
-from tests.unit.test_trainer import make_sequences, settings
+from tests.unit.test_trainer import make_sequences, sequence_of, settings
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,11 @@ def test_formula_gives_the_operations_that_torch_counts(
     if num_prompt_tokens:
         alone = [[[[index]] for index in range(len(sequences))]]
         assert shape.step_flops(sequences, alone, how.algorithm) > 2 * expected
+
+
+def test_attention_of_a_shared_prompt_counts_once() -> None:
+    """A prompt of 4, completions of 2 and 3: 16 pairs, and 36 - 16 and 49 - 16 beside them."""
+    first, other = (sequence_of([1, 2, 3, 4], [5] * n, [0.0] * n, [True] * n) for n in (2, 3))
+    shape = PolicyShape(num_weights=0, head=0, attention=3, trains_weights=True)
+    assert shape.forward_flops([[first, other]]) == 2 * 3 * (16 + 20 + 33)
+    assert shape.forward_flops([[first], [other]]) == 2 * 3 * (36 + 49)

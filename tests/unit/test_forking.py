@@ -109,6 +109,7 @@ def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
     [
         (True, {}, "fresh, as asked for"),
         (False, {"adamw": {"betas": [0.9, 0.9]}}, "fresh, since trainer.adamw.betas changed"),
+        (False, {"optimizer": "muon"}, "fresh, since trainer.optimizer changed"),
         (False, {"learning_rate": 1e-5, "adamw": {"weight_decay": 0.1}}, "kept"),
     ],
 )

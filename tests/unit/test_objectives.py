@@ -156,7 +156,7 @@ def test_rules_keep_truncate_and_mask_importance_weights(
     """The first two tokens are a sequence, of geometric mean e^0.05 = 1.0513."""
     given_ = inputs(sequence=[0, 0, 1])
     log_weight = given_.proximal_logprobs_T - given_.behavior_logprobs_T
-    found = corrected_weights(log_weight, given_.sequence_T, rule=rule, floor=floor, cap=cap)
+    found = corrected_weights(log_weight, given_, rule=rule, floor=floor, cap=cap)
     assert found.tolist() == pytest.approx(expected)
 
 
@@ -167,7 +167,7 @@ def test_masked_weights_are_counted_and_leave_the_divisor() -> None:
     assert found.metrics["importance_weight_masked_fraction"].value == pytest.approx(2 / 3)
     assert found.metrics["importance_weight_max"].value == pytest.approx(WEIGHTS[2])
     of = MinibatchSize(num_tokens=3, num_sequences=1)
-    whole = algorithm.aggregate(found.losses_T, torch.tensor([0, 0, 0]), of)
+    whole = algorithm.aggregate(found.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
     assert whole.item() == pytest.approx(found.losses_T[0].item() / 3)
 
 
@@ -220,7 +220,7 @@ def test_sums_to_come_end_with_their_sequence(sequences: list[list[float]]) -> N
     flat = torch.tensor([x for s in sequences for x in s], dtype=torch.float64)
     owners = torch.tensor([i for i, s in enumerate(sequences) for _ in s])
     expected = [sum(s[at:]) for s in sequences for at in range(len(s))]
-    assert sums_to_come(flat, owners).tolist() == pytest.approx(expected, abs=1e-9)
+    assert sums_to_come(flat, owners, len(sequences)).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_effective_sample_fraction_is_of_all_parts_together() -> None:
@@ -310,10 +310,10 @@ def test_gspo_has_the_gradient_of_its_sequences_ratio() -> None:
 
     algorithm = GSPO(epsilon=low, epsilon_high=high)
     given_ = LossInputs(
-        start.clone().requires_grad_(), old, old, advantages[owners], owners, owners
+        start.clone().requires_grad_(), old, old, advantages[owners], owners, owners, 6
     )
     found = algorithm.loss(given_)
-    loss = algorithm.aggregate(found.losses_T, owners, MinibatchSize(24, 6))
+    loss = algorithm.aggregate(found.losses_T, owners, MinibatchSize(24, 6), num_sequences=6)
     loss.backward()
     assert 0 < found.metrics["clip_fraction"].value < 1
     assert float(loss.detach()) == pytest.approx(float(written_out(start)), abs=1e-12)
@@ -335,7 +335,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     algorithm = ALGORITHMS[name]()
 
     def loss(logprobs: torch.Tensor) -> torch.Tensor:
-        given_ = LossInputs(logprobs, *rest, columns[3] - 0.5, owners, owners)
+        given_ = LossInputs(logprobs, *rest, columns[3] - 0.5, owners, owners, 6)
         return algorithm.loss(given_).losses_T.sum()
 
     at = start.clone().requires_grad_()
@@ -367,14 +367,16 @@ def test_loss_of_every_algorithm_is_that_of_its_parts_in_any_order(
         bound = algorithm.minibatch_bound(log_ratio, whole.advantages_T)
     shuffled = data.draw(st.permutations(numbered))
     cut = data.draw(st.integers(1, len(rows) - 1))
-    total = sum(
-        float(algorithm.aggregate(algorithm.loss(part).losses_T, part.sequence_T, size))
-        for part in (
-            replace(batch(shuffled[:cut]), minibatch_bound=bound),
-            replace(batch(shuffled[cut:]), minibatch_bound=bound),
+
+    def loss(part: LossInputs) -> float:
+        losses_T, num_sequences = algorithm.loss(part).losses_T, part.num_sequences
+        return float(
+            algorithm.aggregate(losses_T, part.sequence_T, size, num_sequences=num_sequences)
         )
-    )
-    expected = float(algorithm.aggregate(algorithm.loss(whole).losses_T, whole.sequence_T, size))
+
+    parts = (batch(shuffled[:cut]), batch(shuffled[cut:]))
+    total = sum(loss(replace(part, minibatch_bound=bound)) for part in parts)
+    expected = loss(whole)
     assert total == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 

@@ -32,7 +32,7 @@ LENGTHS = (3, 1, 2, 4)
 def inputs_of(logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> LossInputs:
     sequence_T = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
     return LossInputs(
-        logprobs_T, logprobs_T, reference_T, torch.zeros(10), sequence_T, torch.zeros(10)
+        logprobs_T, logprobs_T, reference_T, torch.zeros(10), sequence_T, torch.zeros(10), 4
     )
 
 
@@ -42,7 +42,9 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def aggregated(found: PolicyLoss, inputs: LossInputs) -> torch.Tensor:
-    return BY_SEQUENCE.aggregate(found.losses_T, inputs.sequence_T, MinibatchSize(10, 4))
+    sequence_T, num_sequences = inputs.sequence_T, inputs.num_sequences
+    of = MinibatchSize(10, 4)
+    return BY_SEQUENCE.aggregate(found.losses_T, sequence_T, of, num_sequences=num_sequences)
 
 
 def by_hand(rewards: list[float], smoothing: float) -> float:
@@ -77,7 +79,7 @@ def test_dpo_loss_has_golden_numbers() -> None:
     sequence_T = torch.tensor([0, 0, 1])
     policy_T = torch.tensor([-0.25, -0.75, -3.0], dtype=torch.float64)
     reference_T = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    inputs = LossInputs(policy_T, policy_T, reference_T, policy_T, sequence_T, sequence_T)
+    inputs = LossInputs(policy_T, policy_T, reference_T, policy_T, sequence_T, sequence_T, 2)
     found = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.0))
     assert found.losses_T.tolist() == pytest.approx([0.2014132779827524] * 3, abs=1e-12)
     smoothed = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.1))

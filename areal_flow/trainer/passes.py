@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from areal_flow.algorithms.engine_gap import EngineGap, gap_metrics
 from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
@@ -122,6 +123,8 @@ class Passes:
     def backward(self, minibatch: Minibatch, rank: int, bound: float | None) -> RankNumbers:
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
+            if minibatch.engine_gap:
+                minibatch.engine_gap.add(rank, inputs)
             found = minibatch.settings.token_loss(inputs)
             assert inputs.entropy_T is not None
             return replace(found, metrics={**found.metrics, "entropy_mean": mean(inputs.entropy_T)})
@@ -145,6 +148,12 @@ class Passes:
         if self._is_secondary_context_rank(rank):
             return RankNumbers(0.0, {name: metric.neutral() for name, metric in metrics.items()})
         return RankNumbers(total, metrics)
+
+    def add_gap(self, gap: EngineGap) -> dict[str, Metric]:
+        """Return the metrics of all ranks' gap, added in their order."""
+        gathered = self.replicas.gather(gap.sums_K)[:: self._context_ranks]
+        found = gap_metrics(torch.stack(gathered).sum(dim=0))
+        return {name: Metric(value, 1.0) for name, value in found.items()}
 
     def add_numbers(self, computed: Mapping[int, RankNumbers]) -> tuple[float, dict[str, Metric]]:
         """Return the minibatch's loss and metrics, those of its ranks added up."""

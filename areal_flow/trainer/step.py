@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.engine_gap import EngineGap
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -62,12 +63,15 @@ def train_step(
         inputs = replace(inputs, values_BL=critic.values(sequences))
     advantages = list(algorithm.advantages(inputs))
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
+    gap = EngineGap.of(passes.replicas.mine, backend.settings.device)
     minibatches: list[Minibatch] = []
     for planned in plan:
         batches = passes.batches(weighted, planned)
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
-        minibatches.append(Minibatch(batches, _size(sequences, planned), rate, settings, step - 1))
+        size, updated = _size(sequences, planned), any(m.size.num_tokens for m in minibatches)
+        compared = gap if settings.needs_proximal or not updated else None
+        minibatches.append(Minibatch(batches, size, rate, settings, step - 1, compared))
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
     if inputs.kl_N is not None:
         numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
@@ -78,6 +82,7 @@ def train_step(
         numbers.grad_norms += found.grad_norms
         numbers.metrics = add_metrics(numbers.metrics, found.metrics)
     num_skipped = len(minibatches) - len(numbers.losses)
+    numbers.metrics |= passes.add_gap(gap)
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
         numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)

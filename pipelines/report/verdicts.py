@@ -119,10 +119,15 @@ def judge_engine_gap(steps: Steps) -> list[Verdict]:
     mark: Mark = "good"
     text = f"Engine and trainer differ by {difference:.2g} nats a token with the same weights"
     kl = mean_of(steps, f"{ENGINE_GAP}kl") or 0.0
-    detail = f"KL divergence {kl:.2g} nats a token"
+    measured = [row for row in steps if row.get(f"{ENGINE_GAP}tokens")]
+    detail = f"KL divergence {kl:.2g} nats a token; {len(measured)} of {len(steps)} steps had "
+    detail += "tokens of the policy before the step"
     if wide := sum(map(is_wide, steps)):
-        mark = "bad" if is_wide(steps[-1]) else "look"
-        text, detail = f"{text}: too much in {wide} of {len(steps)} steps", f"{detail}; {REMEDIES}"
+        mark = "bad" if is_wide(measured[-1]) else "look"
+        text, detail = (
+            f"{text}: too much in {wide} of {len(measured)} steps",
+            f"{detail}; {REMEDIES}",
+        )
     return [Verdict("Engine", mark, text, detail)]
 
 

@@ -176,6 +176,7 @@ def test_report_judges_engine_and_trainer_by_all_steps_and_by_the_last() -> None
     far = wide(2)["metrics"]
     assert judge_engine_gap([{"entropy_mean": 1.0}]) == []
     (verdict,) = judge_engine_gap([near, {}, near])
+    assert "2 of 3 steps had tokens" in verdict.detail
     assert (verdict.mark, verdict.text[:34]) == ("good", "Engine and trainer differ by 0.01 ")
     (verdict,) = judge_engine_gap([near, far])
     assert (verdict.mark, verdict.text[-24:]) == ("bad", "too much in 1 of 2 steps")

@@ -88,13 +88,17 @@ ON_A_CARD = VLLMSettings(
                 "async_scheduling": True,
                 "enforce_eager": False,
                 "block_size": None,
+                "hf_overrides": {"head_dtype": "float32"},
                 "seed": 7,
                 "tensor_parallel_size": 1,
                 "quantization": None,
                 "gpu_memory_utilization": 0.9,
             },
         ),
-        ({"device": "cuda", "batch_invariant": True}, {"async_scheduling": True, "seed": 0}),
+        (
+            {"device": "cuda", "batch_invariant": True},
+            {"async_scheduling": True, "hf_overrides": {"head_dtype": "model"}, "seed": 0},
+        ),
         (
             {"device": "cpu"},
             {"async_scheduling": False, "enforce_eager": True, "block_size": 32, "seed": 0},

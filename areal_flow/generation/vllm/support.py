@@ -50,6 +50,9 @@ def engine_arguments(
             with equal ones would draw alike.
     """
     on_gpu = settings.device == "cuda"
+    # The trainer's logits are float32: rounded to bfloat16 they are another policy's. vLLM's
+    # batch-invariant kernels have no such product.
+    head_dtype = "float32" if on_gpu and not settings.batch_invariant else "model"
     return {
         "model": str(model),
         "load_format": "dummy",
@@ -62,6 +65,7 @@ def engine_arguments(
         "tensor_parallel_size": settings.vllm.tensor_parallel_size,
         "gpu_memory_utilization": settings.vllm.gpu_memory_utilization,
         "quantization": settings.vllm.quantization,
+        "hf_overrides": {"head_dtype": head_dtype},
         "block_size": None if on_gpu else BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from

@@ -64,18 +64,11 @@ def train_step(
     advantages = list(algorithm.advantages(inputs))
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     gap = EngineGap.of(passes.replicas.mine, backend.settings.device)
-    minibatches: list[Minibatch] = []
-    for planned in plan:
-        batches = passes.batches(weighted, planned)
-        if minibatches and settings.needs_proximal:  # before any update: of the policy before it
-            batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
-        size, updated = _size(sequences, planned), any(m.size.num_tokens for m in minibatches)
-        compared = gap if settings.needs_proximal or not updated else None
-        minibatches.append(Minibatch(batches, size, rate, settings, step - 1, compared))
+    one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
+    minibatches = _minibatches(backend, weighted, plan, one)
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
     if inputs.kl_N is not None:
         numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
-    minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
         found = backend.update(minibatch)
         numbers.losses += found.losses
@@ -87,6 +80,25 @@ def train_step(
     if critic:
         numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
     return numbers
+
+
+def _minibatches(
+    backend: TrainerBackend,
+    sequences: Sequence[TrainingSequence],
+    plan: Sequence[MinibatchPlan],
+    one: Minibatch,
+) -> list[Minibatch]:
+    """Return those of a step that have a trained token, each with what `one` says of them all."""
+    settings, found = one.settings, list[Minibatch]()
+    for planned in plan:
+        batches = backend.passes.batches(sequences, planned)
+        if found and settings.needs_proximal:  # before any update: of the policy before it
+            batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
+        updated = any(minibatch.size.num_tokens for minibatch in found)
+        gap = one.engine_gap if settings.needs_proximal or not updated else None
+        size = _size(sequences, planned)
+        found.append(replace(one, micro_batches=batches, size=size, engine_gap=gap))
+    return [minibatch for minibatch in found if minibatch.size.num_tokens]
 
 
 def _update_critic(

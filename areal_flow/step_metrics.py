@@ -11,6 +11,8 @@ CRITIC_SKIPPED_UPDATES = "critic_skipped_updates_fraction"
 """The same, of a critic's."""
 TRAINED_BY_STALENESS = "staleness/trained_tokens_"
 """The beginning of a metric's name; their staleness, in versions, follows."""
+ENGINE_GAP = "engine_gap/"
+"""The same, of metrics that compare a rollout engine with the trainer at the same weights."""
 
 
 @dataclass(frozen=True, slots=True)

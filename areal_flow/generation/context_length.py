@@ -10,7 +10,7 @@ from areal_flow.generation.registry import choose_engine
 from areal_flow.machine import usable_bytes
 
 CACHE_SHARE = 0.5
-"""Of memory, for the keys and values of all generators."""
+"""Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
 LEAST = 128
 """Where memory seems to have room for less, it is tried with this many tokens."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

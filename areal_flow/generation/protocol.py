@@ -72,8 +72,9 @@ class VLLMSettings(Settings):
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
-    engine: str = "torch"
-    """`torch`, `vllm`, or `auto`: vLLM on a GPU where it is installed, else torch."""
+    engine: str = "auto"
+    """`vllm`, `torch` (the CPU's, and the reference), or `auto`: vLLM on a GPU where it is
+    installed, else torch; a run keeps what it began with."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits before sampling."""
     max_new_tokens: int = Field(64, ge=1)
@@ -86,10 +87,10 @@ class GenerationSettings(Settings):
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that one generator decodes at a time."""
     kv_cache_tokens: int = Field(0, ge=0)
-    """Tokens whose keys and values one generator keeps; 0: enough for all its sequences. When they
-    run out, the newest sequence waits and is prefilled again."""
+    """Tokens whose keys and values one generator keeps; 0: enough for all its sequences, or what
+    memory has room for. When they run out, the newest sequence waits and is prefilled again."""
     batch_invariant: bool = False
-    """Identical completions whatever else the generator does; slower."""
+    """Identical completions of a seed, whatever else the generator does; slower."""
     interruption: Interruption = "interrupt"
     """On new weights: prefill again and continue, keep the old cache, or finish first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -139,13 +140,18 @@ class GenerationSettings(Settings):
             )
         return self
 
-    def num_pages(self, page_tokens: int) -> int:
+    def num_pages(self, page_tokens: int, *, room: float) -> int:
+        """Return how many pages of keys and values an engine has.
+
+        Args:
+            room: how many memory has room for; those of one sequence must fit.
+        """
         longest = (
             -(-self.max_model_len // page_tokens) + 1
         )  # its prompt may end in a page of its own
         if self.kv_cache_tokens:
             return max(longest, -(-self.kv_cache_tokens // page_tokens))
-        return longest * self.max_num_seqs
+        return max(longest, int(min(longest * self.max_num_seqs, room)))
 
 
 class EngineCore(Protocol):

@@ -1,4 +1,6 @@
-"""A torch engine with continuous batching: requests join and leave at any decode step.
+"""A torch engine with continuous batching: the CPU's, and the reference of every other engine.
+
+Requests join and leave at any decode step.
 
 Each step prefills what is new and samples one token for every sequence that is ready. Prompts of
 several groups are prefilled together, each once and in chunks, and their whole pages are shared.
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_flow.generation.context_length import CACHE_SHARE, cached_numbers
 from areal_flow.generation.pages import PageTables, PromptPages
 from areal_flow.generation.prefill import CPU_TOKENS_A_PASS, PrefillPlan
 from areal_flow.generation.protocol import GenerationSettings
@@ -53,7 +56,7 @@ class TorchEngine:
         self.version = version
         self._alone = settings.batch_invariant
         page_tokens = page_tokens_for(settings.max_model_len)
-        num_pages = settings.num_pages(page_tokens)
+        num_pages = settings.num_pages(page_tokens, room=_room(policy, page_tokens))
         self._idle_page = num_pages
         self._scheduler = SlotScheduler(settings.max_num_seqs, tokenizer)
         self._pages = PageTables(
@@ -276,6 +279,16 @@ class TorchEngine:
         for slot, member in running.items():
             if self.settings.interruption == "interrupt" or not member.tokens:
                 self._oldest_versions[slot] = self.version
+
+
+def _room(policy: Any, page_tokens: int) -> float:
+    """Return how many pages a GPU has room for; a CPU's memory is taken when a page is used."""
+    if policy.device.type != "cuda":
+        return math.inf
+    free_bytes, _ = torch.cuda.mem_get_info(policy.device)
+    page_bytes = page_tokens * cached_numbers(policy.config.get_text_config())
+    num_pages: float = CACHE_SHARE * free_bytes // (page_bytes * policy.dtype.itemsize)
+    return num_pages
 
 
 async def start_torch_engine(

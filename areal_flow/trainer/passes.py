@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from areal_flow.algorithms.engine_gap import EngineGap, gap_metrics
 from areal_flow.algorithms.protocol import (
     LossInputs,
     Metric,
@@ -132,6 +133,8 @@ class Passes:
     def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> Found:
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
+            if minibatch.engine_gap:
+                minibatch.engine_gap.add(rank, inputs)
             found = minibatch.settings.token_loss(inputs)
             assert inputs.entropy_T is not None
             return replace(found, metrics={**found.metrics, "entropy_mean": mean(inputs.entropy_T)})
@@ -156,6 +159,12 @@ class Passes:
                 loss.backward()  # type: ignore[no-untyped-call]
             found.append({LOSS: sum_of(loss), **policy_loss.metrics})
         return found
+
+    def add_gap(self, gap: EngineGap) -> dict[str, Metric]:
+        """Return the metrics of all ranks' gap, added in their order."""
+        gathered = self.replicas.gather(gap.sums_K)[:: self._context_ranks]
+        found = gap_metrics(torch.stack(gathered).sum(dim=0))
+        return {name: Metric(value, 1.0) for name, value in found.items()}
 
     def read(self, computed: Mapping[int, Found], grad_norm: Tensor) -> UpdateNumbers:
         """Return what the ranks of a minibatch found, added up.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.engine_gap import EngineGap
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -63,26 +64,44 @@ def train_step(
         inputs = replace(inputs, values_BL=critic.values(sequences))
     advantages = list(algorithm.advantages(inputs))
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
-    minibatches: list[Minibatch] = []
-    for planned in plan:
-        batches = passes.batches(weighted, planned)
-        if minibatches and settings.needs_proximal:  # before any update: of the policy before it
-            batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
-        minibatches.append(Minibatch(batches, _size(sequences, planned), rate, settings, step - 1))
+    is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
+    gap = EngineGap.of(passes.replicas.mine, backend.settings.device) if is_fresh else None
+    one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
+    minibatches = _minibatches(backend, weighted, plan, one)
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
     if inputs.kl_N is not None:
         numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
-    minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
         found = backend.update(minibatch)
         numbers.losses += found.losses
         numbers.grad_norms += found.grad_norms
         numbers.metrics = add_metrics(numbers.metrics, found.metrics)
     num_skipped = len(minibatches) - len(numbers.losses)
+    if gap:
+        numbers.metrics |= passes.add_gap(gap)
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
         numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
     return numbers
+
+
+def _minibatches(
+    backend: TrainerBackend,
+    sequences: Sequence[TrainingSequence],
+    plan: Sequence[MinibatchPlan],
+    one: Minibatch,
+) -> list[Minibatch]:
+    """Return those of a step that have a trained token, each with what `one` says of them all."""
+    settings, found = one.settings, list[Minibatch]()
+    for planned in plan:
+        batches = backend.passes.batches(sequences, planned)
+        if found and settings.needs_proximal:  # before any update: of the policy before it
+            batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
+        updated = any(minibatch.size.num_tokens for minibatch in found)
+        gap = one.engine_gap if settings.needs_proximal or not updated else None
+        size = _size(sequences, planned)
+        found.append(replace(one, micro_batches=batches, size=size, engine_gap=gap))
+    return [minibatch for minibatch in found if minibatch.size.num_tokens]
 
 
 def _update_critic(

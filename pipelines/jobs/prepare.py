@@ -8,7 +8,7 @@ from textwrap import indent
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation.context_length import with_context_length
-from areal_flow.generation.registry import require_served
+from areal_flow.generation.registry import require_served, with_engine
 from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
 from areal_flow.prompts.rendering import why_chat_template
@@ -54,11 +54,13 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     check_first_rows(recipe)
     check_first_sft_rows(recipe)
     prepare_model(recipe, layout)
+    recipe, engine = with_engine(recipe)
     recipe, length = with_context_length(recipe, layout.model)
     reference = reference_model(recipe, layout)
     require_served(recipe.generation, layout.model)
     given, recipe = recipe, with_files(recipe, layout)
     notes = [f"  {length}"] if length and recipe.model not in MODELS else []
+    notes += [f"  {engine}"] if engine else []
     if why := why_chat_template(recipe):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
         notes.append(f"  prompts.chat_template = true, since {why}")

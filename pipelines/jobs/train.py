@@ -22,6 +22,7 @@ from areal_flow.cluster.usage import usage
 from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
+from areal_flow.controller.engine_gap import GapWatch
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance, genesis_row
@@ -122,6 +123,7 @@ class Training:
         self.ledger = Ledger(layout, writer)
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
+        self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
         self.autoscaler = Autoscaler(cluster.pool, recipe.cluster.generators_between)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
@@ -250,6 +252,7 @@ class Training:
 
     async def on_step(self, row: dict[str, Any]) -> None:
         self.progress.step(row)
+        self.gap.count(row)
         self.cluster.metrics.ledger.add(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()

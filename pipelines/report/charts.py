@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable
+from areal_flow.step_metrics import ENGINE_GAP
 from areal_flow.store.ledger import STEPS
 from pipelines.report.verdicts import WINDOW_STEPS
 
@@ -53,6 +54,10 @@ _LINES: dict[str, tuple[str, dict[str, str]]] = {
 _BY_NAME = {
     "pass_rate/difficulty_": ("Pass rate by difficulty", "Of each step's batch."),
     "staleness/trained_tokens_": ("Trained tokens by staleness", "Of each step, in versions."),
+    f"{ENGINE_GAP}logprob_difference_": (
+        "Engine against trainer",
+        "|Difference of log-probabilities| of tokens that the policy before the step sampled.",
+    ),
     "reward/": ("Rewards before their weights", "Means over each step's batch."),
 }
 """Charts of all metrics whose names begin alike; a line is called by the rest of its name."""

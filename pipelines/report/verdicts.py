@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from areal_flow.config import Recipe
 from areal_flow.controller.bottleneck import find_bottleneck
+from areal_flow.controller.engine_gap import REMEDIES, is_wide
 from areal_flow.evaluation.pass_rates import PASS_RATE, PassRate, wilson_interval
+from areal_flow.step_metrics import ENGINE_GAP
 
 WINDOW_STEPS = 8
 """A value at the start or now is the mean over so many steps: that of one step is mostly noise."""
@@ -65,6 +67,7 @@ def judge_run(
     mean, limit = totals["staleness_mean"], recipe.controller.max_staleness
     return [
         *found,
+        *judge_engine_gap(steps),
         judge_staleness(mean, limit, masked=totals["masked_fraction"]),
         judge_failures(
             totals["num_failed_members"] / (len(steps) * recipe.controller.batch_size),
@@ -106,6 +109,26 @@ def judge_staleness(mean: float, limit: int, *, masked: float) -> Verdict:
     detail = f"{masked:.1%} of tokens were too old to train"
     mark: Mark = "look" if masked > MOST_MASKED else "good"
     return Verdict("Staleness", mark, f"Mean staleness {mean:.1f} of at most {limit}", detail)
+
+
+def judge_engine_gap(steps: Steps) -> list[Verdict]:
+    """Return a verdict on engine and trainer, if the engine's version was ever the trainer's."""
+    difference = mean_of(steps, f"{ENGINE_GAP}logprob_difference_mean")
+    if difference is None:
+        return []
+    mark: Mark = "good"
+    text = f"Engine and trainer differ by {difference:.2g} nats a token with the same weights"
+    kl = mean_of(steps, f"{ENGINE_GAP}kl") or 0.0
+    measured = [row for row in steps if row.get(f"{ENGINE_GAP}tokens")]
+    detail = f"KL divergence {kl:.2g} nats a token; {len(measured)} of {len(steps)} steps had "
+    detail += "tokens of the policy before the step"
+    if wide := sum(map(is_wide, steps)):
+        mark = "bad" if is_wide(measured[-1]) else "look"
+        text, detail = (
+            f"{text}: too much in {wide} of {len(measured)} steps",
+            f"{detail}; {REMEDIES}",
+        )
+    return [Verdict("Engine", mark, text, detail)]
 
 
 def judge_failures(failed: float, *, truncated: float, skipped: float) -> Verdict:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_flow.config import build_recipe
+from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation import registry
 from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
-from areal_flow.generation.registry import choose_engine, require_installed, require_served
+from areal_flow.generation.registry import (
+    choose_engine,
+    require_installed,
+    require_served,
+    with_engine,
+)
 from areal_flow.generation.vllm import support as vllm_support
-from areal_flow.generation.vllm.support import BUILDS, VERSION
+from areal_flow.generation.vllm.support import BUILDS, VERSION, engine_arguments, is_seeded
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,12 +51,96 @@ def test_auto_takes_vllm_on_a_gpu_where_its_build_is_installed(installed: set[st
     assert choose("auto", "cuda") == "vllm"
 
 
-def test_same_bits_in_any_company_are_the_torch_engine_s_alone(installed: set[str]) -> None:
+def test_same_bits_in_any_company_are_the_torch_engine_s_alone_on_a_cpu(
+    installed: set[str],
+) -> None:
     installed.update(BUILDS)
-    settings = GenerationSettings(engine="auto", device="cuda", batch_invariant=True)
-    assert choose_engine(settings).name == "torch"
-    with pytest.raises(ConfigError, match="batch_invariant = true: expected the engine 'torch'"):
-        require_installed(settings.model_copy(update={"engine": "vllm"}))
+    settings = GenerationSettings(engine="vllm", device="cpu", batch_invariant=True)
+    with pytest.raises(ConfigError, match="batch_invariant = true: expected the engine 'torch' on"):
+        require_installed(settings)
+    require_installed(settings.model_copy(update={"device": "cuda"}))
+
+
+def test_run_keeps_the_engine_that_it_began_with(installed: set[str]) -> None:
+    assert with_engine(Recipe())[0].generation.engine == "torch"
+    recipe = build_recipe({"generation": {"device": "cuda"}}, source="test")
+    begun, said = with_engine(recipe)
+    assert said.startswith("generation.engine = 'torch', the CPU's and the reference, which is sl")
+    installed.add("cuda")
+    resumed, _ = with_engine(begun)
+    assert resumed == begun
+    assert (begun.generation.engine, with_engine(recipe)[0].generation.engine) == ("torch", "vllm")
+    named = build_recipe({"generation": {"device": "cuda", "engine": "vllm"}}, source="test")
+    assert with_engine(named) == (named, "")
+
+
+ON_A_CARD = VLLMSettings(
+    tensor_parallel_size=4, gpu_memory_utilization=0.55, quantization="fp8", enforce_eager=True
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"device": "cuda"},
+            {
+                "async_scheduling": True,
+                "enforce_eager": False,
+                "block_size": None,
+                "hf_overrides": {"head_dtype": "float32"},
+                "seed": 7,
+                "tensor_parallel_size": 1,
+                "quantization": None,
+                "gpu_memory_utilization": 0.9,
+            },
+        ),
+        (
+            {"device": "cuda", "batch_invariant": True},
+            {"async_scheduling": True, "hf_overrides": {"head_dtype": "model"}, "seed": 0},
+        ),
+        (
+            {"device": "cpu"},
+            {"async_scheduling": False, "enforce_eager": True, "block_size": 32, "seed": 0},
+        ),
+        ({"device": "cuda", "vllm": ON_A_CARD}, ON_A_CARD.model_dump()),
+        (
+            {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
+            {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
+        ),
+    ],
+    ids=["a GPU", "reproducible", "a CPU", "of vLLM", "of every engine"],
+)
+def test_vllm_is_asked_for_what_a_recipe_says_on_a_device(
+    settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    chosen = GenerationSettings(**{"engine": "vllm", "max_new_tokens": 8, **settings})
+    asked = engine_arguments(ROOT, chosen, unique_seed=7)
+    assert {name: asked[name] for name in expected} == expected
+    assert (asked["logprobs_mode"], asked["enable_prefix_caching"]) == ("processed_logprobs", True)
+
+
+def test_seeds_are_sent_to_a_gpu_only_where_completions_are_to_be_reproduced() -> None:
+    """A seed a request makes vLLM's sampler loop over requests."""
+    asked = [
+        GenerationSettings(device=device, batch_invariant=invariant)
+        for device, invariant in (("cpu", False), ("cuda", False), ("cuda", True))
+    ]
+    assert [is_seeded(each) for each in asked] == [True, False, True]
+    invariant = [vllm_support.environment(each)["VLLM_BATCH_INVARIANT"] for each in asked]
+    assert invariant == ["0", "0", "1"]
+
+
+def test_keys_and_values_of_long_contexts_fit_a_card() -> None:
+    """All sequences of `deepscaler` at their longest would take 210 GB in bfloat16."""
+    settings = load_recipe(ROOT / "pipelines" / "recipes" / "deepscaler.toml").generation
+    page_bytes = 64 * 28_672
+    assert settings.num_pages(64, room=math.inf) * page_bytes > 200e9
+    assert settings.num_pages(64, room=40e9 // page_bytes) * page_bytes <= 40e9
+    one = settings.num_pages(64, room=0)
+    assert one * 64 > settings.max_model_len, "one sequence must fit, or nothing runs"
+    given = settings.model_copy(update={"kv_cache_tokens": 64_000})
+    assert given.num_pages(64, room=10) == 1000, "what a recipe says is taken as it is"
 
 
 def test_auto_takes_torch_on_the_cpu_and_says_why(installed: set[str]) -> None:

@@ -26,6 +26,7 @@ from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.trainer.updates import StepSettings, UpdateNumbers
+from areal_flow.types import VersionSpan
 from tests.policies import completion_rows, small_policy
 from tests.unit.test_trainer import make_sequences
 
@@ -74,14 +75,16 @@ def _autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
 
-def counted_step(algorithm: Any, **step: Any) -> tuple[Synchronisations, UpdateNumbers]:
+def counted_step(
+    algorithm: Any, sequences: Any = None, **step: Any
+) -> tuple[Synchronisations, UpdateNumbers]:
     backend = ReplicatedBackend(small_policy().to("meta"), ON_DEVICE)
     backend.hold_reference(small_policy().to("meta"))
     if algorithm.needs_critic:
         backend.add_critic(algorithm)
     settings = StepSettings(algorithm, temperature=0.9, seed=0, **step)
     with Synchronisations() as counted:
-        numbers = train_step(backend, make_sequences(), step=3, settings=settings)
+        numbers = train_step(backend, sequences or make_sequences(), step=3, settings=settings)
     assert len(numbers.losses) == algorithm.num_minibatches
     return counted, numbers
 
@@ -108,6 +111,15 @@ def test_rules_and_means_by_sequence_wait_for_nothing_else(rule: Any, aggregatio
     algorithm = DecoupledPPO(importance_weight_rule=rule, aggregation=aggregation)
     counted, _ = counted_step(algorithm)
     assert (counted.num_reads, counted.num_copies) == (2, 0)
+
+
+def test_gap_to_the_engine_is_read_once_a_step() -> None:
+    fresh = [
+        replace(s, version_spans=(VersionSpan(2, len(s.output_tokens)),)) for s in make_sequences()
+    ]
+    counted, numbers = counted_step(DecoupledPPO(num_minibatches=3), fresh)
+    assert (counted.num_reads, counted.num_copies) == (3 + 1, 0)
+    assert "engine_gap/tokens" in numbers.metrics
 
 
 def test_loss_that_reads_a_number_is_counted_at_each_micro_batch() -> None:

@@ -5,35 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm import EngineArgs
+from vllm.config import VllmConfig
 
-from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
-from areal_flow.generation.vllm.core import BLOCK_TOKENS, engine_arguments, engine_config
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.vllm.core import engine_config
+from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments
 from tests.policies import write_model_directory
 from tests.vllm.models import SETTINGS
 
-ON_GPUS = GenerationSettings(
-    engine="vllm",
-    device="cuda",
-    dtype="bfloat16",
-    max_num_seqs=77,
-    max_model_len=4096,
-    vllm=VLLMSettings(
-        tensor_parallel_size=4, gpu_memory_utilization=0.55, quantization="fp8", enforce_eager=True
-    ),
-)
+
+def test_vllm_knows_each_argument_that_it_is_given(tmp_path: Path) -> None:
+    asked = EngineArgs(**engine_arguments(tmp_path, GenerationSettings(device="cuda")))
+    assert (asked.async_scheduling, asked.enforce_eager) == (True, False)
+    assert asked.kv_cache_memory_bytes is None, "a GPU's is vLLM's own choice"
 
 
-def test_settings_of_gpus_are_passed_on(tmp_path: Path) -> None:
-    asked = engine_arguments(tmp_path, ON_GPUS)
-    passed_on = {name: getattr(asked, name) for name in ON_GPUS.vllm.model_dump()}
-    assert passed_on == ON_GPUS.vllm.model_dump()
-    assert (asked.dtype, asked.max_num_seqs, asked.max_model_len) == ("bfloat16", 77, 4096)
-
-
-def test_settings_that_a_recipe_leaves_out_are_vllm_s_own_choice(tmp_path: Path) -> None:
-    asked = engine_arguments(tmp_path, GenerationSettings(engine="vllm", device="cuda"))
-    assert (asked.tensor_parallel_size, asked.quantization, asked.enforce_eager) == (1, None, False)
-    assert asked.kv_cache_memory_bytes is None
+def block_bytes(config: VllmConfig) -> int:
+    shape = config.model_config.hf_config
+    head_size = shape.hidden_size // shape.num_attention_heads
+    return BLOCK_TOKENS * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size * 4
 
 
 @pytest.mark.parametrize(("kv_cache_tokens", "num_pages"), [(0, 12), (96, 3), (97, 4)])
@@ -43,8 +34,14 @@ def test_memory_of_the_cache_is_that_of_its_tokens_to_the_byte(
     model = write_model_directory(tmp_path / "model")
     settings = SETTINGS.model_copy(update={"kv_cache_tokens": kv_cache_tokens})
     config = engine_config(model, settings)
-    shape = config.model_config.hf_config
-    head_size = shape.hidden_size // shape.num_attention_heads
-    of_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size * 4
     found = config.cache_config.kv_cache_memory_bytes
-    assert found == (num_pages + 1) * BLOCK_TOKENS * of_token  # vLLM keeps a page for itself
+    assert found == (num_pages + 1) * block_bytes(config)  # vLLM keeps a page for itself
+
+
+def test_memory_of_the_cache_is_at_most_half_of_the_machine_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    size = block_bytes(engine_config(model, SETTINGS))
+    monkeypatch.setattr("areal_flow.generation.vllm.core.usable_bytes", lambda: 2 * 5 * size + 1)
+    assert engine_config(model, SETTINGS).cache_config.kv_cache_memory_bytes == (5 + 1) * size

@@ -1,6 +1,7 @@
 """vLLM's core, in this process or in one of its own: how it is made, called, watched and ended.
 
-It does not know requests; see `engine`. Of a core in a process of its own:
+It does not know requests; see `engine`. What vLLM does not promise is used here alone. Of a core in
+a process of its own:
 
 | who                      | waits for  | unblocked by                                     |
 |--------------------------|------------|--------------------------------------------------|
@@ -15,6 +16,7 @@ generator and makes `torch.set_num_threads` do nothing.
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 import threading
 import warnings
@@ -29,9 +31,14 @@ import torch._dynamo
 from torch import Tensor
 
 from areal_flow.errors import EngineError
+from areal_flow.generation.context_length import CACHE_SHARE
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.vllm.parent_watch import end_with_parent
+from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments, environment
 from areal_flow.generation.vllm.weights import WeightsExtension
+from areal_flow.machine import usable_bytes
+from areal_flow.models.directory import tokenizer_of
+from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.weights.tensor_file import write_tensors
 
 end_with_parent()  # a core process, which imports this for its executor, before all else
@@ -56,15 +63,15 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
+from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.core_client import SyncMPClient  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
-BLOCK_TOKENS = 32
-"""Tokens of one page of keys and values; on CPU, vLLM needs a multiple of 32."""
 END_TIMEOUT_S = 2.0
 """How long a core process may take to end before it is killed: it has nothing to save."""
 
@@ -172,38 +179,34 @@ def _leave_as_it_is(*_arguments: Any, **_keywords: Any) -> None: ...
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     """Return vLLM's own settings for a model directory, with random weights."""
-    config = engine_arguments(model, settings).create_engine_config()
+    os.environ.update(environment(settings))
+    # Engines of a process share these modules. One that broke in an update left them half loaded,
+    # and log-probabilities of the next one differed by 0.005.
+    rotary_embedding._ROPE_DICT.clear()
+    arguments = EngineArgs(
+        **engine_arguments(model, settings, unique_seed=secrets.randbits(31)),
+        worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
+    )
+    config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     if settings.device == "cpu" or settings.kv_cache_tokens:
         # vLLM would take nearly all memory of the machine.
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
     return config
 
 
-def engine_arguments(model: Path, settings: GenerationSettings) -> EngineArgs:
-    return EngineArgs(
-        model=str(model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        tensor_parallel_size=settings.vllm.tensor_parallel_size,
-        gpu_memory_utilization=settings.vllm.gpu_memory_utilization,
-        quantization=settings.vllm.quantization,
-        block_size=BLOCK_TOKENS,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        async_scheduling=False,  # a step's tokens are those of the weights before it
-        enforce_eager=settings.device == "cpu" or settings.vllm.enforce_eager,
-        disable_log_stats=True,
-        worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
-    )
-
-
 def _cache_bytes(config: VllmConfig, settings: GenerationSettings) -> int:
     model, parallel = config.model_config, config.parallel_config
     num_heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
     token_bytes: int = 2 * num_heads * model.get_head_size() * model.dtype.itemsize
-    num_blocks = settings.num_pages(BLOCK_TOKENS) + 1  # vLLM keeps the first for itself
-    return num_blocks * BLOCK_TOKENS * token_bytes
+    block_bytes = BLOCK_TOKENS * token_bytes
+    room = CACHE_SHARE * usable_bytes() // block_bytes
+    return (settings.num_pages(BLOCK_TOKENS, room=room) + 1) * block_bytes  # vLLM keeps the first
+
+
+def find_stop_strings(llm: LLMEngine, model: Path) -> None:
+    """Have vLLM decode with the model's own tokenizer.
+
+    The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
+    """
+    tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
+    llm.output_processor.tokenizer = tokenizer

@@ -21,19 +21,22 @@ from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.scheduler import require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.generation.vllm.core import CoreProcess, InProcessCore, VLLMCore, engine_config
-from areal_flow.generation.vllm.support import require_vllm_serves
+from areal_flow.generation.vllm.core import (
+    CoreProcess,
+    InProcessCore,
+    VLLMCore,
+    engine_config,
+    find_stop_strings,
+)
+from areal_flow.generation.vllm.support import is_seeded, require_vllm_serves
 from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
-from areal_flow.models.directory import tokenizer_of
-from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
 from areal_flow.weights.channel import WeightsReader
 
 # isort: split
 # Only now: `core` has set what vLLM reads when it is imported.
-from vllm import LLMEngine, SamplingParams
+from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.model_executor.layers import rotary_embedding
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -141,7 +144,8 @@ class VLLMEngine:
                 "cache_salt": str(self.version),
             }
             self._running[name] = _Member(request_id, index, self.version)
-            parameters = _parameters(request.sampling, request.seeds[index])
+            seed = request.seeds[index] if is_seeded(self.settings) else None
+            parameters = _parameters(request.sampling, seed)
             if request.on_token:
                 parameters.output_kind = RequestOutputKind.CUMULATIVE
             self._llm.add_request(name, prompt, parameters)
@@ -176,7 +180,7 @@ class VLLMEngine:
         return Completion(tokens, logprobs, spans, output.finish_reason)
 
 
-def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
+def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,
@@ -196,15 +200,6 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def find_stop_strings(llm: LLMEngine, model: Path) -> None:
-    """Have vLLM decode with the model's own tokenizer.
-
-    The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
-    """
-    tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
-    llm.output_processor.tokenizer = tokenizer
 
 
 async def start_vllm_engine(
@@ -234,9 +229,6 @@ def _make_core(
     model: Path, settings: GenerationSettings, make_core: Callable[[VllmConfig], VLLMCore]
 ) -> VLLMCore:
     gc.collect()  # a broken predecessor's memory
-    # Engines of a process share these modules. One that broke in an update left them half loaded,
-    # and log-probabilities of the next one differed by 0.005.
-    rotary_embedding._ROPE_DICT.clear()
     core = make_core(engine_config(model, settings))
     if settings.stop.strings:
         find_stop_strings(core.llm, model)

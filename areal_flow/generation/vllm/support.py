@@ -1,4 +1,4 @@
-"""What vLLM can serve, and whether it is here: asked before a run starts, without importing it."""
+"""What vLLM can serve, what it is asked for, and whether it is here; importing no vLLM."""
 
 from __future__ import annotations
 
@@ -19,6 +19,60 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU kernels were compiled for."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Settings that only mixtures of experts have, whose weights vLLM cannot load again on the CPU."""
+
+
+BLOCK_TOKENS = 32
+"""Tokens of one page of keys and values on the CPU, where vLLM needs a multiple of 32."""
+
+
+def is_seeded(settings: GenerationSettings) -> bool:
+    """Return whether each completion is drawn with its own seed.
+
+    For seeds vLLM's sampler loops over its requests on the host at every token.
+    """
+    return settings.batch_invariant or settings.device == "cpu"
+
+
+def environment(settings: GenerationSettings) -> dict[str, str]:
+    """Return what vLLM has no argument for, read when an engine is made."""
+    return {"VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant))}
+
+
+def engine_arguments(
+    model: Path, settings: GenerationSettings, *, unique_seed: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
+
+    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither.
+
+    Args:
+        unique_seed: of the engine's own random numbers, which no other engine may have: generators
+            with equal ones would draw alike.
+    """
+    on_gpu = settings.device == "cuda"
+    # The trainer's logits are float32: rounded to bfloat16 they are another policy's. vLLM's
+    # batch-invariant kernels have no such product.
+    head_dtype = "float32" if on_gpu and not settings.batch_invariant else "model"
+    return {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": settings.dtype,
+        "seed": 0 if is_seeded(settings) else unique_seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.vllm.tensor_parallel_size,
+        "gpu_memory_utilization": settings.vllm.gpu_memory_utilization,
+        "quantization": settings.vllm.quantization,
+        "hf_overrides": {"head_dtype": head_dtype},
+        "block_size": None if on_gpu else BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "async_scheduling": on_gpu,  # needs `CoreProcess`, whose pause waits for steps in flight
+        "enforce_eager": not on_gpu or settings.vllm.enforce_eager,
+        "disable_log_stats": True,
+    }
 
 
 def installed_vllm(device: str) -> str | None:
@@ -46,10 +100,11 @@ def require_vllm(device: str) -> None:
 
 
 def require_vllm_promises(settings: GenerationSettings) -> None:
-    if settings.batch_invariant:
+    if settings.batch_invariant and settings.device == "cpu":
         raise ConfigError(
-            "generation.batch_invariant = true: expected the engine 'torch', found 'vllm', whose "
-            "numbers depend on what else it decodes; set generation.engine to 'torch'"
+            "generation.batch_invariant = true: expected the engine 'torch' on the CPU, found "
+            "'vllm', whose numbers depend there on what else it decodes; set generation.engine to "
+            "'torch'"
         )
 
 

@@ -1,0 +1,80 @@
+"""vLLM on a GPU: with its graphs and asynchronous scheduling, the CPU's promises hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_flow.generation.protocol import Engine, GenerationSettings
+from areal_flow.generation.registry import engine_factory
+from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from tests.fakes import MemoryReader
+from tests.policies import write_model_directory
+from tests.vllm.models import published
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM"),
+]
+
+PROMPT = [5, 6, 7]
+REQUEST = GroupRequest("r", as_tokens(PROMPT), tuple(range(8)), Sampling(400))
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "batch invariant"])
+async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
+    settings = GenerationSettings(
+        engine="vllm", device="cuda", dtype="bfloat16", max_num_seqs=8, max_model_len=512,
+        max_new_tokens=400, batch_invariant=request.param,
+    )  # fmt: skip
+    writer = published(write_model_directory(tmp_path / "0"))
+    reader = MemoryReader(writer)
+    started = await engine_factory("vllm")(tmp_path / "0", settings, reader)
+    writer.stage(1, policy_tensors(load_policy(write_model_directory(tmp_path / "1", seed=1))))
+    writer.publish(1)
+    started.reader = reader  # type: ignore[attr-defined]
+    yield started
+    started.close()
+
+
+def difference(completion: Completion, policies: list[Any]) -> float:
+    """Return the mean distance of its log-probabilities from those of each token's version."""
+    ids_T = torch.tensor([*PROMPT, *completion.tokens.tolist()])
+    by_version = []
+    for policy in policies:
+        with torch.no_grad():
+            logits_TV = policy(input_ids=ids_T[None]).logits[0, len(PROMPT) - 1 : -1]
+        logprobs_TV = logits_TV.float().log_softmax(-1)
+        by_version.append(logprobs_TV.gather(1, ids_T[len(PROMPT) :, None])[:, 0].numpy())
+    versions = [v for v, length in completion.version_spans for _ in range(length)]
+    expected = np.stack(by_version)[versions, np.arange(len(versions))]
+    return float(np.abs(expected - completion.logprobs).mean())
+
+
+async def test_tokens_have_the_log_probabilities_of_their_versions_across_new_weights(
+    engine: Any, tmp_path: Path
+) -> None:
+    running = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.sleep(0.2)
+    await engine.load_weights(1, engine.reader)
+    completions = await running
+    assert {v for c in completions for v, _ in c.version_spans} == {0, 1}
+    policies = [load_policy(tmp_path / str(version)) for version in (0, 1)]
+    for policy in policies:
+        policy.set_attn_implementation("eager")
+    assert np.mean([difference(c, policies) for c in completions]) < 0.1
+
+
+async def test_seeds_reproduce_completions_where_they_are_asked_to(engine: Any) -> None:
+    first, second = [await engine.generate(REQUEST) for _ in range(2)]
+    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True)]
+    assert all(same) == engine._core.settings.batch_invariant

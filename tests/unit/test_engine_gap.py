@@ -1,0 +1,185 @@
+"""How far engine and trainer are apart at the same weights: sums, a step's metrics, the warning."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_flow.algorithms.clipped import PPO, DecoupledPPO
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.engine_gap import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
+from areal_flow.config import TrainerSettings
+from areal_flow.controller.engine_gap import GapWatch, is_wide
+from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
+from areal_flow.types import VersionSpan
+from pipelines.report.verdicts import judge_engine_gap
+from tests.policies import small_policy
+from tests.unit.test_trainer import make_sequences, state
+
+MEAN, P99 = "engine_gap/logprob_difference_mean", "engine_gap/logprob_difference_p99"
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 0.3])
+def test_metrics_are_those_of_all_tokens_together(spread: float) -> None:
+    draw = np.random.default_rng(0)
+    engine = -draw.exponential(1.0, 20_000).astype(np.float32)
+    trainer = (engine + spread * draw.standard_t(3, len(engine))).astype(np.float32)
+    fresh = draw.random(len(engine)) < 0.4
+    parts = zip(*(np.array_split(each, 7) for each in (trainer, engine, fresh)), strict=True)
+    sums_K = sum(gap_sums(*map(torch.from_numpy, part)) for part in parts)
+    assert isinstance(sums_K, torch.Tensor)
+    found = gap_metrics(sums_K)
+    x, y = trainer[fresh].astype(np.float64), engine[fresh].astype(np.float64)
+    assert found["engine_gap/tokens"] == fresh.sum()
+    assert found[MEAN] == pytest.approx(np.abs(x - y).mean(), rel=1e-12)
+    assert found["engine_gap/kl"] == pytest.approx(
+        (np.expm1(x - y) - (x - y)).mean(), rel=1e-12, abs=1e-18
+    )
+    assert found[P99] == pytest.approx(np.quantile(np.abs(x - y), 0.99), rel=0.06)
+    correlation = np.corrcoef(np.exp(x), np.exp(y))[0, 1]
+    assert found["engine_gap/probability_correlation"] == pytest.approx(correlation, abs=1e-12)
+
+
+def test_nothing_is_said_of_no_token_and_damaged_ones_do_not_count() -> None:
+    infinite = torch.tensor([-1.0, -torch.inf, torch.nan, -2.0])
+    engine = torch.tensor([-1.5, -1.0, -1.0, -9.0])
+    none_T = torch.zeros(4, dtype=torch.bool)
+    assert gap_metrics(gap_sums(infinite, engine, none_T)) == {}
+    found = gap_metrics(gap_sums(infinite, engine, torch.tensor([True, True, True, False])))
+    assert (found["engine_gap/tokens"], found[MEAN]) == (1.0, 0.5)
+    assert "engine_gap/probability_correlation" not in found
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-9, 1e3])
+def test_differences_beyond_the_bins_are_in_the_first_and_the_last(difference: float) -> None:
+    engine = torch.zeros(5, dtype=torch.float64)
+    sums = gap_sums(engine - difference, engine, torch.ones(5, dtype=torch.bool))
+    counts = sums[NUM_MOMENTS:].tolist()
+    assert len(counts) == NUM_BINS
+    assert counts[-1 if difference > 1 else 0] == 5
+    assert gap_metrics(sums)[P99] <= 100
+
+
+def fresh_sequences(*, disturbed_by: float, version: int = 2) -> list[TrainingSequence]:
+    """Return sequences whose behaviour is the small policy's own, each token off by so much."""
+    policy = small_policy()
+    policy.set_attn_implementation("eager")
+    sequences = []
+    for index, each in enumerate(make_sequences()):
+        ids = torch.tensor(np.concatenate([each.prompt_tokens, each.output_tokens]))[None].long()
+        with torch.no_grad():
+            logprobs_TV = policy(input_ids=ids).logits[0].double().log_softmax(-1)
+        before = torch.arange(len(each.prompt_tokens) - 1, ids.shape[1] - 1)
+        exact = logprobs_TV[before, ids[0, before + 1]]
+        signs = torch.arange(len(exact)) % 2 * 2.0 - 1
+        behavior = (exact + disturbed_by * signs).float().numpy()
+        old = len(exact) // 3 if index % 2 else 0
+        spans = (VersionSpan(version - 1, old), VersionSpan(version, len(exact) - old))
+        behavior[:old] = -7.0  # as far off as staleness may be: it must not be seen
+        sequences.append(replace(each, behavior_logprobs=behavior, version_spans=spans))
+    return sequences
+
+
+def gap_of_step(
+    sequences: list[TrainingSequence], algorithm: ComposedAlgorithm, *, num_ranks: int = 1
+) -> dict[str, float]:
+    settings = TrainerSettings(learning_rate=1e-2, tokens_per_micro_batch=64)
+    backend = ReplicatedBackend(small_policy(), settings, SingleProcess(num_ranks))
+    how = StepSettings(algorithm, temperature=1.0, seed=0)
+    metrics = train_step(backend, sequences, step=3, settings=how).metrics
+    return {n: metric.value for n, metric in metrics.items() if n.startswith("engine_gap/")}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("disturbed_by", [0.0, 0.125])
+def test_step_finds_by_how_much_an_engine_is_off(disturbed_by: float, num_ranks: int) -> None:
+    sequences = fresh_sequences(disturbed_by=disturbed_by)
+    found = gap_of_step(sequences, DecoupledPPO(num_minibatches=3), num_ranks=num_ranks)
+    fresh = [span.length for s in sequences for span in s.trained_spans() if span.version == 2]
+    assert found["engine_gap/tokens"] == sum(fresh)
+    assert found[MEAN] == pytest.approx(disturbed_by, abs=2e-6)
+    assert found[P99] == pytest.approx(disturbed_by, rel=0.12, abs=2e-6)
+    assert found["engine_gap/kl"] == pytest.approx(disturbed_by**2 / 2, rel=0.02, abs=1e-9)
+
+
+def test_policy_that_was_updated_already_is_not_compared() -> None:
+    """PPO computes no proximal policy: only its first minibatch is of the policy before."""
+    sequences = fresh_sequences(disturbed_by=0.0)
+    found = gap_of_step(sequences, PPO(num_minibatches=3))
+    assert (
+        0
+        < found["engine_gap/tokens"]
+        < gap_of_step(sequences, PPO(num_minibatches=1))["engine_gap/tokens"]
+    )
+    assert found[MEAN] < 2e-6
+    assert gap_of_step(fresh_sequences(disturbed_by=0.0, version=1), PPO()) == {}
+
+
+def test_gap_is_the_same_to_the_bit_again_and_costs_no_pass() -> None:
+    sequences = fresh_sequences(disturbed_by=0.1)
+    algorithm = DecoupledPPO(num_minibatches=2)
+    assert gap_of_step(sequences, algorithm) == gap_of_step(sequences, algorithm)
+    backend, passes = state(), list[Any]()
+    backend.policy.model.layers[0].register_forward_pre_hook(lambda *layer: passes.append(layer))
+    how = StepSettings(PPO(num_minibatches=2), temperature=1.0, seed=0)
+    numbers = train_step(backend, sequences, step=3, settings=how)
+    assert len(passes) == sum(len(micro) for minibatch in numbers.plan for micro in minibatch)
+
+
+def wide(step: int, **metrics: float) -> dict[str, Any]:
+    gap = {"tokens": 500.0, "logprob_difference_mean": 0.2, "kl": 0.03} | metrics
+    return {"step": step, "metrics": {f"engine_gap/{n}": value for n, value in gap.items()}}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, True),
+        ({"logprob_difference_mean": 0.02}, True),
+        ({"kl": 0.001}, True),
+        ({"logprob_difference_mean": 0.05, "kl": 0.01}, False),
+        ({"tokens": 99.0}, False),
+    ],
+)
+def test_gap_is_wide_above_either_bound(metrics: dict[str, float], expected: bool) -> None:
+    assert is_wide(wide(1, **metrics)["metrics"]) == expected
+    assert not is_wide({})
+
+
+def test_run_warns_once_and_names_the_remedies_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    rows: list[dict[str, Any]] = []
+    with caplog.at_level(logging.WARNING):
+        for driver in range(2):  # the second goes on with the run
+            watch = GapWatch(lambda: rows)
+            for step in range(3 * driver, 3 * driver + 3):
+                rows.append(wide(step, kl=0.5) if step % 2 else {"step": step, "metrics": {}})
+                watch.count(rows[-1])
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("step 1: engine and trainer give the same tokens other log-prob")
+    remedies = "dtype", "head", "fp8", "batch-invariant kernels", "TIS", "IcePop"
+    places = [text.index(remedy) for remedy in remedies]
+    assert places == sorted(places)
+
+
+def test_report_judges_engine_and_trainer_by_all_steps_and_by_the_last() -> None:
+    near = wide(1, logprob_difference_mean=0.01, kl=1e-4)["metrics"]
+    far = wide(2)["metrics"]
+    assert judge_engine_gap([{"entropy_mean": 1.0}]) == []
+    (verdict,) = judge_engine_gap([near, {}, near])
+    assert "2 of 3 steps had tokens" in verdict.detail
+    assert (verdict.mark, verdict.text[:34]) == ("good", "Engine and trainer differ by 0.01 ")
+    (verdict,) = judge_engine_gap([near, far])
+    assert (verdict.mark, verdict.text[-24:]) == ("bad", "too much in 1 of 2 steps")
+    assert "IcePop" in verdict.detail
+    (verdict,) = judge_engine_gap([far, near])
+    assert verdict.mark == "look"

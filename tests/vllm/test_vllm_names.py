@@ -1,0 +1,65 @@
+"""What this project uses of vLLM without its promise: when it moves, this says so first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from vllm import LLMEngine
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models.transformers.base import Base
+from vllm.outputs import CompletionOutput
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.utils import CoreEngineProcManager
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.engines import shared_core
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        (EngineCore.pause_scheduler, ["mode", "clear_cache"]),
+        (EngineCoreProc.pause_scheduler, ["mode", "clear_cache"]),
+        (EngineCore.resume_scheduler, []),
+        (EngineCore.set_weight_version, ["weight_version"]),
+        (EngineCore.collective_rpc, ["method", "timeout", "args", "kwargs"]),
+        (GPUModelRunner.reload_weights, ["weights_iterator"]),
+        (GPUModelRunner.get_model, []),
+        (SyncMPClient.call_utility, ["method", "args"]),
+        (SyncMPClient.shutdown, ["timeout"]),
+        (LLMEngine.abort_request, ["request_ids"]),
+        (LLMEngine.__init__, ["vllm_config", "executor_class", "log_stats"]),
+        (CoreEngineProcManager.sentinels, []),
+        (UniProcExecutor._init_executor, []),
+        (Base._decorate_cls_for_torch_compile, []),
+    ],
+    ids=lambda each: each.__qualname__ if callable(each) else "",
+)
+def test_method_takes_what_it_is_given(method: Any, parameters: list[str]) -> None:
+    found = [*inspect.signature(method).parameters]
+    assert found[1 : 1 + len(parameters)] == parameters
+
+
+def test_pause_of_a_core_process_waits_for_steps_in_flight() -> None:
+    """What makes asynchronous scheduling right: the pause ends when no batch is queued."""
+    assert "has_work" in inspect.getsource(EngineCoreProc._pause_complete)
+    assert "batch_queue" in inspect.getsource(EngineCoreProc.has_work)
+
+
+def test_fields_are_where_they_are_read() -> None:
+    core, _ = shared_core(in_process=True, tied=False)
+    assert isinstance(core.llm.engine_core, InprocClient)
+    assert isinstance(core.llm.engine_core.engine_core, EngineCore)
+    assert isinstance(core.llm.output_processor, OutputProcessor)
+    assert {"tokenizer", "request_states"} <= vars(core.llm.output_processor).keys()
+    assert isinstance(rotary_embedding._ROPE_DICT, dict)
+    assert "weight_versions" in inspect.signature(CompletionOutput).parameters
+    assert "max_concurrent_batches" in dir(VllmConfig)
+    source = inspect.getsource(SyncMPClient)
+    assert all(name in source for name in ("engine_dead", "outputs_queue", "utility_results"))

@@ -56,6 +56,13 @@ class AttentionRule:
         return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
+def pass_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that products of a pass have: autocast's, else a tensor's own."""
+    device = tensor.device.type
+    autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else tensor.dtype
+
+
 class AttentionLayout(Protocol):
     """Decides which keys and values each query of a layer attends to."""
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
+from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule, attend_causally
-from areal_flow.models.segments import Segments, has_kernels
+from areal_flow.models.segments import Segments
 
 FREE_SCORES = 2**20
 """Scores of padding, of one head, that cost no more than another group of rows does."""
@@ -74,7 +75,7 @@ class PackedLayout:
         self.position_ids = torch.from_numpy(position_T)[None, :].to(device)
         self._segments: Segments | None = None
         self._unfolding: Unfolding | None = None
-        if has_kernels(torch.device(device)):
+        if segments.has_kernels(torch.device(device)):
             self._segments = Segments.of(self.places, device)
         elif len(self.places) > 1:
             self._unfolding = Unfolding.of(self.places, device)

@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
 from areal_flow.models.policy import run_policy
-from areal_flow.models.segments import Segments, has_kernels
+from areal_flow.models.segments import Segments
 
 
 def page_tokens_for(max_model_len: int) -> int:
@@ -139,7 +140,7 @@ class ChunkLayout:
         self._offset_U = self._tensor(position_T[from_U] % cache.page_tokens)
         self._from_U = self._tensor(from_U) if copied else slice(None)
         self._segments: Segments | None = None
-        if has_kernels(cache.device):
+        if segments.has_kernels(cache.device):
             self._segments, self._seen_K = self._by_segment(chunks)
         else:
             self._batches = [

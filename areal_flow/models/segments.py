@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
-from areal_flow.models.attention import AttentionRule
+from areal_flow.models.attention import AttentionRule, pass_dtype
 
 BLOCK = 128
 """Queries, and keys, that FlexAttention skips or computes together."""
@@ -36,7 +36,11 @@ Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether a device has kernels that need no scores in memory; a CPU multiplies rows."""
+    """Return whether a device has kernels that need no scores in memory, and products of bfloat16
+    that stay in float32; a CPU multiplies rows.
+
+    Called by the module's name, so that who plans a GPU's memory on a CPU can say yes.
+    """
     return device.type == "cuda"
 
 
@@ -84,10 +88,7 @@ class Segments:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Return values `[Q, H, D]` for `query [Q, H, D]`, and for keys and values `[T, G, D]`."""
-        device = query.device.type
-        autocast = torch.is_autocast_enabled(device)
-        # Rotary positions leave queries and keys in float32 where the rest of a pass is not.
-        dtype = torch.get_autocast_dtype(device) if autocast else value.dtype
+        dtype = pass_dtype(value)  # rotary positions leave queries and keys in float32
         query, key, value = (each.to(dtype) for each in (query, key, value))
         if self.keys is not None:
             key, value = (deterministic_gather(each, self.keys) for each in (key, value))

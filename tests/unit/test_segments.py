@@ -20,6 +20,7 @@ from torch.nn.attention import flex_attention, varlen
 from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
+from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
 from areal_flow.models.probe import probe_config
 from areal_flow.models.segments import (
     BLOCK,
@@ -288,6 +289,31 @@ def test_gradients_of_a_policy_by_kernels_are_those_of_the_cpu_s_rows(
     assert (found - expected).abs().max() < 1e-5  # the CPU's head is float32
     for one, other in zip(gradients, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("kernel", [attend_by_varlen, attend_by_flex])
+def test_chunks_that_follow_pages_attend_by_kernels_as_by_rows(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The first chunk of one sequence, the second ones of two that share the page of the first."""
+    policy = small_policy()
+
+    def logits() -> Tensor:
+        cache = paged_cache(policy, num_pages=5, page_tokens=4)
+        pages, other, third = np.array([3, 0, 1]), np.array([3, 4]), np.array([2])
+        prefill(policy, cache, [Chunk(np.arange(1, 6), 0, pages)])
+        chunks = [
+            Chunk(np.array([7, 8, 9, 1]), 5, pages),
+            Chunk(np.array([2, 6]), 4, other),
+            Chunk(np.array([5, 5, 5]), 0, third),
+        ]
+        return prefill(policy, cache, chunks)
+
+    with torch.no_grad():
+        expected = logits()
+        request.getfixturevalue("as_on_a_gpu")
+        monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
+        torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
 
 
 class Rank:

@@ -36,10 +36,9 @@ Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether a device has kernels that need no scores in memory, and products of bfloat16
-    that stay in float32; a CPU multiplies rows.
+    """Return whether a device attends without scores in memory, and multiplies into float32.
 
-    Called by the module's name, so that who plans a GPU's memory on a CPU can say yes.
+    Called by the module's name: who plans a GPU's memory on a CPU replaces it.
     """
     return device.type == "cuda"
 
@@ -153,10 +152,7 @@ def attend_by_flex(
     from torch.nn.attention.flex_attention import AuxRequest
 
     width = value.shape[-1]
-    columns = (
-        pad(each, (0, max(0, FLEX_LEAST_WIDTH - each.shape[-1]))).transpose(0, 1)[None]
-        for each in (query, key, value)
-    )
+    columns = (_widened(each).transpose(0, 1)[None] for each in (query, key, value))
     attended: Tensor
     attended, found = flex_attention(query.device.type)(
         *columns,
@@ -180,8 +176,13 @@ def flex_attention(device: str) -> Any:
     return torch.compile(flex_attention) if device == "cuda" else flex_attention
 
 
+def _widened(heads_THD: Tensor) -> Tensor:
+    missing = FLEX_LEAST_WIDTH - heads_THD.shape[-1]
+    return pad(heads_THD, (0, missing)) if missing > 0 else heads_THD
+
+
 def _soft_capped(softcap: float) -> Callable[..., Tensor]:
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap
 
     return capped

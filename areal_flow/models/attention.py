@@ -2,7 +2,7 @@
 
 A layout decides what a token may see. `packed_layout` serves training, `paged_prefill` and
 `paged_decode` sampling. A model that asks for more than scaled, causal, windowed and soft-capped
-attention is refused, because to ignore what it asks for would change its numbers.
+attention, with or without sinks, is refused: to ignore what it asks for would change its numbers.
 
 Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
 K key-value heads, D head dimension.
@@ -28,10 +28,10 @@ ATTENTION_NAME = "areal_flow"
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """Keyword arguments of models whose content a layout has already."""
 
-_CALLED = {"s_aux": "sinks (s_aux)", "attention_mask": "a mask of the model's own"}
+_CALLED = {"attention_mask": "a mask of the model's own"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
     """What one layer's scores go through before the softmax."""
 
@@ -41,12 +41,26 @@ class AttentionRule:
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None: they stay."""
 
+    sinks: Tensor | None = None
+    """Of each head `[H]`, a score that takes part in the softmax, and has no value."""
+
     def weights(self, scores: Tensor, hidden: Tensor) -> Tensor:
         """Return float32 attention weights of raw scores; `hidden` masks keys, and broadcasts."""
         scores = scores.float() * self.scale
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def pass_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that products of a pass have: autocast's, else a tensor's own."""
+    device = tensor.device.type
+    autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else tensor.dtype
 
 
 class AttentionLayout(Protocol):
@@ -78,6 +92,7 @@ def attend_by_layout(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -94,6 +109,7 @@ def attend_by_layout(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     return layout.attend(module.layer_idx, query, key, value, rule), None
 
@@ -111,7 +127,7 @@ def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> No
     if asked:
         raise ModelError(
             f"{type(module).__name__} asks for attention with {', '.join(sorted(asked))}: choose a "
-            "model with plain, windowed or soft-capped causal attention"
+            "model with plain, windowed or soft-capped causal attention, with or without sinks"
         )
 
 
@@ -124,7 +140,8 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRu
     `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """
     length = query.shape[2]
-    if rule.softcap is None and (rule.window is None or rule.window >= length):
+    is_plain = rule.softcap is None and rule.sinks is None
+    if is_plain and (rule.window is None or rule.window >= length):
         return scaled_dot_product_attention(
             query,
             key,
@@ -149,7 +166,7 @@ def attend_where_visible(
     hidden_N1QL = (keys_L > queries_NQ1)[:, None]
     if rule.window is not None:
         hidden_N1QL |= (keys_L <= queries_NQ1 - rule.window)[:, None]
-    if rule.softcap is None:
+    if rule.softcap is None and rule.sinks is None:
         return scaled_dot_product_attention(
             query,
             key,

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
+from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule, attend_causally
+from areal_flow.models.segments import Segments
 from areal_flow.models.transfer import to_device
 
 FREE_SCORES = 2**20
@@ -48,7 +50,8 @@ class PackedLayout:
 
     Sequences may share their first tokens, which are then in the row once, and all layers but
     attention compute them once (Prefix Grouper, arXiv 2506.05433). For attention alone the row is
-    unfolded, to `[N, L]` of each group of sequences that are about equally long.
+    unfolded, to `[N, L]` of each group of sequences that are about equally long. On a GPU only keys
+    and values are, and lie side by side: the shared tokens attend once, too.
     """
 
     def __init__(
@@ -71,11 +74,19 @@ class PackedLayout:
         for places_L in self.places:
             position_T[places_L] = np.arange(len(places_L))
         self.position_ids = to_device(position_T[None, :], device)
-        self._unfolding = Unfolding.of(self.places, device) if len(self.places) > 1 else None
+        self._segments: Segments | None = None
+        self._unfolding: Unfolding | None = None
+        if segments.has_kernels(torch.device(device)):
+            self._segments = Segments.of(self.places, device)
+        elif len(self.places) > 1:
+            self._unfolding = Unfolding.of(self.places, device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
+        if self._segments is not None:
+            query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+            return self._segments.attend(query, key, value, rule)[None]
         if self._unfolding is None:
             return attend_causally(query, key, value, rule).transpose(1, 2)
         unfolded = (self._unfolding.rows_of(packed) for packed in (query, key, value))

@@ -94,14 +94,19 @@ class PagedDecodeLayout:
         query_SKGD = query.view(num_rows, key.shape[1], -1, query.shape[-1])
         scores = [part.scores(query_SKGD, keys, rule) for part in self._read]
         largest_SH = self._largest(scores)
+        if rule.sinks is not None:
+            largest_SH = torch.maximum(largest_SH, rule.sinks.float())
         sums = [
             part.sums(each, largest_SH, values)
             for part, each in zip(self._read, scores, strict=True)
         ]
         sums_RC = sums[0] if len(sums) == 1 else torch.cat(sums)
         sums_SC = embedding_bag(self._place_R, sums_RC, self._first_S, mode="sum")
+        totals_SH = sums_SC[:, :num_heads]
+        if rule.sinks is not None:
+            totals_SH = totals_SH + (rule.sinks.float() - largest_SH).exp()
         weighted = sums_SC[:, num_heads:].view(num_rows, 1, num_heads, -1)
-        return (weighted / sums_SC[:, None, :num_heads, None]).to(query.dtype)
+        return (weighted / totals_SH[:, None, :, None]).to(query.dtype)
 
     def _largest(self, scores: list[Tensor]) -> Tensor:
         largest = [part.largest(each) for part, each in zip(self._read, scores, strict=True)]

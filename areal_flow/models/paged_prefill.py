@@ -20,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
 from areal_flow.models.policy import run_policy
+from areal_flow.models.segments import Segments
 
 
 def page_tokens_for(max_model_len: int) -> int:
@@ -137,12 +139,28 @@ class ChunkLayout:
         self._page_U = self._tensor(np.concatenate([*paged, *(pages for pages, _ in copied)]))
         self._offset_U = self._tensor(position_T[from_U] % cache.page_tokens)
         self._from_U = self._tensor(from_U) if copied else slice(None)
-        self._batches = [
-            self._batch([chunks[i] for i in batch], starts[batch]) for batch in _batches(chunks)
-        ]
+        self._segments: Segments | None = None
+        if segments.has_kernels(cache.device):
+            self._segments, self._seen_K = self._by_segment(chunks)
+        else:
+            self._batches = [
+                self._batch([chunks[i] for i in batch], starts[batch]) for batch in _batches(chunks)
+            ]
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.device)
+
+    def _by_segment(self, chunks: Sequence[Chunk]) -> tuple[Segments, tuple[Tensor, slice, Tensor]]:
+        """Return the segments of chunks, and where in the pages the keys of all of them are."""
+        lengths = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
+        at = [np.arange(chunk.end) for chunk in chunks]
+        pages = [
+            chunk.pages[each // self.cache.page_tokens]
+            for chunk, each in zip(chunks, at, strict=True)
+        ]
+        offset_K = self._tensor(np.concatenate(at) % self.cache.page_tokens)
+        seen_K = (self._tensor(np.concatenate(pages)), slice(None), offset_K)
+        return Segments(*lengths, self.cache.device), seen_K
 
     def _batch(self, chunks: list[Chunk], starts_N: NDArray[np.int64]) -> _ChunkBatch:
         lengths_N1 = np.array([[len(chunk.tokens)] for chunk in chunks])
@@ -167,6 +185,9 @@ class ChunkLayout:
         if layer == self._ends_after:
             raise _PagesAreFilled
         packed_THD = query[0].transpose(0, 1)
+        if self._segments is not None:
+            keys, values = (pages[self._seen_K] for pages in self.cache.layers[layer])
+            return self._segments.attend(packed_THD, keys, values, rule)[None]
         attended_THD = value.new_empty((*packed_THD.shape[:2], value.shape[-1]))
         for batch in self._batches:
             keys, values = (batch.unpaged(pages) for pages in self.cache.layers[layer])

@@ -87,6 +87,9 @@ class ContextLayout:
         num_ranks = self._group.size()
         repeats = max(1, num_ranks // key.shape[1])
         keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        if rule.sinks is not None:
+            own_heads = own_slice(query.shape[1], self._group)
+            rule = replace(rule, sinks=rule.sinks[own_heads])
         query, key, value = (self._some_heads(each[0]) for each in (query, keys, values))
         return self._own_tokens(self._row.attend(layer, query, key, value, rule)[0])
 
@@ -105,8 +108,8 @@ class ContextLayout:
         return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
 
 
-def own_slice(num_tokens: int, group: Any) -> slice:
-    length = num_tokens // group.size()
+def own_slice(total: int, group: Any) -> slice:
+    length = total // group.size()
     return slice(group.rank() * length, (group.rank() + 1) * length)
 
 

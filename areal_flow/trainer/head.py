@@ -22,8 +22,11 @@ from areal_flow.algorithms.logprobs import (
     next_token_entropies,
     next_token_logprobs,
 )
-from areal_flow.models.policy import hidden_at, logits_of
+from areal_flow.models import segments
+from areal_flow.models.attention import pass_dtype
+from areal_flow.models.policy import hidden_at, linear_head, logits_of, logits_of_products
 from areal_flow.models.reward_model import is_reward_model, scores_at
+from areal_flow.trainer.linear_logprobs import LinearHead, linear_logprobs
 from areal_flow.trainer.sequences import MicroBatch, padded
 
 CHUNK_NUMBERS = 2**25
@@ -52,6 +55,18 @@ def _in_chunks(
     if is_reward_model(policy):
         scores_M = scores_at(policy, micro.input_ids_1T, micro.layout, micro.trained_M)
         return scores_M, torch.zeros_like(scores_M)
+    # On a CPU logits are kept for their gradients where they fit, and products are oneDNN's.
+    if segments.has_kernels(policy.device) and (head := linear_head(policy)) is not None:
+        hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
+        linear = LinearHead(
+            head.weight,
+            head.bias,
+            partial(logits_of_products, policy),
+            temperature,
+            needs_entropy=entropies is not None,
+            entropy_has_gradient=entropies is next_token_entropies,
+        )
+        return linear_logprobs(hidden_MH.to(pass_dtype(head.weight)), micro.targets_M, linear)
     num_trained = len(micro.targets_M)
     num_rows = max(1, CHUNK_NUMBERS // policy.config.get_text_config().vocab_size)
     of_chunk = partial(_of_chunk, policy, temperature=temperature, entropies=entropies)

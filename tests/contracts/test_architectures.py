@@ -78,6 +78,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "Cohere": {"logit_scale": 0.25},
     "Cohere2": WINDOW,
     "DeepseekV3": LATENT,
+    "GptOss": {**WINDOW, "head_dim": 16, "num_local_experts": 4},
     "GPT2": {},
     "GPTNeoX": {},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
@@ -98,7 +99,6 @@ LIMITED: dict[str, dict[str, Any]] = {
 """Policies of 16 positions, or that compute all tokens otherwise with more."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "GptOss": ({"head_dim": 16, "num_local_experts": 4}, r"sinks \(s_aux\)"),
     "Lfm2": (
         {"layer_types": ["conv", "full_attention"] * 2},
         "layers of kind conv",
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 QUICK = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Mixtral", "DeepseekV3", "GptOss", "DiffLlama")
-"""One for each mechanism: plain, norms, soft caps, experts, latent attention, two refusals."""
+"""One for each mechanism: plain, norms, soft caps, experts, latent attention, sinks, a refusal."""
 
 
 def quick_first(names: Iterable[str]) -> list[Any]:
@@ -214,6 +214,7 @@ def test_other_architectures_are_refused_by_name(name: str) -> None:
     [
         ("Mistral", "window"),
         ("Gemma2", "softcap"),
+        ("GptOss", "sinks"),
         pytest.param("Qwen2 with a window", "window", marks=pytest.mark.slow),
         pytest.param("Gemma3Text", "window", marks=pytest.mark.slow),
     ],

@@ -1,0 +1,64 @@
+"""The head on a GPU: products of bfloat16 that stay in float32, in little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from areal_flow.trainer.linear_logprobs import CHUNK_NUMBERS
+from areal_flow.trainer.sequences import pack_sequences
+from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
+from tests.unit.test_linear_logprobs import found_by, numbers_and_gradients
+from tests.unit.test_trainer import make_sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_logprobs_and_gradients_of_bfloat16_are_those_of_float64() -> None:
+    torch.manual_seed(0)
+    hidden_MH, weight_VH = torch.randn(3000, 512), torch.randn(50_000, 512)
+    targets_M = torch.randint(50_000, (3000,))
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        halves = hidden_MH.bfloat16().to(device, dtype).requires_grad_()
+        weight = weight_VH.bfloat16().to(device, torch.promote_types(dtype, torch.float32))
+        weight.requires_grad_()
+        numbers = found_by(halves, weight, None, targets_M.to(device))
+        torch.stack(numbers).sin().sum().backward()  # type: ignore[no-untyped-call]
+        assert halves.grad is not None
+        assert weight.grad is not None
+        found.append(
+            [each.detach().double().cpu() for each in (*numbers, halves.grad, weight.grad)]
+        )
+    (logprobs, entropies, *gradients), (wanted, wanted_entropies, *wanted_gradients) = found
+    torch.testing.assert_close(logprobs, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropies, wanted_entropies, atol=1e-4, rtol=0)
+    for one, other in zip(gradients, wanted_gradients, strict=True):
+        assert (one - other).norm() < 1e-2 * other.norm()
+
+
+def test_memory_is_a_few_chunks_and_one_gradient() -> None:
+    """Logits of all tokens would be 37 GiB."""
+    hidden_MH = torch.randn(65_536, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VH = torch.randn(150_000, 256, device="cuda", requires_grad=True)
+    targets_M = torch.randint(150_000, (65_536,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs_M, entropy_M = found_by(hidden_MH, weight_VH, None, targets_M)
+    (logprobs_M + entropy_M).sum().backward()  # type: ignore[no-untyped-call]
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 4 * (4 * CHUNK_NUMBERS) + 2 * weight_VH.nbytes + 2 * hidden_MH.nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2", "Cohere", "GptOss"])
+def test_a_policy_has_the_numbers_and_gradients_of_the_cpu(name: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        policy = sharp_policy(config_of(name, SUPPORTED[name])).to(device)
+        micro = pack_sequences(make_sequences(), device=device)
+        found.append([each.cpu() for each in numbers_and_gradients(policy, micro)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-3 * other.norm() + 1e-4

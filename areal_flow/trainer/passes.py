@@ -84,6 +84,14 @@ class Passes:
         """Return numbers of each sequence's trained tokens, float64, on every rank."""
         max_tokens = self.settings.tokens_per_micro_batch
         planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
+        return self.by_planned_trajectory(compute, sequences, planned)
+
+    def by_planned_trajectory(
+        self,
+        compute: Callable[[MicroBatch], Tensor],
+        sequences: Sequence[TrainingSequence],
+        planned: MinibatchPlan,
+    ) -> list[Tensor]:
         order = [[index for micro in of_rank for index in micro] for of_rank in planned]
         lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
         longest = max(map(sum, lengths))
@@ -131,15 +139,16 @@ class Passes:
     def backward_of(
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
     ) -> RankNumbers:
-        """As `backward`, with any loss of a micro-batch."""
+        """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
         aggregate = minibatch.settings.algorithm.aggregate
         total, metrics = 0.0, dict[str, Metric]()
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
                 found = loss_of(micro)
             loss = aggregate(found.losses_T, micro.sequence_M, minibatch.size)
-            with raise_trainer_lost():
-                loss.backward()  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                with raise_trainer_lost():
+                    loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
         if self._is_secondary_context_rank(rank):

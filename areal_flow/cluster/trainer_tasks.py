@@ -163,7 +163,6 @@ def _make_sft_trainer(context: WorkerContext, source: Path, replicas: ReplicaGro
         source,
         seed=recipe.seed,
         device=recipe.trainer.device,
-        is_alone=replicas.is_alone,
         reward_model=layout.model if objective.makes_reward_model else None,
     )
     trainer = SftTrainer(

@@ -45,7 +45,7 @@ class TrainerBackend:
     def __init__(
         self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
     ) -> None:
-        """Take a policy; of one to be shared, parameters may be on the meta device."""
+        """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
         self.settings = settings
         self.replicas = replicas or SingleProcess()
         self._trained = TrainedModel(policy, settings, self.replicas)

@@ -49,7 +49,7 @@ class Critic:
         self._settings = settings.model_copy(
             update={"learning_rate": algorithm.critic.learning_rate}
         )
-        model = critic_of(policy, device=policy.device if replicas.is_alone else "meta")
+        model = critic_of(policy, device="meta")
         self._trained = TrainedModel(model, self._settings, replicas)
         run = self._trained.run
         self._passes = Passes(run, self._settings, replicas, reference=run)

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def first_model(
-    directory: Path, *, seed: int, device: str, is_alone: bool, reward_model: Path | None = None
+    directory: Path, *, seed: int, device: str, reward_model: Path | None = None
 ) -> tuple[Any, Rows | None]:
     """Return a directory's policy, or a reward model with its layers; what is not there is drawn.
 
-    Where ranks share it, a policy's weights come apart from it.
+    The weights of a policy that has any come apart from it.
 
     Args:
         reward_model: the directory of the reward model's configuration.
@@ -37,19 +37,17 @@ def first_model(
         return load_reward_model(directory, reward_model, device=device), None
     if not any(directory.glob("*.safetensors")):
         return empty_policy(directory, device=device), None
-    return pretrained_policy(directory, device=device, is_alone=is_alone)
+    return pretrained_policy(directory)
 
 
-def pretrained_policy(directory: Path, *, device: str, is_alone: bool) -> tuple[Any, Rows | None]:
-    """Return a directory's policy, whole, or one without weights and those apart from it."""
-    if is_alone:
-        return load_policy(directory, device=device), None
+def pretrained_policy(directory: Path) -> tuple[Any, Rows]:
+    """Return a directory's policy without weights, and those."""
     policy = shapes_of(directory)
     return policy, _rows(directory, policy)
 
 
 def shapes_of(directory: Path) -> Any:
-    """Return a directory's architecture on the meta device: of a shared policy nobody has all."""
+    """Return a directory's architecture on the meta device."""
     with torch.device("meta"):
         return empty_policy(directory, device="meta")
 

@@ -19,7 +19,7 @@ from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter, drawn_adapter
-from areal_flow.models.policy import DTYPES, empty_policy
+from areal_flow.models.policy import DTYPES
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
@@ -98,13 +98,11 @@ class TrainerRank:
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
-        policy, weights = self._pretrained(directory)
-        backend, lora = self.adopt(policy), self.recipe.trainer.lora
-        if weights is not None and lora.rank:
+        policy, weights = pretrained_policy(directory)
+        if (lora := self.recipe.trainer.lora).rank:
             drawn = drawn_adapter(shapes_of(directory), lora, seed=self.recipe.seed)
             weights = {**weights, **whole_rows(drawn)}
-        if weights is not None:
-            backend.load_weights(weights)
+        self.adopt(policy).load_weights(weights)
 
     def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
         self._hold_reference(lambda: self.backend.save()[0])
@@ -188,7 +186,7 @@ class TrainerRank:
 
     def restore(self, step: int) -> PolicyHashes:
         try:
-            backend = self._adopt_empty()
+            backend = self.adopt(shapes_of(self.layout.model))
             read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
             return self._stage(step)
         except BaseException:
@@ -198,31 +196,18 @@ class TrainerRank:
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank at this one's step, with a copy of its policy and settings of its own."""
         other = replace(self, recipe=recipe, loss=loss)
-        other._adopt_empty().load(*self.backend.save())
+        other.adopt(shapes_of(self.layout.model)).load(*self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
-
-    def _adopt_empty(self) -> TrainerBackend:
-        return self.adopt(self._empty())
-
-    def _empty(self) -> Any:
-        """Return the run's architecture, whose weights are to be loaded."""
-        if not self.replicas.is_alone:
-            return shapes_of(self.layout.model)
-        return empty_policy(self.layout.model, device=self.recipe.trainer.device)
-
-    def _pretrained(self, directory: Path) -> tuple[Any, Rows | None]:
-        device, is_alone = self.recipe.trainer.device, self.replicas.is_alone
-        return pretrained_policy(directory, device=device, is_alone=is_alone)
 
     def _hold_reference(self, first_weights: Callable[[], Rows]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
         if not self.recipe.algorithm.needs_reference or self.backend.has_reference:
             return
         if directory := reference_directory(self.layout):
-            self.backend.hold_reference(*self._pretrained(directory))
+            self.backend.hold_reference(*pretrained_policy(directory))
         elif not self.recipe.trainer.lora.rank:  # with an adapter: the policy without it
-            self.backend.hold_reference(self._empty(), first_weights())
+            self.backend.hold_reference(shapes_of(self.layout.model), first_weights())
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import WeightsError
-from areal_flow.models.policy import policy_tensors, recompute_layers
+from areal_flow.models.policy import fill_buffers, policy_tensors, recompute_layers
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.passes import Passes, RankNumbers, run_on
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 class RankedModel:
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
-        """Take a model; of one to be shared, parameters may be on the meta device."""
+        """Take a model, whose parameters may be on the meta device: weights are loaded later."""
         self.model = model
         self._sharded: ShardedModel | None = None
         if not replicas.is_alone:
@@ -41,6 +41,10 @@ class RankedModel:
 
             mesh = replicas.mesh(torch.device(settings.device).type)
             self._sharded = ShardedModel(model, mesh, settings)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            (self._sharded or model).to_empty(device=settings.device)
+            model.tie_weights()
+            fill_buffers(model)
         self.run = over_ranks(self._sharded or partial(run_on, model), settings, replicas)
 
     def tensors(self) -> dict[str, Tensor]:

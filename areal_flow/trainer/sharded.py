@@ -16,14 +16,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from areal_flow.config import TrainerSettings
-from areal_flow.models.policy import DTYPES, fill_buffers, layers_of
+from areal_flow.models.policy import DTYPES, layers_of
 
 
 class ShardedModel(nn.Module):
     """Runs functions of a model whose layers, and what is around them, are gathered for it."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, settings: TrainerSettings) -> None:
-        """Take a model whose parameters may be on the meta device: weights are loaded later."""
         super().__init__()
         self.model = model
         layers = MixedPrecisionPolicy(
@@ -41,10 +40,6 @@ class ShardedModel(nn.Module):
                 # A loss is divided by the size of its minibatch: ranks add up their gradients.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        if any(parameter.is_meta for parameter in self.parameters()):
-            self.to_empty(device=settings.device)
-            model.tie_weights()
-            fill_buffers(model)
 
     def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(self.model, *arguments, **keywords)

@@ -19,6 +19,7 @@ from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import SKIPPED_UPDATES
+from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.metrics import masked_fraction_by_tenth
@@ -342,10 +343,10 @@ def test_loaded_optimizer_state_follows_its_parameters_device() -> None:
     """A checkpoint is read to the CPU; AdamW needs moments beside weights, its step on the CPU."""
     trained = state()
     train_step(trained, make_sequences(), step=1, settings=settings())
-    elsewhere = TrainerBackend(small_policy().to("meta"), TrainerSettings())
-    elsewhere.optimizer.load_named_state(trained.optimizer.named_state())
+    elsewhere = PolicyAdamW(small_policy().to("meta").named_parameters(), TrainerSettings())
+    elsewhere.load_named_state(trained.optimizer.named_state())
     devices = {
         name.rsplit(".", 1)[1]: tensor.device.type
-        for name, tensor in elsewhere.optimizer.named_state().items()
+        for name, tensor in elsewhere.named_state().items()
     }
     assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "cpu"}

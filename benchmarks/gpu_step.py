@@ -17,8 +17,8 @@ import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
-from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness
@@ -29,7 +29,7 @@ QWEN_1_5B = {"heads": 12, "key_value_heads": 2, "intermediate_size": 8960}
 DTYPE = "bfloat16"
 
 
-def measure(backend: ReplicatedBackend, num_tokens: int, num_steps: int) -> dict[str, float]:
+def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[str, float]:
     """Return the speed of steps on a trajectory of so many tokens, an eighth of it prompt."""
     device, algorithm = backend.settings.device, DecoupledPPO(num_minibatches=1)
     on_gpu = device.startswith("cuda")
@@ -74,7 +74,7 @@ def main() -> None:
         activations=chosen.activations,
         tokens_per_micro_batch=max(chosen.lengths),
     )
-    backend = ReplicatedBackend(policy, settings)
+    backend = TrainerBackend(policy, settings)
     rows = [measure(backend, length, chosen.steps) for length in chosen.lengths]
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     rate = matrix_rate(device, DTYPE) / 1e12

@@ -19,8 +19,8 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import ParallelSettings, TrainerSettings
-from areal_flow.trainer.backend import make_backend
-from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -41,13 +41,13 @@ def measure_rank(
     policy = random_policy(VOCABULARY, chosen.hidden, chosen.layers, **shape)
     replicas: ReplicaGroup = SingleProcess()
     if chosen.ranks > 1:
-        replicas = GlooGroup(Rendezvous("ranks", rank, chosen.ranks), point, host="127.0.0.1")
+        replicas = ConnectedRanks(Rendezvous("ranks", rank, chosen.ranks), point, host="127.0.0.1")
     trainer = TrainerSettings(
         tokens_per_micro_batch=num_tokens,
         activations=chosen.activations,
         parallel=ParallelSettings(context_ranks=chosen.ranks),
     )
-    backend = make_backend(policy, trainer, replicas)
+    backend = TrainerBackend(policy, trainer, replicas)
     algorithm = DecoupledPPO(num_minibatches=1)
     settings = StepSettings(algorithm, temperature=1.0, seed=0)
     sequences = [random_trajectory(PROMPT_TOKENS, num_tokens - PROMPT_TOKENS, VOCABULARY)]

@@ -1,8 +1,9 @@
-"""Peak memory of each trainer rank, and its seconds a step, by what holds the policy.
+"""Peak memory of each trainer rank, and its seconds a step, by how many share the policy.
 
-Processes start from a checkpoint and make two steps of 16 short sequences: once with a whole policy
-each, once with a part of every tensor. `state_gb` is weights, gradients and both moments in
-float32. The allocator's settings are glibc's: a worker's keep up to 2 GiB that it has freed.
+Processes start from a checkpoint and make two steps of 16 short sequences: once one alone with the
+whole policy, once several with a part of every tensor each. `state_gb` is weights, gradients and
+both moments in float32. The allocator's settings are glibc's: a worker's keep up to 2 GiB that it
+has freed.
 
     python -m benchmarks.sharding [--hidden 1024] [--layers 16] [--ranks 2] [--json FILE]
 """
@@ -20,9 +21,9 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import make_backend
-from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
-from areal_flow.trainer.replicas import GlooGroup
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -30,7 +31,6 @@ from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 
 VOCABULARY, NUM_STEPS = 32_000, 2
-BACKENDS = ("replicated", "fsdp")
 
 
 def make_policy(chosen: argparse.Namespace, device: str = "cpu") -> Any:
@@ -43,23 +43,25 @@ def make_policy(chosen: argparse.Namespace, device: str = "cpu") -> Any:
 def write_first_checkpoint(directory: Path, chosen: argparse.Namespace) -> int:
     """Write the checkpoint that all start from; return the bytes of its weights."""
     (directory / "model").mkdir()
-    backend = make_backend(make_policy(chosen), TrainerSettings())
+    backend = TrainerBackend(make_policy(chosen), TrainerSettings())
     state = CheckpointState(0, backend.fingerprint(), 0, "")
-    snapshot, writer = Snapshot(backend.save(), state), Writer(directory / "writers", 1)
+    snapshot, writer = take_snapshot(backend, state), Writer(directory / "writers", 1)
     write_checkpoint(directory / "checkpoints", directory / "model", snapshot, writer)
     return sum(tensor.nbytes for tensor in backend.export_weights().values())
 
 
 def measure_rank(
-    backend_name: str, rank: int, directory: Path, chosen: argparse.Namespace
+    num_ranks: int, rank: int, directory: Path, chosen: argparse.Namespace
 ) -> dict[str, float]:
     """Train as one rank, in this process."""
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(backend_name, rank, chosen.ranks)
-    replicas = GlooGroup(rendezvous, directory / f"point-{backend_name}", host="127.0.0.1")
-    policy = make_policy(chosen, "meta" if backend_name == "fsdp" else "cpu")
-    settings = TrainerSettings(backend=backend_name, tokens_per_micro_batch=256)
-    backend = make_backend(policy, settings, replicas)
+    replicas: ReplicaGroup = SingleProcess()
+    if num_ranks > 1:
+        rendezvous = Rendezvous("ranks", rank, num_ranks)
+        replicas = ConnectedRanks(rendezvous, directory / "point", host="127.0.0.1")
+    policy = make_policy(chosen, "cpu" if replicas.is_alone else "meta")
+    settings = TrainerSettings(tokens_per_micro_batch=256)
+    backend = TrainerBackend(policy, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)
     how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0)
     sequences = [
@@ -82,11 +84,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         num_bytes = write_first_checkpoint(directory, chosen)
-        for backend in BACKENDS:
-            state_gb = 4e-9 * num_bytes / (chosen.ranks if backend == "fsdp" else 1)
-            calls = [(backend, rank, directory, chosen) for rank in range(chosen.ranks)]
+        for num_ranks in (1, chosen.ranks):
+            calls = [(num_ranks, rank, directory, chosen) for rank in range(num_ranks)]
             found = harness.in_processes(measure_rank, calls, {"OMP_NUM_THREADS": "1"})
-            own = {"backend": backend, "state_gb": state_gb}
+            own = {"ranks": num_ranks, "state_gb": 4e-9 * num_bytes / num_ranks}
             rows += [{**own, "rank": rank, **figures} for rank, figures in enumerate(found)]
     title = f"Ranks of {num_bytes / 4e6:.0f}M parameters; torch and imports: {imports_gb:.2f} GB"
     harness.report(chosen.json, {title: rows})

@@ -33,7 +33,7 @@ from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.models.policy import load_policy
 from areal_flow.rewards.numeric import verify_numeric
-from areal_flow.trainer.backend import TrainerBackend, make_backend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
@@ -109,7 +109,7 @@ def learn(
     shared = recipe.algorithm.model_dump(include={"advantage", "num_minibatches"})
     algorithm = ALGORITHMS[OBJECTIVES[objective]](**shared)
     settings = StepSettings(algorithm, recipe.generation.temperature, seed)
-    backend = make_backend(load_policy(task.model), recipe.trainer)
+    backend = TrainerBackend(load_policy(task.model), recipe.trainer)
     engine = TorchEngine(load_policy(task.model), recipe.generation, version=0)
     versions = [weights_of(backend)]
     pass_rates: dict[int, float] = {}

@@ -18,29 +18,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.config import AdamWSettings, TrainerSettings
+from areal_flow.config import (
+    AdamWSettings,
+    SftSettings,
+    SupervisedObjective,
+    TrainerSettings,
+    build_recipe,
+)
 from areal_flow.errors import TrainerLost
+from areal_flow.models.lora import add_adapter
+from areal_flow.models.reward_model import load_reward_model
 from areal_flow.recovery.checkpoints import CheckpointState
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import TrainerBackend, make_backend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import (
-    Snapshot,
     complete_checkpoint,
     read_checkpoint,
+    take_snapshot,
     write_part,
 )
 from areal_flow.trainer.optimizers import make_optimizer
-from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
+from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
-from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.channel import HashingWriter
-from tests.policies import small_policy
+from tests.policies import completion_rows, small_policy
 from tests.unit.test_trainer import make_sequences
 
 ROOT = Path(__file__).parent.parent
@@ -58,36 +71,49 @@ class Training:
 
     @property
     def settings(self) -> TrainerSettings:
-        small = {"learning_rate": 1e-3, "tokens_per_micro_batch": 32, "backend": "fsdp"}
+        small = {"learning_rate": 1e-3, "tokens_per_micro_batch": 32}
         return TrainerSettings(**{**small, **self.trainer})
 
 
 IN_REWARD = DecoupledPPO(
     num_minibatches=2, advantage="batch_norm", kl_coefficient=0.1, kl_in="reward"
 )
+CRITIC = ActorCriticPPO(num_minibatches=2)
+ADAPTER = {"lora": {"rank": 3, "alpha": 6.0}}
 TRAININGS = {
     "plain": Training(),
     "tied": Training(tied=True),
     "gspo": Training(GSPO(num_minibatches=1)),
+    "m2po": Training(M2PO(num_minibatches=2)),
+    "sequence mean": Training(DecoupledPPO(num_minibatches=2, aggregation="sequence_mean")),
+    "entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1)),
+    "interpolated": Training(
+        DecoupledPPO(num_minibatches=2, proximal="interpolated", kl_coefficient=0.1)
+    ),
     "reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1)),
     "reward": Training(IN_REWARD),
     "recompute": Training(trainer={"activations": "recompute"}),
     "offload": Training(trainer={"activations": "offload"}),
     "bfloat16": Training(trainer={"dtype": "bfloat16"}),
     "few sequences": Training(DecoupledPPO(num_minibatches=1), num_sequences=1),
+    "adapter": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), ADAPTER),
+    "critic": Training(CRITIC),
+    "critic, divergence in the reward": Training(
+        ActorCriticPPO(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward")
+    ),
 }
 SHARES = {"parallel": {"context_ranks": 2}}
-REPLICATED = {**SHARES, "backend": "replicated"}
 SHARED_TOKENS = {
-    "context": Training(trainer=REPLICATED),
-    "context gspo": Training(GSPO(num_minibatches=1), REPLICATED),
-    "context m2po": Training(M2PO(num_minibatches=2), REPLICATED),
-    "context entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1), REPLICATED),
-    "context reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), REPLICATED),
-    "context reward": Training(IN_REWARD, REPLICATED),
-    "context recompute": Training(trainer={**REPLICATED, "activations": "recompute"}),
-    "context few": Training(DecoupledPPO(num_minibatches=1), REPLICATED, num_sequences=1),
-    "context fsdp": Training(trainer=SHARES),
+    "context": Training(trainer=SHARES),
+    "context gspo": Training(GSPO(num_minibatches=1), SHARES),
+    "context m2po": Training(M2PO(num_minibatches=2), SHARES),
+    "context entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1), SHARES),
+    "context reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), SHARES),
+    "context reward": Training(IN_REWARD, SHARES),
+    "context recompute": Training(trainer={**SHARES, "activations": "recompute"}),
+    "context few": Training(DecoupledPPO(num_minibatches=1), SHARES, num_sequences=1),
+    "context critic": Training(CRITIC, SHARES),
+    "context adapter": Training(trainer={**SHARES, **ADAPTER}),
 }
 """Trained by ranks of which two share each micro-batch's tokens."""
 
@@ -96,9 +122,14 @@ def begin(
     training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0, num_ranks: int = 1
 ) -> TrainerBackend:
     """Return a backend; without replicas, of one process that computes for as many ranks."""
-    policy = small_policy(seed=seed, tied=training.tied)
-    num_batches = num_ranks // training.settings.parallel.context_ranks or 1
-    return make_backend(policy, training.settings, replicas or SingleProcess(num_batches))
+    policy, trainer = small_policy(seed=seed, tied=training.tied), training.settings
+    if trainer.lora.rank:
+        add_adapter(policy, trainer.lora, seed=seed)
+    num_batches = num_ranks // trainer.parallel.context_ranks or 1
+    backend = TrainerBackend(policy, trainer, replicas or SingleProcess(num_batches))
+    if isinstance(training.algorithm, ActorCriticPPO):
+        backend.add_critic(training.algorithm)
+    return backend
 
 
 def train(
@@ -110,7 +141,8 @@ def train(
 ) -> dict[str, Any]:
     """Return what steps found and made; without replicas, in one process."""
     backend = begin(training, replicas, num_ranks=num_ranks)
-    backend.hold_reference(small_policy(seed=1, tied=training.tied))
+    if not training.settings.lora.rank:
+        backend.hold_reference(small_policy(seed=1, tied=training.tied))
     numbers = [take_step(backend, step, training) for step in range(1, num_steps + 1)]
     weights = backend.export_weights()
     return {
@@ -127,26 +159,22 @@ def take_step(backend: TrainerBackend, step: int, training: Training, **settings
     return train_step(backend, sequences, step=step, settings=how)
 
 
-def staged(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Return the hashes of a policy, of what is served of it, and of an equal whole one."""
-    found = []
-    for backend in (begin(TRAININGS["tied"], replicas), begin(TRAININGS["tied"])):
-        hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
-        found.append([hashes.weights_hash, hashes.served_hash, backend.fingerprint()])
-    return {"sharded": found[0], "whole": found[1]}
+def staged(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Return the hashes of policies, of what is served of them, and of equal whole ones."""
+    found: dict[str, Any] = {"sharded": [], "whole": []}
+    for training in (TRAININGS["tied"], TRAININGS["adapter"]):
+        for how, backend in (("sharded", begin(training, replicas)), ("whole", begin(training))):
+            hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
+            found[how] += [hashes.weights_hash, hashes.served_hash, backend.fingerprint()]
+    return found
 
 
-def written(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def written(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Write a checkpoint of step 1, go on to step 2, and come back to it."""
     backend = begin(TRAININGS["plain"], replicas)
     take_step(backend, 1, TRAININGS["plain"])
     weights_hash = backend.fingerprint()
-    snapshot = Snapshot(
-        backend.save(),
-        CheckpointState(1, weights_hash, 7, "config"),
-        attempt=replicas.name,
-        random_state=rows_of(torch.get_rng_state(), whole=replicas.leads),
-    )
+    snapshot = take_snapshot(backend, CheckpointState(1, weights_hash, 7, "config"))
     take_step(backend, 2, TRAININGS["plain"])
     writer = Writer(directory / "writers", 1)
     write_part(directory / "checkpoints", snapshot, writer)
@@ -157,13 +185,11 @@ def written(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, A
     return {"after": backend.fingerprint(), **read(replicas, num_ranks, directory)}
 
 
-def read(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def read(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Load the checkpoint of step 1 into a policy without weights, and take step 2."""
-    from areal_flow.trainer.sharded import ShardedBackend
-
     with torch.device("meta"):
         empty = small_policy(seed=3)
-    backend = ShardedBackend(empty, TRAININGS["plain"].settings, replicas)
+    backend = TrainerBackend(empty, TRAININGS["plain"].settings, replicas)
     description = read_checkpoint(directory / "checkpoints" / "00000001", backend)
     loaded = backend.fingerprint()
     take_step(backend, 2, TRAININGS["plain"])
@@ -174,7 +200,7 @@ def read(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]
     }
 
 
-def not_finite(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def not_finite(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Take a step whose loss is no number on the last rank alone."""
 
     def loss(inputs: LossInputs) -> PolicyLoss:
@@ -190,17 +216,86 @@ def not_finite(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str
     return {"losses": numbers.losses, "unchanged": backend.fingerprint() == before}
 
 
-def left(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def gone(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Leave, but for the leader, before anything is computed."""
+    if not replicas.leads:
+        replicas.leave()
+    try:
+        replicas.wait_for_all()
+    except TrainerLost as lost:
+        return {"noticed": str(lost)}
+    return {"noticed": "nothing"}
+
+
+def fine_tuned(
+    objective: SupervisedObjective, replicas: ReplicaGroup | None, directory: Path
+) -> dict[str, Any]:
+    """Take four steps, twice from the checkpoint of the second one; return what was found."""
+    layout, found = RunLayout(directory / f"{objective}-{replicas is None}"), {}
+    for how in ("straight", "resumed"):
+        trainer = SftTrainer(
+            supervised_model(objective, directory),
+            completion_rows(10, num_completions=len(OBJECTIVES[objective].fields)),
+            SftSettings(
+                objective=objective,
+                num_steps=4,
+                batch_size=3,
+                learning_rate=1e-2,
+                num_held_out=3,
+                checkpoint_every_steps=2,
+            ),
+            TrainerSettings(tokens_per_micro_batch=32),
+            seed=3,
+            replicas=replicas,
+        )
+        trainer.restore(layout)
+        while trainer.step < 4:
+            trainer.take_step()
+            if trainer.step == 2:
+                trainer.save(layout, Writer(directory / "writers", 1))
+        found[how] = trainer.backend.fingerprint()
+    return {**found, "metrics": trainer.metrics}
+
+
+def supervised_model(objective: SupervisedObjective, directory: Path) -> Any:
+    if not OBJECTIVES[objective].makes_reward_model:
+        return small_policy()
+    torch.manual_seed(0)
+    return load_reward_model(directory / "scores", directory / "scores")
+
+
+def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]:
+    """Load a directory's policy as version 0, with an adapter and without, and a teacher."""
+    found = {}
+    reference = {"algorithm": {"kl_coefficient": 0.1}}
+    for name, changes in {"plain": reference, "adapter": {"trainer": ADAPTER}}.items():
+        layout = RunLayout(directory / "pretrained")
+        recipe = build_recipe({"seed": 4, **changes}, source="")
+        rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=lambda ids: [])
+        if replicas:
+            rank.replicas = replicas
+        rank.load_pretrained(layout.model)
+        hashes, _ = rank.stage_initial_policy()
+        micro = pack_sequences(make_sequences(3))
+        passes = rank.backend.passes
+        logprobs = [passes.logprobs(micro, 1.0), passes.reference_logprobs(micro, 1.0)]
+        found[name] = [hashes.weights_hash, hashes.served_hash, torch.stack(logprobs).tolist()]
+    return found
+
+
+def left(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Leave in the midst of a step, but for the leader, which returns what it notices."""
     return _left(replicas, num_ranks, TRAININGS["plain"])
 
 
-def left_within_a_sequence(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def left_within_a_sequence(
+    replicas: ConnectedRanks, num_ranks: int, directory: Path
+) -> dict[str, Any]:
     """Do as `left`, while the leader exchanges gradients of attention."""
     return _left(replicas, num_ranks, SHARED_TOKENS["context"])
 
 
-def _left(replicas: GlooGroup, num_ranks: int, training: Training) -> dict[str, Any]:
+def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[str, Any]:
 
     def loss(inputs: LossInputs) -> PolicyLoss:
         if not replicas.leads:
@@ -218,7 +313,7 @@ def _left(replicas: GlooGroup, num_ranks: int, training: Training) -> dict[str, 
     return {"noticed": "nothing"}
 
 
-def moved_by_muon(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Return whether rows of matrices become those of whole ones, to the bit."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -245,7 +340,11 @@ def moved_by_muon(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[
 
 MUON = TrainerSettings(optimizer="muon", adamw=AdamWSettings(weight_decay=0.1))
 
-CASES: dict[str, Callable[[GlooGroup, int, Path], dict[str, Any]]] = {
+SUPERVISED: tuple[SupervisedObjective, ...] = ("cross_entropy", "dpo", "reward_model")
+
+CASES: dict[str, Callable[[ConnectedRanks, int, Path], dict[str, Any]]] = {
+    "gone": gone,
+    "pretrained": lambda replicas, _, directory: pretrained(replicas, directory),
     "staged": staged,
     "written": written,
     "read": read,
@@ -278,9 +377,11 @@ def main(rank: int, num_ranks: int, directory: Path, cases: list[str]) -> None:
     found = {}
     for case in cases:
         point = directory / f"rendezvous-{case}"
-        replicas = GlooGroup(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
+        replicas = ConnectedRanks(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
         if training := (TRAININGS | SHARED_TOKENS).get(case):
             found[case] = train(training, num_ranks, replicas)
+        elif case in SUPERVISED:
+            found[case] = fine_tuned(case, replicas, directory)
         else:
             found[case] = CASES[case](replicas, num_ranks, directory)
     (directory / f"{rank}.json").write_text(json.dumps(found))

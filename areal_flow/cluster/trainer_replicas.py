@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
@@ -39,15 +40,40 @@ class TrainerReplicas:
     ) -> None:
         self._client = client
         self._ranks = range(num_ranks)
-        self._writing_ranks = range(1)
         self._replace = replace
+        self._name = uuid4().hex
+        """Of the replica group: a new one once a rank was lost."""
+
+    async def fine_tune(self, source: Path) -> tuple[int, dict[str, float]]:
+        """Fine-tune for a while; return how many steps were taken in all, and their metrics."""
+        try:
+            found = await self._on_all_ranks(trainer_tasks.sft_chunk, self._connected(source))
+        except TrainerLost:
+            self._name = uuid4().hex
+            raise
+        return found[0]  # type: ignore[no-any-return]
+
+    async def save_fine_tuned(self) -> None:
+        await self._on_all_ranks(trainer_tasks.sft_checkpoint, [()] * len(self._ranks))
+
+    async def begin(self, source: Path) -> tuple[PolicyHashes, str]:
+        """Stage version 0; return its hashes, and the numeric environment."""
+        begin = trainer_tasks.begin_from_directory
+        found = await self._on_all_ranks(begin, self._connected(source))
+        _require_equal([hashes for hashes, _ in found], of="version 0")
+        return found[0]  # type: ignore[no-any-return]
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
-        name, num_ranks = uuid4().hex, len(self._ranks)
-        arguments = [(checkpoint, Rendezvous(name, rank, num_ranks)) for rank in self._ranks]
-        found = await self._on_all_ranks(trainer_tasks.restore_trainer, arguments)
+        self._name = uuid4().hex
+        restore = trainer_tasks.restore_trainer
+        found = await self._on_all_ranks(restore, self._connected(checkpoint))
         _require_equal(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
+
+    def _connected(self, argument: Any) -> list[tuple[Any, Rendezvous]]:
+        """Return arguments for each rank: one, and where it connects to the others."""
+        num_ranks = len(self._ranks)
+        return [(argument, Rendezvous(self._name, rank, num_ranks)) for rank in self._ranks]
 
     async def step(self, request: StepRequest) -> StepResult:
         """Compute one step on all ranks, without retries: a step must not repeat."""
@@ -60,22 +86,20 @@ class TrainerReplicas:
         await self._on_all_ranks(trainer_tasks.require_policy, [()] * len(self._ranks))
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        """Copy the checkpoint's state: the leader all of it, or every rank its part."""
+        """Copy the checkpoint's state, every rank its part."""
         state = (trainer_tasks.take_snapshot, weights_hash, next_submission_index)
-        every_rank_has_part = await self.lead(*state)
-        self._writing_ranks = self._ranks if every_rank_has_part else range(1)
-        await asyncio.gather(*self._ask_each(self._writing_ranks[1:], *state))
+        await asyncio.gather(*self._ask_each(*state))
 
     async def write_snapshot(self, step: int) -> None:
         """Write the copies of all ranks while they train."""
         write = (trainer_tasks.write_snapshot, step)
-        await asyncio.gather(*self._ask_each(self._writing_ranks, *write, num_slots=0))
+        await asyncio.gather(*self._ask_each(*write, num_slots=0))
         await self.lead(trainer_tasks.complete_snapshot, step, num_slots=0)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """Have every rank read rows while it trains; failures do not matter."""
         read = (trainer_tasks.read_ahead, tuple(trajectory_ids))
-        asked = self._ask_each(self._ranks, *read, num_slots=0)
+        asked = self._ask_each(*read, num_slots=0)
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
@@ -86,8 +110,8 @@ class TrainerReplicas:
         """
         return await self._ask(0, function, *arguments, num_slots=num_slots)
 
-    def _ask_each(self, ranks: Iterable[int], *call: Any, num_slots: int = 1) -> list[Any]:
-        return [self._ask(rank, *call, num_slots=num_slots) for rank in ranks]
+    def _ask_each(self, *call: Any, num_slots: int = 1) -> list[Any]:
+        return [self._ask(rank, *call, num_slots=num_slots) for rank in self._ranks]
 
     async def _ask(
         self, rank: int, function: Callable[..., Any], *arguments: Any, num_slots: int = 1

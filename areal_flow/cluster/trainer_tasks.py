@@ -19,6 +19,7 @@ from areal_flow.weights.media import ChosenChannel
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
+    from areal_flow.trainer.replicas import ReplicaGroup
     from areal_flow.trainer.sft import SftTrainer
 
 SFT_CHUNK_S = 2.0
@@ -37,20 +38,20 @@ def read_ahead(trajectory_ids: Sequence[str]) -> None:
     _rows(worker_context()).read_ahead(trajectory_ids)
 
 
-def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
+def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[PolicyHashes, str]:
     """Stage version 0, from a fork's first checkpoint or from a pretrained policy."""
     from areal_flow.trainer.backend import numeric_environment
 
-    rank = _rank()
+    rank = _connected(rendezvous)
     if 0 in list_checkpoints(rank.layout.checkpoints):
         return rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
     rank.load_pretrained(directory)
     return rank.stage_initial_policy()
 
 
-def take_snapshot(weights_hash: str, next_submission_index: int) -> bool:
-    """Copy this rank's state with these weights; return whether every rank has a part of it."""
-    return _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
+def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
+    """Copy this rank's part of the state with these weights."""
+    _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
 
 
 def write_snapshot(step: int) -> None:
@@ -63,34 +64,29 @@ def complete_snapshot(step: int) -> None:
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
     """Connect to the other ranks, and load a checkpoint."""
-    rank = _rank()
-    rank.replicas.leave()
-    if rendezvous.num_ranks > 1:
-        from areal_flow.trainer.replicas import GlooGroup
-
-        context = worker_context()
-        point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
-        rank.replicas = GlooGroup(rendezvous, point, host=context.host)
-    return rank.restore(checkpoint_step)
+    return _connected(rendezvous).restore(checkpoint_step)
 
 
-def sft_chunk(source: Path) -> tuple[int, dict[str, float]]:
+def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, float]]:
     """Fine-tune for `SFT_CHUNK_S` from the newest checkpoint; the last step's is the result.
 
     Args:
         source: the model directory of step 0; without weights, they are drawn from the seed.
+        rendezvous: where the ranks connect.
 
     Returns:
         How many steps were taken in all, and the metrics of the last one.
     """
     from areal_flow.trainer.sft import SftTrainer
 
-    context = worker_context()
+    context, replicas = worker_context(), _connected(rendezvous).replicas
     settings = context.recipe.sft
-    trainer = context.ensure(SftTrainer, lambda: _make_sft_trainer(context, source))
+    if (held := context.get(SftTrainer)) and held.backend.replicas is not replicas:
+        context.drop(SftTrainer)
+    trainer = context.ensure(SftTrainer, lambda: _make_sft_trainer(context, source, replicas))
     num_steps = settings.num_steps if len(trainer.rows) else 0
     began = monotonic()
-    while trainer.step < num_steps and monotonic() - began < SFT_CHUNK_S:
+    while trainer.step < num_steps and replicas.leader_says(monotonic() - began < SFT_CHUNK_S):
         trainer.take_step()
         if trainer.step % settings.checkpoint_every_steps == 0:
             sft_checkpoint()
@@ -107,6 +103,22 @@ def sft_checkpoint() -> None:
     layout, trainer = context.layout, context.get(SftTrainer)
     if trainer and trainer.step not in list_checkpoints(layout.sft_checkpoints):
         trainer.save(layout, _writer(context))
+
+
+def _connected(rendezvous: Rendezvous) -> TrainerRank:
+    """Return this process's rank, connected to the others of a replica group."""
+    rank = _rank()
+    if rendezvous.num_ranks > 1 and rank.replicas.name != rendezvous.name:
+        from areal_flow.trainer.replicas import ConnectedRanks
+
+        rank.replicas.leave()
+        context = worker_context()
+        point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
+        device_type = rank.recipe.trainer.device.partition(":")[0]
+        rank.replicas = ConnectedRanks(
+            rendezvous, point, host=context.host, device_type=device_type
+        )
+    return rank
 
 
 def _rank() -> TrainerRank:
@@ -140,28 +152,27 @@ def _writer(context: WorkerContext) -> Writer:
     return Writer(context.layout.writers, context.writer_epoch)
 
 
-def _make_sft_trainer(context: WorkerContext, source: Path) -> SftTrainer:
-    import torch
-
-    from areal_flow.models.policy import empty_policy, load_policy
-    from areal_flow.models.reward_model import load_reward_model
+def _make_sft_trainer(context: WorkerContext, source: Path, replicas: ReplicaGroup) -> SftTrainer:
+    from areal_flow.trainer.pretrained import first_model
     from areal_flow.trainer.sft import CompletionRows, SftTrainer
     from areal_flow.trainer.supervised import OBJECTIVES
 
     layout, recipe = context.layout, context.recipe
-    objective, device = OBJECTIVES[recipe.sft.objective], recipe.trainer.device
-    torch.manual_seed(recipe.seed)
-    if objective.makes_reward_model:
-        model = load_reward_model(source, layout.model, device=device)
-    else:
-        make = load_policy if any(source.glob("*.safetensors")) else empty_policy
-        model = make(source, device=device)
+    objective = OBJECTIVES[recipe.sft.objective]
+    model, weights = first_model(
+        source,
+        seed=recipe.seed,
+        device=recipe.trainer.device,
+        reward_model=layout.model if objective.makes_reward_model else None,
+    )
     trainer = SftTrainer(
         model,
         CompletionRows.read(layout.sft_rows, num_completions=len(objective.fields)),
         recipe.sft,
         recipe.trainer,
         seed=recipe.seed,
+        replicas=replicas,
+        weights=weights,
     )
     trainer.restore(layout)
     return trainer

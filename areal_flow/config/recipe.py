@@ -183,17 +183,9 @@ class Recipe(Settings):
     def _check_trainer_ranks(self) -> None:
         trainer, num_trainers = self.trainer, self.cluster.num_trainers
         require(
-            trainer.backend != "fsdp" or num_trainers > 1,
-            f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
-            f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
-        )
-        require(
-            not self.algorithm.needs_critic
-            or (trainer.backend, trainer.lora.rank, trainer.parallel.context_ranks)
-            == ("replicated", 0, 1),
-            f"algorithm.name {self.algorithm.name!r} trains a critic, which each rank holds whole: "
-            "trainer.backend must be 'replicated', trainer.lora.rank 0 and "
-            "trainer.parallel.context_ranks 1; take an algorithm without a critic, or leave these",
+            not (self.algorithm.needs_critic and trainer.lora.rank),
+            f"algorithm.name {self.algorithm.name!r} trains a critic of the policy's layers: "
+            "trainer.lora.rank must be 0; take an algorithm without a critic, or leave the adapter",
         )
         context = trainer.parallel.context_ranks
         require(

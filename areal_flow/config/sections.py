@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -101,8 +101,6 @@ class ParallelSettings(Settings):
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
-    backend: Literal["replicated", "fsdp"] = "replicated"
-    """`replicated`: each rank holds the whole policy; `fsdp`: a part of each tensor."""
     learning_rate: float = Field(3e-4, gt=0)
     """The rate of the optimizer after the warm-up."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
@@ -135,14 +133,13 @@ class TrainerSettings(Settings):
     keep_checkpoints: int = Field(3, ge=1)
     """How many newest checkpoints are kept, beside that of step 0."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainerSettings:
-        require(
-            self.backend != "fsdp" or not self.lora.rank,
-            f"trainer.lora.rank ({self.lora.rank}) with trainer.backend 'fsdp': an adapter is "
-            "small, and what it adapts is not sharded yet; set the backend to 'replicated'",
-        )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _without_backend(cls, given: Any) -> Any:
+        """Read recipes of recorded runs: several ranks share the policy now whatever they say."""
+        if isinstance(given, dict) and given.get("backend") in ("replicated", "fsdp"):
+            return {name: value for name, value in given.items() if name != "backend"}
+        return given
 
 
 class EvaluationSettings(Settings):

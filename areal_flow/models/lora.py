@@ -6,9 +6,9 @@ alone are trained. Whoever serves, evaluates or exports it gets that sum as a pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from areal_flow.errors import ConfigError
 PREFIX = "base_model.model."
 """What names of an adapter's tensors begin with, as `peft` writes them."""
 _NAME = "default"
+
+Named = TypeVar("Named")
 
 
 def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
@@ -36,6 +38,21 @@ def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
             ) from error
 
 
+def drawn_adapter(policy: Any, settings: LoraSettings, *, seed: int) -> dict[str, Tensor]:
+    """Return an adapter's tensors as `add_adapter` draws them, by stored name.
+
+    Args:
+        policy: without an adapter and on the meta device. It is used up.
+    """
+    for module in policy.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            # What is drawn goes where the matrix is; of that, one number takes memory.
+            like = torch.empty(1).expand(weight.shape)
+            setattr(module, name, torch.nn.Parameter(like, requires_grad=False))
+    add_adapter(policy, settings, seed=seed)
+    return {stored_name(n): t.detach() for n, t in policy.named_parameters() if ".lora_" in n}
+
+
 def stored_name(name: str) -> str:
     """Return what a tensor of a policy is called in files, whether or not it has an adapter.
 
@@ -46,19 +63,33 @@ def stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def split_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_adapter(tensors: Mapping[str, Named]) -> tuple[dict[str, Named], dict[str, Named]]:
     adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     return {name: tensors[name] for name in tensors if name not in adapter}, adapter
 
 
-@torch.no_grad()
-def merged(policy: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a policy's tensors, each matrix with an adapter as the sum that it stands for."""
-    plain, adapter = split_adapter(tensors)
-    if adapter:
-        for name, layer in _layers(policy).items():
-            plain[f"{name}.weight"] = plain[f"{name}.weight"] + layer.get_delta_weight(_NAME)
-    return plain
+def merge_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+    """Return what makes, of a matrix that an adapter adapts, the sum that both stand for.
+
+    Its adapter's tensors, as `tensors` has them by `stored_name`, are read by the way.
+    """
+    if not any(name.startswith(PREFIX) for name in tensors):
+        return lambda name, weight: weight
+    from peft.utils import transpose
+
+    layers = _layers(policy)
+
+    @torch.no_grad()
+    def merge(name: str, weight: Tensor) -> Tensor:
+        module = name.removesuffix(".weight")
+        if module == name or module not in layers:
+            return weight
+        down, up = (tensors[f"{PREFIX}{module}.lora_{of}.weight"] for of in "AB")
+        delta = transpose(up @ down, layers[module].fan_in_fan_out) * layers[module].scaling[_NAME]
+        merged: Tensor = weight + delta.to(weight.device)
+        return merged
+
+    return merge
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from areal_flow.models.huggingface import (
     without_progress_bars,
 )
 from areal_flow.models.linear import swap_linear_layers
-from areal_flow.models.lora import add_adapter, merged, stored_name
+from areal_flow.models.lora import add_adapter, merge_adapter, split_adapter, stored_name
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,14 +92,16 @@ def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> 
     with_adapter = empty_policy(directory)
     try:
         add_adapter(with_adapter, read_lora_settings(directory))
-        assign_tensors(with_adapter, read_weight_files(directory))
+        tensors = read_weight_files(directory)
+        assign_tensors(with_adapter, tensors)
     except (OSError, ValueError, SafetensorError, WeightsError) as error:
         raise ModelError(
             f"expected a checkpoint's {ADAPTER_FILE} and, in it or in that of step 0 beside it, "
             f"the model.safetensors that it belongs to, found {directory}: {error}"
         ) from error
     policy = empty_policy(directory, dtype=dtype, device=device)
-    assign_tensors(policy, merged_tensors(with_adapter))
+    merge, (plain, _) = merge_adapter(with_adapter, tensors), split_adapter(tensors)
+    assign_tensors(policy, {name: merge(name, tensor) for name, tensor in plain.items()})
     return policy
 
 
@@ -291,11 +293,6 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
         seen.add(id(tensor))
         tensors[stored_name(name)] = tensor.detach()
     return tensors
-
-
-def merged_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """As `policy_tensors`, with an adapter merged into the matrices that it adapts."""
-    return merged(policy, policy_tensors(policy))
 
 
 @torch.no_grad()

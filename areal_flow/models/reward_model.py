@@ -57,25 +57,23 @@ def load_reward_model(
     return disable_dropout_and_move(model, device)
 
 
-def critic_of(policy: Any) -> Any:
-    """Return a model that scores, with a copy of a policy's layers; its scores are 0."""
+def critic_of(policy: Any, *, device: torch.device | str = "cpu") -> Any:
+    """Return a model that scores with layers like a policy's, whose weights are yet to come."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id or 0
     try:
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
-        )
-        model = disable_dropout_and_move(model, policy.device)
-        layers = model.get_decoder()
+        with torch.device(device):
+            model = AutoModelForSequenceClassification.from_config(
+                config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
+            )
+        model.get_decoder()
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f"algorithm.name 'ppo_critic': expected an architecture that transformers can make a "
             f"scoring model of, found {config.model_type!r}; take an algorithm without a critic"
         ) from error
-    layers.load_state_dict(policy.get_decoder().state_dict())
-    torch.nn.init.zeros_(model.score.weight)
-    return model
+    return disable_dropout_and_move(model, device)
 
 
 def is_reward_model(model: Any) -> bool:
@@ -87,4 +85,5 @@ def scores_at(model: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: 
     hidden_MH = hidden_at(model, input_ids_1T, layout, positions_M)
     with torch.autocast(hidden_MH.device.type, enabled=False):
         scores_M1 = model.score(hidden_MH.to(model.dtype))
-    return scores_M1[:, 0].float()  # type: ignore[no-any-return]
+    # No view: FSDP has hooks on what a pass returns, which it would lose of a changed one.
+    return scores_M1[:, 0].float().clone()  # type: ignore[no-any-return]

@@ -39,9 +39,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from areal_flow.config import LoraSettings, Recipe
 from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
-from areal_flow.models.policy import fill_buffers, policy_from_config
+from areal_flow.models.policy import policy_from_config
 from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.backend import backend_name
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import TrainingSequence
@@ -100,7 +99,7 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
         if recipe.algorithm.needs_reference and not lora.rank:
             with unset_fake_temporarily(), torch.device("meta"):
                 reference = policy_from_config(config, device="meta")
-            rank.backend.hold_reference(_with_weights(reference, rank.recipe, ranks))
+            rank.backend.hold_reference(reference)
         for group in _optimizer(rank).param_groups if on_cuda else ():
             group["fused"] = True
         by_kind = peak_by_kind(rank, policy)
@@ -110,22 +109,13 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
 def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
     rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
     rank.replicas = ranks
-    rank.adopt(_with_weights(policy, recipe, ranks))
+    rank.adopt(policy)
     return rank
 
 
 def _optimizer(rank: TrainerRank) -> Optimizer:
     backend: Any = rank.backend
     return backend.optimizer  # type: ignore[no-any-return]
-
-
-def _with_weights(policy: Any, recipe: Recipe, ranks: ReplicaGroup) -> Any:
-    """Give a policy of the meta device weights on the fake one, unless its backend does."""
-    if backend_name(recipe.trainer, ranks) == "replicated":
-        policy.to_empty(device="cpu")
-        policy.tie_weights()
-        fill_buffers(policy)
-    return policy
 
 
 def _undo_onednn(policy: nn.Module) -> None:
@@ -217,8 +207,8 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
 
 
 @dataclass
-class _FakeRanks:
-    """A `ReplicaGroup` of which this process is rank 0, and the others are nobody."""
+class _FakeRanks(ReplicaGroup):
+    """Of which this process is rank 0, and the others are nobody."""
 
     num_ranks: int
     whole_mesh: DeviceMesh
@@ -234,7 +224,7 @@ class _FakeRanks:
     def mesh(self, device_type: str) -> DeviceMesh:
         return self.whole_mesh
 
-    def subgroup(self, num_ranks: int, device_type: str) -> Any:
+    def subgroup(self, num_ranks: int) -> Any:
         with unset_fake_temporarily():
             return distributed.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
 

@@ -18,8 +18,7 @@ from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.run.directory import Parent, check_schema_version, record_parent
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import SavedState
-from areal_flow.trainer.checkpoint import Snapshot, write_checkpoint
+from areal_flow.trainer.checkpoint import take_snapshot, write_checkpoint
 
 
 async def write_version_0(
@@ -49,14 +48,11 @@ async def write_version_0(
             )
         if step is not None:
             await _replay(reached, parent, step=step, on_replayed=on_replayed)
-    saved = local.rank.backend.save()
-    assert isinstance(saved, SavedState), "who is alone holds a whole policy"
-    if fresh_optimizer:
-        saved = replace(saved, optimizer={})
     weights_hash = reached.hashes.weights_hash
-    snapshot = Snapshot(
-        saved, CheckpointState(0, weights_hash, 0, recipe.digest()), recipe.trainer.lora
-    )
+    description = CheckpointState(0, weights_hash, 0, recipe.digest())
+    snapshot = take_snapshot(local.rank.backend, description, recipe.trainer.lora)
+    if fresh_optimizer:
+        snapshot = replace(snapshot, optimizer={})
     write_checkpoint(layout.checkpoints, parent.model, snapshot, writer)
     run_id, optimizer = check_schema_version(parent), fresh_optimizer or "kept"
     record_parent(layout, Parent(run_id, parent.name, reached.step, weights_hash, optimizer))

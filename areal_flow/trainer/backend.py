@@ -1,66 +1,80 @@
-"""What a training step and a trainer rank need of whatever holds a policy and its optimizer.
+"""A policy and its optimizer as one rank has them, with what a step needs of them.
 
-It does not depend on how many copies or shards of the policy there are.
+It does not depend on which architecture the policy has, and hardly on how many ranks share it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.config import Recipe, TrainerSettings
-from areal_flow.errors import ConfigError
+from areal_flow.models.hashing import TensorHash, hash_tensors, in_main_memory
 from areal_flow.models.linear import onednn_is_faster
-from areal_flow.settings import import_function
-from areal_flow.trainer.critic import Critic
-from areal_flow.trainer.passes import Passes
+from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
+from areal_flow.recovery.checkpoints import RNG_STATE
+from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.optimizers import PolicyOptimizer
+from areal_flow.trainer.passes import Passes, RunOn
+from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess, context_ranks
-from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
+from areal_flow.trainer.tensor_rows import Rows, TensorRows, copied_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
-from areal_flow.weights.channel import WeightsWriter
+from areal_flow.weights.channel import StreamedTensors, WeightsWriter
 
-BACKENDS = {
-    "replicated": "areal_flow.trainer.replicated:ReplicatedBackend",
-    "fsdp": "areal_flow.trainer.sharded:ShardedBackend",
-}
-"""By the name that recipes use. The next one is a file, a line here and its tests."""
+SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
+"""This process's rows of the weights, and of the optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """A copy of what a backend continues from, in main memory, by tensor name."""
+class TrainerBackend:
+    """A policy and its optimizer, whole or this rank's rows; not for concurrent use.
 
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    All ranks call the same methods in the same order.
+    """
 
+    def __init__(
+        self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
+    ) -> None:
+        """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
+        self.settings = settings
+        self.replicas = replicas or SingleProcess()
+        self._trained = TrainedModel(policy, settings, self.replicas)
+        run = self._trained.run
+        self.passes = Passes(run, settings, self.replicas, reference=partial(_run_bare, run))
+        self.has_reference = False
+        """Whether a policy was given to `hold_reference`. With an adapter none is needed: the
+        reference is then the policy without it."""
+        self.critic: Critic | None = None
+        """What predicts values, for an algorithm that needs it."""
 
-@dataclass(frozen=True, slots=True)
-class SavedRows:
-    """As `SavedState`: a rank's rows of a sharded backend."""
+    @property
+    def policy(self) -> Any:
+        return self._trained.model
 
-    weights: dict[str, TensorRows]
-    optimizer: dict[str, TensorRows]
+    @property
+    def optimizer(self) -> PolicyOptimizer:
+        return self._trained.optimizer
 
+    def add_critic(self, algorithm: ActorCriticPPO) -> None:
+        self.critic = Critic(self.policy, self.settings, algorithm, self.replicas)
 
-class TrainerBackend(Protocol):
-    """A policy and its optimizer, wherever their parts are; not for concurrent use."""
-
-    settings: TrainerSettings
-    passes: Passes
-    is_sharded: bool
-    """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
-    critic: Critic | None
-    """What predicts values, for an algorithm that needs it."""
-    has_reference: bool
-    """Whether a policy was given to `hold_reference`. With an adapter none is needed: the reference
-    is then the policy without it."""
+    def hold_reference(self, policy: Any, weights: Rows | None = None) -> None:
+        """Keep a policy, of any architecture with the same tokens, as the reference."""
+        held = RankedModel(policy.requires_grad_(False), self.settings, self.replicas)
+        if weights is not None:
+            held.load(weights)
+        self.passes.reference = held.run
+        self.has_reference = True
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
@@ -70,61 +84,101 @@ class TrainerBackend(Protocol):
         Raises:
             TrainerLost: another rank left meanwhile. Nothing may be computed any more.
         """
+        bound = self.passes.minibatch_bound(minibatch)
+        return self._trained.update(
+            self.passes,
+            lambda rank: self.passes.backward(minibatch, rank, bound),
+            minibatch,
+            name="update",
+        )
 
-    def hold_reference(self, policy: Any) -> None:
-        """Keep a policy, of any architecture with the same tokens, as the reference."""
-
-    def export_weights(self) -> Mapping[str, Tensor]:
+    def export_weights(self) -> StreamedTensors:
         """Return the weights to be served, by name and in master precision: an adapter is merged.
 
-        The next update changes them.
+        Each is gathered when it is read: all ranks read, in the same order. The next update changes
+        them.
         """
+        tensors = self._gathered()
+        merge = merge_adapter(self.policy, tensors)
+        return StreamedTensors(_served(tensors), read=lambda name: merge(name, tensors[name]))
 
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
         """Write the weights aside, in the type that they are served in; return who they are."""
+        tensors, master = self._gathered(), TensorHash()
+        merge = merge_adapter(self.policy, tensors)
+        with ThreadPoolExecutor(1) as thread:
+            hashed = master.add_beside(in_main_memory(tensors), thread=thread)
 
-    def save(self) -> SavedState | SavedRows:
-        """Return a copy of the state; the next update does not change it."""
+            def read(name: str) -> Tensor:
+                weights = next(tensor for found, tensor in hashed if found == name)
+                return merge(name, weights).to(dtype)
 
-    def load(self, saved: SavedState) -> None:
-        """Continue from what `save` returned.
-
-        Raises:
-            WeightsError: it is of another policy.
-        """
+            served_hash = channel.stage(
+                version, StreamedTensors(_served(tensors, dtype), read=read)
+            )
+            deque(hashed, maxlen=0)  # an adapter's tensors that come after all others
+        return PolicyHashes(master.hexdigest(), served_hash)
 
     def fingerprint(self) -> str:
         """Return the hash of the master weights."""
+        return hash_tensors(self._gathered())
 
+    def save(self) -> SavedState:
+        """Return a copy of the state; the next update does not change it."""
+        optimizer = self.optimizer.named_state()
+        if self.critic:
+            optimizer |= self.critic.named_state()
+        return copied_rows(self._trained.tensors()), copied_rows(optimizer)
 
-class LoadsRows(Protocol):
-    """What a backend that is sharded has in place of `load`."""
-
-    def load_rows(self, weights: RowsFile, optimizer: RowsFile) -> None:
-        """Continue from the rows that `save` returned on all ranks, however many there were.
+    def load_weights(self, weights: Rows) -> None:
+        """Begin with weights.
 
         Raises:
             WeightsError: they are of another policy.
         """
+        self._trained.load(weights)
+
+    def load(self, weights: Rows, optimizer: Rows) -> None:
+        """Continue from what `save` returned on all ranks, however many there were.
+
+        Raises:
+            WeightsError: it is of another policy.
+        """
+        self.load_weights(weights)
+        own = {n: optimizer[n] for n in optimizer if n != RNG_STATE and not n.startswith(PREFIX)}
+        self._trained.load_optimizer(own)
+        if self.critic:  # a fork from a run with a critic may leave it behind
+            self.critic.load(optimizer)
+
+    def _gathered(self) -> StreamedTensors:
+        tensors = self._trained.tensors()
+        return StreamedTensors(_like(tensors), read=lambda name: whole(tensors[name]))
 
 
-def backend_name(settings: TrainerSettings, replicas: ReplicaGroup) -> str:
-    """Return which backend a rank has: one that is alone holds its policy whole."""
-    return "replicated" if replicas.is_alone else settings.backend
+def _run_bare(run: RunOn, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """A `RunOn`, once the first is bound, of the policy without its adapter."""
+    return run(partial(_without_adapter, function), *arguments, **keywords)
 
 
-def make_backend(
-    policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
-) -> TrainerBackend:
-    replicas = replicas or SingleProcess()
-    path = BACKENDS[backend_name(settings, replicas)]
-    backend = import_function(path, setting="trainer.backend", error=ConfigError)
-    return backend(policy, settings, replicas)  # type: ignore[no-any-return]
+def _without_adapter(function: Any, policy: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    with without_adapter(policy):
+        return function(policy, *arguments, **keywords)
+
+
+def _served(tensors: StreamedTensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return _like(split_adapter(tensors.like)[0], dtype)
+
+
+def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
 
 
 def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
-    device, backend = recipe.trainer.device, backend_name(recipe.trainer, replicas)
+    device = recipe.trainer.device
     context = context_ranks(replicas, recipe.trainer)
     environment = {
         "torch": torch.__version__,
@@ -137,7 +191,7 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         "dtype": recipe.trainer.dtype,
         "machine": os.uname().machine,
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
-        **({"backend": backend} if backend != "replicated" else {}),
+        **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from areal_flow.config import LoraSettings
 from areal_flow.errors import StorageError, TrainingError
-from areal_flow.models.hashing import hash_files, hash_tensors
+from areal_flow.models.hashing import hash_files
 from areal_flow.models.lora import split_adapter
-from areal_flow.models.policy import read_weight_files
 from areal_flow.recovery.checkpoints import (
     ADAPTER_FILE,
     MODEL_FILE,
@@ -36,11 +34,18 @@ from areal_flow.recovery.checkpoints import (
     checkpoint_path,
     read_checkpoint_state,
     set_aside,
+    weight_files,
 )
 from areal_flow.run.durable import force_to_disk
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import LoadsRows, SavedRows, SavedState, TrainerBackend
-from areal_flow.trainer.tensor_rows import RowsFile, write_rows
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.tensor_rows import (
+    Rows,
+    TensorRows,
+    rows_in_files,
+    rows_of,
+    write_rows,
+)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -49,18 +54,28 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of a trainer's state, to be written while the trainer goes on."""
+    """A copy of this process's rows of a trainer's state, written while the trainer goes on."""
 
-    saved: SavedState | SavedRows
-    """All of it, or what this process has."""
+    weights: dict[str, TensorRows]
+    optimizer: dict[str, TensorRows]
     description: CheckpointState
     """Without the optimizer's hash: it is computed when the snapshot is written."""
+    random_state: TensorRows
+    """torch's: the leader writes its own."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Of the adapter, if the policy has one."""
-    random_state: Any = field(default_factory=torch.get_rng_state)
-    """torch's; rows of it where the rest is rows."""
     attempt: str = ""
     """A name of the ranks that write together."""
+
+
+def take_snapshot(
+    backend: TrainerBackend, description: CheckpointState, lora: LoraSettings | None = None
+) -> Snapshot:
+    replicas = backend.replicas
+    random_state = rows_of(torch.get_rng_state(), whole=replicas.leads)
+    return Snapshot(
+        *backend.save(), description, random_state, lora or LoraSettings(), attempt=replicas.name
+    )
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
@@ -69,23 +84,18 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
+    """Write this process's rows, beside those of the others."""
     partial = _partial(root, snapshot, writer)
-    saved = snapshot.saved
+    weights, adapter = split_adapter(snapshot.weights)
+    optimizer = {**snapshot.optimizer, RNG_STATE: snapshot.random_state}
     with _storage_errors(root, snapshot):
         partial.mkdir(parents=True, exist_ok=True)
-        if isinstance(saved, SavedRows):
-            write_rows(partial / MODEL_FILE, saved.weights, metadata={"format": "pt"})
-            random_state = {RNG_STATE: snapshot.random_state}
-            write_rows(partial / OPTIMIZER_FILE, saved.optimizer | random_state)
-            return
-        weights, adapter = split_adapter(saved.weights)
         if not adapter or snapshot.description.step == 0:
-            save_file(weights, partial / MODEL_FILE, metadata={"format": "pt"})
+            write_rows(partial / MODEL_FILE, weights, metadata={"format": "pt"})
         if adapter:
             metadata = {"format": "pt", "lora": snapshot.lora.model_dump_json()}
-            save_file(adapter, partial / ADAPTER_FILE, metadata=metadata)
-        optimizer = {**saved.optimizer, RNG_STATE: snapshot.random_state}
-        save_file(optimizer, partial / OPTIMIZER_FILE)
+            write_rows(partial / ADAPTER_FILE, adapter, metadata=metadata)
+        write_rows(partial / OPTIMIZER_FILE, optimizer)
 
 
 def complete_checkpoint(
@@ -113,10 +123,9 @@ def complete_checkpoint(
 
 
 def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
-    saved, expected = snapshot.saved, snapshot.description.weights_hash
-    if not isinstance(saved, SavedRows):
-        return hash_tensors(saved.optimizer)
-    if (found := hash_files(partial / MODEL_FILE)) != expected:
+    """Return the hash of what is in the file, once that of the weights is what it should be."""
+    expected, has_base = snapshot.description.weights_hash, (partial / MODEL_FILE).is_file()
+    if has_base and (found := hash_files(*weight_files(partial))) != expected:
         raise StorageError(
             f"checkpoint {snapshot.description.step}: expected weights {expected}, the ranks wrote "
             f"{found}: is {partial.parent} the same directory on all their hosts? Older "
@@ -147,35 +156,27 @@ def _storage_errors(root: Path, snapshot: Snapshot) -> Iterator[None]:
 
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
-    if backend.is_sharded:
-        return _read_rows(path, cast("LoadsRows", backend))
-    description, optimizer = _read(path, lambda path: load_file(path / OPTIMIZER_FILE))
-    random_state = optimizer.pop(RNG_STATE)
-    _refuse_unless(hash_tensors(optimizer) == description.optimizer_hash, path)
+    """Load a checkpoint, of which a process has one tensor at a time and its own rows."""
+
+    def read_optimizer(path: Path) -> tuple[str, Rows]:
+        file = path / OPTIMIZER_FILE
+        return hash_files(file, without={RNG_STATE}), rows_in_files(file)
+
+    description, (found, optimizer) = _read(path, read_optimizer)
+    _refuse_unless(found == description.optimizer_hash, path)
     weights = read_weights(path)
-    torch.set_rng_state(random_state)
-    backend.load(SavedState(weights, optimizer))
+    torch.set_rng_state(optimizer[RNG_STATE](0, len(torch.get_rng_state())))
+    backend.load(weights, optimizer)
     return description
 
 
-def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
-    """A rank holds one tensor at a time, and of most its own rows alone."""
+def read_weights(path: Path) -> Rows:
+    def read(path: Path) -> tuple[str, Rows]:
+        files = weight_files(path)
+        return hash_files(*files), rows_in_files(*files)
 
-    def hashes(path: Path) -> tuple[str, str]:
-        optimizer_hash = hash_files(path / OPTIMIZER_FILE, without={RNG_STATE})
-        return hash_files(path / MODEL_FILE), optimizer_hash
-
-    description, found = _read(path, hashes)
-    _refuse_unless(found == (description.weights_hash, description.optimizer_hash), path)
-    weights, optimizer = RowsFile(path / MODEL_FILE), RowsFile(path / OPTIMIZER_FILE)
-    torch.set_rng_state(optimizer.rows(RNG_STATE, 0, len(torch.get_rng_state())))
-    backend.load_rows(weights, optimizer)
-    return description
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    description, weights = _read(path, read_weight_files)
-    _refuse_unless(hash_tensors(weights) == description.weights_hash, path)
+    description, (found, weights) = _read(path, read)
+    _refuse_unless(found == description.weights_hash, path)
     return weights
 
 

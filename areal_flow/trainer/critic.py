@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,19 @@ from torch.nn.utils.rnn import pad_sequence
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import AdvantageInputs, Metric, MinibatchSize, PolicyLoss
 from areal_flow.config import TrainerSettings
-from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
-from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.optimizers import update_whole
-from areal_flow.trainer.passes import Passes, run_on
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.passes import Passes
+from areal_flow.trainer.ranked_model import TrainedModel
+from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
+from areal_flow.trainer.tensor_rows import Rows, local_rows, under
 from areal_flow.trainer.updates import Minibatch, StepSettings
 
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""
+
+WEIGHTS, OPTIMIZER = f"{PREFIX}weights.", f"{PREFIX}optimizer."
 
 
 class Critic:
@@ -44,31 +44,46 @@ class Critic:
         algorithm: ActorCriticPPO,
         replicas: ReplicaGroup,
     ) -> None:
-        self._replicas = replicas
         self._policy = policy
         self._algorithm = algorithm
         self._settings = settings.model_copy(
-            update={"learning_rate": algorithm.critic.learning_rate}
+            update={"learning_rate": algorithm.critic.learning_rate, "optimizer": "adamw"}
         )
-        self.begin()
+        model = critic_of(policy, device="meta")
+        self._trained = TrainedModel(model, self._settings, replicas)
+        run = self._trained.run
+        self._passes = Passes(run, self._settings, replicas, reference=run)
+        self._begin()
 
-    def begin(self) -> None:
-        self.model = critic_of(self._policy)
-        if self._settings.activations == "recompute":
-            recompute_layers(self.model)
-        self._optimizer = PolicyAdamW(self.model.named_parameters(), self._settings)
-        run = partial(run_on, self.model)
-        self._passes = Passes(run, self._settings, self._replicas, reference=run)
+    @property
+    def model(self) -> Any:
+        return self._trained.model
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Take the policy's layers, and scores of 0."""
+        layers = self._policy.get_decoder().state_dict()
+        for name, tensor in self.model.get_decoder().state_dict().items():
+            local_rows(tensor)[0].copy_(local_rows(layers[name])[0])
+        local_rows(self.model.score.weight)[0].zero_()
+        self._trained.optimizer.load_named_state({})
+        self._trained.forget_gathered()
 
     def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-        return pad_sequence(self._passes.by_trajectory(self._values_of, whole), batch_first=True)
+        return pad_sequence(
+            self._passes.by_trajectory(self._values_before, whole), batch_first=True
+        )
 
     @torch.no_grad()
-    def _values_of(self, micro: MicroBatch) -> Tensor:
-        with self._passes.autocast():
-            return _values(self.model, micro)
+    def _values_before(self, micro: MicroBatch) -> Tensor:
+        return self._values(micro)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        with raise_trainer_lost(), self._passes.autocast():
+            values_M: Tensor = self._trained.run(_values, micro)
+        return values_M
 
     def update(
         self,
@@ -78,8 +93,7 @@ class Critic:
     ) -> dict[str, Metric]:
         """Make one update of sequences as `sequences_with_targets` makes them, by rank."""
         minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
-        numbers = update_whole(
-            self._optimizer,
+        numbers = self._trained.update(
             self._passes,
             lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank),
             minibatch,
@@ -119,33 +133,25 @@ class Critic:
         return {"critic_explained_variance": Metric(explained, 1.0)}
 
     def _value_loss(self, micro: MicroBatch) -> PolicyLoss:
-        with self._passes.autocast():
-            values_M = _values(self.model, micro)
+        values_M = self._values(micro)
         # The columns of `sequences_with_targets`: old values and targets.
         return self._algorithm.value_loss(values_M, micro.behavior_logprobs_M, micro.advantages_M)
 
     def named_state(self) -> dict[str, Tensor]:
-        weights = {f"{PREFIX}weights.{n}": t for n, t in policy_tensors(self.model).items()}
-        state = self._optimizer.named_state()
-        return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}
+        state = self._trained.optimizer.named_state()
+        return {f"{WEIGHTS}{name}": tensor for name, tensor in self._trained.tensors().items()} | {
+            f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()
+        }
 
-    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, saved: Rows) -> None:
         """Continue from what `named_state` returned; without it, from the policy's layers."""
-        weights = _under(f"{PREFIX}weights.", tensors)
+        weights = under(WEIGHTS, saved)
         if not weights:
-            self.begin()
+            self._begin()
             return
-        assign_tensors(self.model, weights)
-        self._optimizer.load_named_state(_under(f"{PREFIX}optimizer.", tensors))
+        self._trained.load(weights)
+        self._trained.load_optimizer(under(OPTIMIZER, saved))
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:
     return scores_at(model, micro.input_ids_1T, micro.layout, micro.predicting_M)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

@@ -94,6 +94,14 @@ class Passes:
         """Return numbers of each sequence's trained tokens, float64, on every rank."""
         max_tokens = self.settings.tokens_per_micro_batch
         planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
+        return self.by_planned_trajectory(compute, sequences, planned)
+
+    def by_planned_trajectory(
+        self,
+        compute: Callable[[MicroBatch], Tensor],
+        sequences: Sequence[TrainingSequence],
+        planned: MinibatchPlan,
+    ) -> list[Tensor]:
         order = [[index for micro in of_rank for index in micro] for of_rank in planned]
         lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
         longest = max(map(sum, lengths))
@@ -144,7 +152,7 @@ class Passes:
     def backward_of(
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
     ) -> Found:
-        """As `backward`, with any loss of a micro-batch."""
+        """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
         aggregate, found = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
@@ -155,8 +163,9 @@ class Passes:
                 minibatch.size,
                 num_sequences=micro.num_sequences,
             )
-            with raise_trainer_lost():
-                loss.backward()  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                with raise_trainer_lost():
+                    loss.backward()  # type: ignore[no-untyped-call]
             found.append({LOSS: sum_of(loss), **policy_loss.metrics})
         return found
 

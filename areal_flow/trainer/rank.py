@@ -8,49 +8,40 @@ weights and completes checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.policy import DTYPES, assign_tensors, empty_policy, load_policy
+from areal_flow.models.lora import add_adapter, drawn_adapter
+from areal_flow.models.policy import DTYPES
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import (
-    SavedRows,
-    SavedState,
-    TrainerBackend,
-    backend_name,
-    make_backend,
-    numeric_environment,
-)
+from areal_flow.trainer.backend import TrainerBackend, numeric_environment
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
     read_checkpoint,
     read_weights,
+    take_snapshot,
     write_part,
 )
 from areal_flow.trainer.context import check_heads
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.metrics import step_metrics
+from areal_flow.trainer.pretrained import pretrained_policy, shapes_of
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
-from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.trainer.step import train_step
-from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.tensor_rows import Rows, whole_rows
 from areal_flow.trainer.updates import StepSettings, UpdateNumbers
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
@@ -101,17 +92,20 @@ class TrainerRank:
         if (lora := self.recipe.trainer.lora).rank:
             add_adapter(policy, lora, seed=self.recipe.seed)
         self._shape = PolicyShape.of(policy)
-        self._backend = make_backend(policy, self.recipe.trainer, self.replicas)
+        self._backend = TrainerBackend(policy, self.recipe.trainer, self.replicas)
         if isinstance(algorithm := self.recipe.algorithm, ActorCriticPPO):
-            assert isinstance(self._backend, ReplicatedBackend), "a recipe allows no other"
             self._backend.add_critic(algorithm)
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
-        self.adopt(load_policy(directory, device=self.recipe.trainer.device))
+        policy, weights = pretrained_policy(directory)
+        if (lora := self.recipe.trainer.lora).rank:
+            drawn = drawn_adapter(shapes_of(directory), lora, seed=self.recipe.seed)
+            weights = {**weights, **whole_rows(drawn)}
+        self.adopt(policy).load_weights(weights)
 
     def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
-        self._hold_reference(self.backend.export_weights)
+        self._hold_reference(lambda: self.backend.save()[0])
         return self._stage(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
@@ -161,24 +155,16 @@ class TrainerRank:
         if self._hashes is None:
             raise TrainerLost("the trainer was started again and holds nothing")
 
-    def snapshot(self, *, weights_hash: str, next_submission_index: int) -> bool:
+    def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
 
-        Return whether that is a part of it, and every rank has one.
+        It is this rank's part: every rank is to copy and to write its own.
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
             self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        saved = self.backend.save()
-        snapshot = Snapshot(
-            saved, description, self.recipe.trainer.lora, attempt=self.replicas.name
-        )
-        if isinstance(saved, SavedRows):
-            own = rows_of(snapshot.random_state, whole=self.replicas.leads)
-            snapshot = replace(snapshot, random_state=own)
-        self._snapshot = snapshot
-        return self.backend.is_sharded
+        self._snapshot = take_snapshot(self.backend, description, self.recipe.trainer.lora)
 
     def write_snapshot(self, step: int, writer: Writer) -> None:
         """Write this rank's part of the snapshot of a step. Any thread."""
@@ -200,7 +186,7 @@ class TrainerRank:
 
     def restore(self, step: int) -> PolicyHashes:
         try:
-            backend = self._adopt_empty()
+            backend = self.adopt(shapes_of(self.layout.model))
             read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
             return self._stage(step)
         except BaseException:
@@ -210,37 +196,18 @@ class TrainerRank:
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank at this one's step, with a copy of its policy and settings of its own."""
         other = replace(self, recipe=recipe, loss=loss)
-        saved = self.backend.save()
-        assert isinstance(saved, SavedState), "who is alone holds a whole policy"
-        other._adopt_empty().load(saved)
+        other.adopt(shapes_of(self.layout.model)).load(*self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
 
-    def _adopt_empty(self) -> TrainerBackend:
-        """Adopt the run's architecture, whose weights are to be loaded.
-
-        Of a policy of which this rank will have a part, there is never a whole one.
-        """
-        trainer = self.recipe.trainer
-        if backend_name(trainer, self.replicas) == "replicated":
-            return self.adopt(empty_policy(self.layout.model, device=trainer.device))
-        with torch.device("meta"):
-            policy = empty_policy(self.layout.model, device="meta")
-        return self.adopt(policy)
-
-    def _hold_reference(self, first_weights: Callable[[], Mapping[str, Tensor]]) -> None:
+    def _hold_reference(self, first_weights: Callable[[], Rows]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
         if not self.recipe.algorithm.needs_reference or self.backend.has_reference:
             return
-        device = self.recipe.trainer.device
         if directory := reference_directory(self.layout):
-            reference = load_policy(directory, device=device)
-        elif self.recipe.trainer.lora.rank:
-            return  # the policy without its adapter
-        else:
-            reference = empty_policy(self.layout.model, device=device)
-            assign_tensors(reference, first_weights())
-        self.backend.hold_reference(reference)
+            self.backend.hold_reference(*pretrained_policy(directory))
+        elif not self.recipe.trainer.lora.rank:  # with an adapter: the policy without it
+            self.backend.hold_reference(shapes_of(self.layout.model), first_weights())
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"

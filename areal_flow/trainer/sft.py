@@ -7,9 +7,9 @@ that goes on from a checkpoint makes the same bits as training that was never st
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import chain
 from math import nan
 from pathlib import Path
@@ -21,15 +21,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
-from areal_flow.algorithms.protocol import (
-    LossInputs,
-    Metric,
-    MinibatchSize,
-    PolicyLoss,
-    add_metrics,
-    read_from_device,
-    sum_of,
-)
+from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.errors import TrainingError
@@ -43,13 +35,20 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.durable import replace_file_durably
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import make_backend
-from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.checkpoint import (
+    complete_checkpoint,
+    read_checkpoint,
+    take_snapshot,
+    write_part,
+)
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.trainer.tensor_rows import Rows
+from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
@@ -112,12 +111,23 @@ class SftTrainer:
     settings: SftSettings
     trainer: InitVar[TrainerSettings]
     seed: int
+    replicas: InitVar[ReplicaGroup | None] = None
+    weights: InitVar[Rows | None] = None
+    """Of a policy that has none yet."""
     step: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
     """What was found at each step, from the first on."""
 
-    def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
-        self.backend = make_backend(policy, trainer)
+    def __post_init__(
+        self,
+        policy: Any,
+        trainer: TrainerSettings,
+        replicas: ReplicaGroup | None,
+        weights: Rows | None,
+    ) -> None:
+        self.backend = TrainerBackend(policy, trainer, replicas)
+        if weights is not None:
+            self.backend.load_weights(weights)
         self._skipped = SkippedSteps()
         self.objective = OBJECTIVES[self.settings.objective]
         self._of_step = StepSettings(
@@ -157,19 +167,15 @@ class SftTrainer:
 
     def measure_held_out(self) -> dict[str, float]:
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
-        of = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
-        found = []
-        for _, micro, logprobs_M in self._computed(sequences):
-            zeros_M, sequence_M = torch.zeros_like(logprobs_M), micro.sequence_M
-            behavior_M, versions_M = micro.behavior_logprobs_M, micro.versions_M
-            columns = (logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
-            of_micro = self._loss(LossInputs(*columns, micro.num_sequences))
-            loss = self._of_step.algorithm.aggregate(
-                of_micro.losses_T, sequence_M, of, num_sequences=micro.num_sequences
-            )
-            found.append({"loss": sum_of(loss), **of_micro.metrics})
-        added = reduce(add_metrics, read_from_device(found), dict[str, Metric]())
-        values = {name: metric.value for name, metric in added.items()}
+        size = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
+        passes = self.backend.passes
+        batches = passes.batches(sequences, self._planned(sequences))
+        minibatch = Minibatch(batches, size, 0.0, self._of_step)
+        with torch.no_grad():
+            found = {rank: passes.backward_of(self._loss_of, minibatch, rank) for rank in batches}
+        numbers = passes.read(found, torch.zeros(()))
+        values = {name: metric.value for name, metric in numbers.metrics.items()}
+        values["loss"] = numbers.losses[0]
         return {f"held_out_{name}": value for name, value in values.items()}
 
     def learning_rate(self, step: int) -> float:
@@ -185,16 +191,21 @@ class SftTrainer:
         )
 
     def save(self, layout: RunLayout, writer: Writer) -> Path:
-        root = layout.sft_checkpoints
+        """Write a checkpoint, of which every rank writes its rows and the leader the rest."""
+        root, replicas = layout.sft_checkpoints, self.backend.replicas
         root.mkdir(parents=True, exist_ok=True)
         writer.check_current()
-        lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
-        replace_file_durably(layout.sft_metrics, lines)
         description = CheckpointState(self.step, self.backend.fingerprint(), 0, config_hash="")
-        snapshot = Snapshot(self.backend.save(), description)
-        path = write_checkpoint(root, layout.model, snapshot, writer)
-        prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
-        return path
+        snapshot = take_snapshot(self.backend, description)
+        write_part(root, snapshot, writer)
+        replicas.wait_for_all()
+        if replicas.leads:
+            lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
+            replace_file_durably(layout.sft_metrics, lines)
+            complete_checkpoint(root, layout.model, snapshot, writer)
+            prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
+        replicas.wait_for_all()
+        return checkpoint_path(root, self.step)
 
     def restore(self, layout: RunLayout) -> None:
         """Go on from the newest checkpoint that can be read; without one, from step 0."""
@@ -203,7 +214,8 @@ class SftTrainer:
             try:
                 self.step = read_checkpoint(path, self.backend).step
             except TrainingError as error:
-                move_damaged_checkpoint(path, error)
+                if self.backend.replicas.leads:
+                    move_damaged_checkpoint(path, error)
                 continue
             self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]
             return
@@ -211,32 +223,38 @@ class SftTrainer:
     def _loss(self, inputs: LossInputs) -> PolicyLoss:
         return self.objective.loss(inputs, self.settings)
 
+    def _loss_of(self, micro: MicroBatch) -> PolicyLoss:
+        logprobs_M = self._logprobs(micro)
+        zeros_M, sequence_M = torch.zeros_like(logprobs_M), micro.sequence_M
+        behavior_M, versions_M = micro.behavior_logprobs_M, micro.versions_M
+        columns = (logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
+        return self._loss(LossInputs(*columns, micro.num_sequences))
+
+    def _logprobs(self, micro: MicroBatch) -> Tensor:
+        return self.backend.passes.logprobs(micro, 1.0)
+
     def _sequences(self, rows: Sequence[int]) -> list[TrainingSequence]:
         found = (self._reference.get(row) or self.rows.sequences(row) for row in rows)
         return [replace(s, group=at) for at, members in enumerate(found) for s in members]
 
-    def _computed(
-        self, sequences: Sequence[TrainingSequence]
-    ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
-        """Yield each micro-batch's indices, itself and the policy's log-probabilities."""
+    def _planned(self, sequences: Sequence[TrainingSequence]) -> MinibatchPlan:
         max_tokens = self.backend.settings.tokens_per_micro_batch
-        ((planned,),) = plan_micro_batches(
-            sequences, step=0, settings=self._of_step, max_tokens=max_tokens
+        num_ranks = self.backend.passes.num_batches
+        (planned,) = plan_micro_batches(
+            sequences, step=0, settings=self._of_step, max_tokens=max_tokens, num_ranks=num_ranks
         )
-        batches = MicroBatches(sequences, planned, self.backend.settings.device)
-        for indices, micro in zip(planned, batches, strict=True):
-            yield indices, micro, self.backend.passes.logprobs(micro, 1.0)
+        return planned
 
     def _with_reference(self) -> dict[int, list[TrainingSequence]]:
         """Return the rows that are needed, with this policy's log-probabilities, as it is now."""
         drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
         rows = sorted({*drawn, *range(self._num_trained_rows, len(self.rows))})
         sequences = self._sequences(rows)
-        for indices, _, logprobs_M in self._computed(sequences):
-            num_trained = [sequences[index].num_trained for index in indices]
-            for index, logprobs in zip(indices, torch.split(logprobs_M, num_trained), strict=True):
-                behavior = sequences[index].behavior_logprobs
-                behavior[sequences[index].trained] = logprobs.cpu().numpy()
+        logprobs = self.backend.passes.by_planned_trajectory(
+            self._logprobs, sequences, self._planned(sequences)
+        )
+        for sequence, logprobs_M in zip(sequences, logprobs, strict=True):
+            sequence.behavior_logprobs[sequence.trained] = logprobs_M.numpy()
         size = self.rows.num_completions
         return {row: sequences[at * size : (at + 1) * size] for at, row in enumerate(rows)}
 

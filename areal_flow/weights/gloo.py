@@ -33,12 +33,6 @@ def serve_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
-def reach_store(host: str, port: int) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, wait_for_workers=False)
-
-
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 

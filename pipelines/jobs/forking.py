@@ -22,7 +22,7 @@ from pipelines.console.progress import line_progress
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.references import Reference
 
-KIND_OF_OPTIMIZER = ("trainer.backend", "trainer.optimizer", "trainer.adamw.betas")
+KIND_OF_OPTIMIZER = ("trainer.optimizer", "trainer.adamw.betas")
 """Settings under which an optimizer's state was gathered, and means something."""
 
 

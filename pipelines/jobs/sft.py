@@ -14,7 +14,6 @@ from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.trainer_tasks import sft_checkpoint, sft_chunk
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
@@ -107,7 +106,8 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
 
 
 def sft_workers(recipe: Recipe) -> list[WorkerPlacement]:
-    return [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
+    names = set(map(trainer_name, range(recipe.cluster.num_trainers)))
+    return [placed for placed in place_workers(recipe) if placed.name in names]
 
 
 async def run_sft(
@@ -118,17 +118,17 @@ async def run_sft(
     standby: StandbyWorkers | None = None,
     **_: object,
 ) -> Outcome:
-    """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
+    """Fine-tune on a cluster of trainers alone; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
     workers = sft_workers(recipe)
     context = WorkerContext(layout.root, writer.writer_epoch)
     try:
-        progress.phase(f"Starting {len(workers)} worker")
+        progress.phase(f"Starting {len(workers)} worker{'s' * (len(workers) > 1)}")
         with StopSignals() as signals:
             async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
                 replicas = TrainerReplicas(
-                    cluster.client, num_ranks=1, replace=cluster.pool.replace
+                    cluster.client, num_ranks=len(workers), replace=cluster.pool.replace
                 )
                 result = await cluster.pool.guard(
                     first_policy(replicas, layout, recipe, progress, signals)
@@ -157,7 +157,7 @@ async def first_policy(
     with signals.finishing_steps(lambda: None):
         while taken < num_steps and not signals.received:
             try:
-                taken, metrics = await replicas.lead(sft_chunk, source)
+                taken, metrics = await replicas.fine_tune(source)
                 if num_steps:
                     shown = [name for name in SHOWN if name in metrics]
                     note = "".join(f", {SHOWN[name]} {metrics[name]:.3f}" for name in shown)
@@ -169,6 +169,6 @@ async def first_policy(
                     raise
                 logger.warning("%s: going on from the newest checkpoint", error)
         if taken < num_steps:
-            await replicas.lead(sft_checkpoint)
+            await replicas.save_fine_tuned()
             return None
     return checkpoint_path(layout.sft_checkpoints, num_steps)

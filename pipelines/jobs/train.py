@@ -11,7 +11,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from areal_flow.cluster import generator_tasks, trainer_tasks
+from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
@@ -175,7 +175,7 @@ class Training:
         )
         if source is None:
             return None
-        hashes, environment = await self.replicas.lead(trainer_tasks.begin_from_directory, source)
+        hashes, environment = await self.replicas.begin(source)
         row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
         if self.ledger.head < 0:
             self.ledger.append({**row, "seconds_train": monotonic() - began})
@@ -188,8 +188,6 @@ class Training:
             )
         self.channel.publish(0)
         await self.checkpoints.complete()
-        if self.recipe.cluster.num_trainers > 1:
-            await self.trainer.restore()  # only the leader has version 0 so far
         return self._plan()
 
     async def _import_beside(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from areal_flow.config import TrainerSettings
 from areal_flow.errors import ModelError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
@@ -19,7 +21,9 @@ from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import hidden_at, logits_at, logits_of, policy_from_config
 from areal_flow.models.probe import probe_config, small_copy
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.head import token_logprobs
+from areal_flow.trainer.pretrained import pretrained_policy
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.unit.test_trainer import sequence_of
@@ -180,6 +184,24 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         start = len(tokens) - len(completion.tokens)
         exact = [float(logprobs_TV[at - 1, tokens[at]]) for at in range(start, len(tokens))]
         assert completion.logprobs == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", quick_first(SUPPORTED))
+def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
+    name: str, tmp_path: Path
+) -> None:
+    """Also what no file has, such as frequencies of positions."""
+    written = sharp_policy(config_of(name, SUPPORTED[name]))
+    written.save_pretrained(tmp_path)
+    policy, weights = pretrained_policy(tmp_path)
+    backend = TrainerBackend(policy, TrainerSettings())
+    backend.load_weights(weights)
+    row_1T, layout = torch.arange(1, 30)[None], PackedLayout([12, 17])
+    with torch.no_grad():
+        found, expected = (
+            logits_at(of, row_1T, layout, torch.arange(29)) for of in (policy, written)
+        )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", quick_first(LIMITED))

@@ -15,7 +15,7 @@ from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import policy_tensors
-from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
@@ -92,7 +92,7 @@ def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:
     losses = []
     for device in ("cpu", "cuda"):
         trainer = TrainerSettings(device=device, learning_rate=1e-4)
-        backend = ReplicatedBackend(small_policy().to(device), trainer)
+        backend = TrainerBackend(small_policy().to(device), trainer)
         losses.append(train_step(backend, sequences, step=1, settings=how).losses)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -101,7 +101,7 @@ def test_step_in_bfloat16_is_about_that_of_float32() -> None:
     losses = []
     for dtype in ("float32", "bfloat16"):
         trainer = TrainerSettings(device="cuda", dtype=dtype, learning_rate=1e-4)
-        backend = ReplicatedBackend(small_policy().cuda(), trainer)
+        backend = TrainerBackend(small_policy().cuda(), trainer)
         losses.append(train_step(backend, make_sequences(), step=1, settings=settings()).losses)
     assert losses[0] == pytest.approx(losses[1], rel=5e-2, abs=1e-3)
 
@@ -112,7 +112,7 @@ def test_steps_of_completions_that_share_prompts_have_the_same_bits_again(dtype:
     found = []
     for _ in range(2):
         trainer = TrainerSettings(device="cuda", dtype=dtype, learning_rate=1e-2)
-        backend = ReplicatedBackend(small_policy().cuda(), trainer)
+        backend = TrainerBackend(small_policy().cuda(), trainer)
         for step in range(1, 4):
             train_step(backend, sequences, step=step, settings=settings())
         found.append(backend.fingerprint())

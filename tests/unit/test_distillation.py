@@ -16,7 +16,7 @@ from areal_flow.config import TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError, RunError
 from areal_flow.run.inputs import Verifier, check_inputs, record_inputs, reference_directory
 from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.backend import make_backend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
@@ -73,7 +73,7 @@ def sampled(policy: Any, num: int, *, seed: int) -> list[TrainingSequence]:
 
 def test_student_comes_closer_to_its_teacher() -> None:
     student = small_policy(seed=0)
-    backend = make_backend(student, TrainerSettings(learning_rate=3e-3))
+    backend = TrainerBackend(student, TrainerSettings(learning_rate=3e-3))
     backend.hold_reference(small_policy(seed=1))
     how = StepSettings(DecoupledPPO(num_minibatches=1, **DISTILLATION), temperature=1.0, seed=0)
     divergences = []

@@ -12,8 +12,8 @@ from areal_flow.config import LoraSettings, TrainerSettings
 from areal_flow.models import linear
 from areal_flow.models.lora import add_adapter
 from areal_flow.trainer import sequences as training_sequences
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.flops import PolicyShape
-from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, sequence_of, settings
@@ -39,7 +39,7 @@ def test_formula_gives_the_operations_that_torch_counts(
     shape = PolicyShape.of(policy)
     assert shape is not None
     shape = replace(shape, attention=0)  # torch counts none on a CPU
-    backend = ReplicatedBackend(policy, TrainerSettings())
+    backend = TrainerBackend(policy, TrainerSettings())
     with FlopCounterMode(display=False) as counter:
         numbers = train_step(backend, sequences, step=1, settings=how)
     expected = shape.step_flops(sequences, numbers.plan, how.algorithm)

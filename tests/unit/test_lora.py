@@ -27,8 +27,8 @@ from areal_flow.models.policy import (
 )
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
-from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.step import train_step
 from pipelines import models
 from pipelines.jobs import preflight
@@ -39,9 +39,9 @@ LORA = LoraSettings(rank=3, alpha=6.0)
 IDS = torch.arange(1, 9)
 
 
-def with_adapter(policy: Any, *, learning_rate: float = 1e-2) -> ReplicatedBackend:
+def with_adapter(policy: Any, *, learning_rate: float = 1e-2) -> TrainerBackend:
     add_adapter(policy, LORA, seed=5)
-    return ReplicatedBackend(policy, TrainerSettings(learning_rate=learning_rate))
+    return TrainerBackend(policy, TrainerSettings(learning_rate=learning_rate))
 
 
 def logits(policy: Any) -> Tensor:
@@ -49,7 +49,7 @@ def logits(policy: Any) -> Tensor:
         return logits_at(policy, IDS[None], PackedLayout([len(IDS)]), torch.arange(len(IDS)))
 
 
-def trained(*, steps: int = 2) -> ReplicatedBackend:
+def trained(*, steps: int = 2) -> TrainerBackend:
     backend = with_adapter(small_policy())
     for step in range(1, steps + 1):
         train_step(backend, make_sequences(seed=step), step=step, settings=settings())
@@ -80,7 +80,7 @@ def test_reference_is_the_policy_without_its_adapter() -> None:
     """And the adapter is there again for the gradient."""
     backend = trained()
     how = replace(settings(), algorithm=DecoupledPPO(num_minibatches=1, kl_coefficient=0.1))
-    own = ReplicatedBackend(small_policy(), TrainerSettings(learning_rate=1e-2))
+    own = TrainerBackend(small_policy(), TrainerSettings(learning_rate=1e-2))
     own.hold_reference(small_policy())
     assign_tensors(own.policy, backend.export_weights())
     found = [
@@ -98,7 +98,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def backend(model: Path, tmp_path: Path) -> ReplicatedBackend:
+def backend(model: Path, tmp_path: Path) -> TrainerBackend:
     """With checkpoints of steps 0 and 7, an update between them."""
     backend = with_adapter(load_policy(model))
     write(backend, tmp_path, step=0)
@@ -107,17 +107,17 @@ def backend(model: Path, tmp_path: Path) -> ReplicatedBackend:
     return backend
 
 
-def write(backend: ReplicatedBackend, tmp_path: Path, *, step: int) -> None:
+def write(backend: TrainerBackend, tmp_path: Path, *, step: int) -> None:
     for folder in ("checkpoints", "writers"):
         (tmp_path / folder).mkdir(exist_ok=True)
     copy_model_description(tmp_path / "model", tmp_path / "description")
     state = CheckpointState(step, backend.fingerprint(), 0, "config")
-    snapshot, writer = Snapshot(backend.save(), state, LORA), Writer(tmp_path / "writers", 1)
+    snapshot, writer = take_snapshot(backend, state, LORA), Writer(tmp_path / "writers", 1)
     write_checkpoint(tmp_path / "checkpoints", tmp_path / "description", snapshot, writer)
 
 
 def test_checkpoints_have_the_adapter_alone_and_the_base_once(
-    backend: ReplicatedBackend, model: Path, tmp_path: Path
+    backend: TrainerBackend, model: Path, tmp_path: Path
 ) -> None:
     first, later = (tmp_path / "checkpoints" / f"{step:08d}" for step in (0, 7))
     assert (first / "model.safetensors").exists()
@@ -135,7 +135,7 @@ def test_checkpoints_have_the_adapter_alone_and_the_base_once(
 
 
 def test_export_is_a_plain_model_and_an_adapter_that_peft_loads(
-    backend: ReplicatedBackend, tmp_path: Path
+    backend: TrainerBackend, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

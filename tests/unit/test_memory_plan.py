@@ -82,7 +82,7 @@ def test_a_step_without_content_takes_what_the_real_one_takes(trainer: dict[str,
 
 
 def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
-    ranks = trainer_memory(recipe(num_trainers=4, backend="fsdp"), config())
+    ranks = trainer_memory(recipe(num_trainers=4), config())
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * num_weights() / 4, rel=0.03)
     assert not distributed.is_initialized(), "the fake group is left"

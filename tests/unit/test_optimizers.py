@@ -12,9 +12,9 @@ from torch import Tensor
 from areal_flow.config import AdamWSettings, LoraSettings, TrainerSettings
 from areal_flow.models.lora import add_adapter
 from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.muon import is_of_layers
 from areal_flow.trainer.optimizers import OPTIMIZERS, PolicyOptimizer, make_optimizer
-from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
@@ -145,11 +145,11 @@ def test_what_is_frozen_or_has_no_gradient_stays(name: str) -> None:
 
 
 def test_training_with_muon_is_saved_restored_and_learns() -> None:
-    def backend() -> ReplicatedBackend:
+    def backend() -> TrainerBackend:
         chosen = TrainerSettings(optimizer="muon", learning_rate=1e-2, tokens_per_micro_batch=64)
-        return ReplicatedBackend(small_policy(), chosen)
+        return TrainerBackend(small_policy(), chosen)
 
-    def take(trained: ReplicatedBackend, step: int) -> float:
+    def take(trained: TrainerBackend, step: int) -> float:
         found = train_step(trained, make_sequences(), step=step, settings=settings())
         return found.losses[0]
 
@@ -159,7 +159,7 @@ def test_training_with_muon_is_saved_restored_and_learns() -> None:
     for step in (1, 2):
         take(stopped, step)
     resumed = backend()
-    resumed.load(stopped.save())
+    resumed.load(*stopped.save())
     for step in (3, 4):
         take(resumed, step)
     assert resumed.fingerprint() == straight.fingerprint()

@@ -3,113 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
-from areal_flow.models.hashing import hash_tensors
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import GlooGroup
-from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.replicas import ConnectedRanks
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
-from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time
 
 HASHES = PolicyHashes("weights", "served")
-
-
-KL_IN_REWARD: dict[str, Any] = {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
-
-
-def trained(of: ReplicatedBackend, algorithm: ComposedAlgorithm) -> dict[str, Any]:
-    """Return what two steps make of a policy, and their numbers."""
-    how = StepSettings(algorithm, temperature=1.0, seed=0)
-    of.hold_reference(deepcopy(of.policy))
-    if isinstance(how.algorithm, ActorCriticPPO):
-        of.add_critic(how.algorithm)
-    numbers = [
-        train_step(of, make_sequences(seed=step), step=step, settings=how) for step in (1, 2)
-    ]
-    return {
-        "weights": of.fingerprint(),
-        "optimizer": hash_tensors(of.save().optimizer),
-        "numbers": numbers,
-        "advantages": [[np.asarray(a).tolist() for a in each.advantages] for each in numbers],
-    }
-
-
-def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> list[Any]:
-    """Run `work` on ranks that meet, each in a thread; return what they return or raise."""
-
-    def run(rank: int) -> Any:
-        replicas = GlooGroup(Rendezvous("replicas", rank, num_ranks), point, host="127.0.0.1")
-        try:
-            return work(replicas)
-        except TrainerLost as lost:
-            return lost
-
-    with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(run, range(num_ranks)))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "algorithm"),
-    [
-        (2, DecoupledPPO()),
-        (3, DecoupledPPO(aggregation="sequence_mean")),
-        (2, GSPO()),
-        (9, PPO(entropy_coefficient=0.1)),
-        (2, M2PO()),
-        (2, DecoupledPPO(proximal="interpolated", kl_coefficient=0.1)),
-        (3, ActorCriticPPO()),
-        (3, DecoupledPPO(advantage="batch_norm", **KL_IN_REWARD)),
-        (2, ActorCriticPPO(**KL_IN_REWARD)),
-    ],
-    ids=[
-        "two",
-        "three",
-        "gspo",
-        "ranks without work",
-        "m2po",
-        "reference",
-        "critic",
-        "divergence in the reward",
-        "divergence before the critic",
-    ],
-)
-def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
-    tmp_path: Path, num_ranks: int, algorithm: ComposedAlgorithm
-) -> None:
-    # Here, since drawing one sets the seed of all threads.
-    policies = [small_policy() for _ in range(num_ranks)]
-    chosen = TrainerSettings(learning_rate=1e-3, tokens_per_micro_batch=64)
-    found = together(
-        tmp_path / "rendezvous",
-        num_ranks,
-        lambda replicas: trained(
-            ReplicatedBackend(policies[replicas.mine[0]], chosen, replicas), algorithm
-        ),
-    )
-    assert found == [trained(state(num_ranks=num_ranks), algorithm)] * num_ranks
-    assert not (tmp_path / "rendezvous").exists()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -152,23 +66,12 @@ def test_every_sequence_is_some_ranks_and_batches_are_alike(num_ranks: int) -> N
         assert max(tokens) - min(tokens) <= 64
 
 
-def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
-    def leave_or_wait(replicas: GlooGroup) -> Any:
-        if replicas.leads:
-            replicas.leave()
-        return replicas.gather({rank: torch.ones(2) for rank in replicas.mine})
-
-    for lost in together(tmp_path / "rendezvous", 2, leave_or_wait):
-        assert isinstance(lost, TrainerLost)
-
-
 def test_rank_that_was_replaced_while_its_group_connects_is_refused(tmp_path: Path) -> None:
     point = tmp_path / "rendezvous"
-    together(point, 2, lambda replicas: None)
     store = torch.distributed.FileStore(str(point), 2)
     store.add("came-1", 1)
     with pytest.raises(TrainerLost, match="rank 1 was replaced"):
-        GlooGroup(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
+        ConnectedRanks(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
 
 
 class FakeRanks:

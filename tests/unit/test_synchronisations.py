@@ -20,7 +20,7 @@ from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.models.transfer import to_device
-from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
@@ -78,7 +78,7 @@ def _autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted_step(
     algorithm: Any, sequences: Any = None, **step: Any
 ) -> tuple[Synchronisations, UpdateNumbers]:
-    backend = ReplicatedBackend(small_policy().to("meta"), ON_DEVICE)
+    backend = TrainerBackend(small_policy().to("meta"), ON_DEVICE)
     backend.hold_reference(small_policy().to("meta"))
     if algorithm.needs_critic:
         backend.add_critic(algorithm)

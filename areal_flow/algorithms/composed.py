@@ -209,12 +209,10 @@ class ComposedAlgorithm(Settings):
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
         normalise = batch_norm_advantages if self.advantage == "batch_norm" else _unchanged
-        if inputs.kl_N is None:
+        if (kl_N := inputs.kl_N) is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
-        of_N = inputs.trajectories
-        returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(
-            inputs.kl_N, of_N, len(rewards_B)
-        )
+        of_N, beta = inputs.trajectories, self.kl_coefficient
+        returns_N = rewards_B[of_N] - beta * sums_to_come(kl_N, of_N, len(rewards_B))
         return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
@@ -290,9 +288,6 @@ class ComposedAlgorithm(Settings):
         s; every sequence weighs the same, the objective of GRPO (arXiv 2402.03300, eq. 3).
         constant: (1 / S) sum_s sum_{t in s} l_t / C, with C = aggregation_tokens; a sequence's
         length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2).
-
-        Args:
-            num_sequences: of these tokens.
         """
         if self.aggregation_tokens is not None:
             return losses_T.sum() / (of.num_sequences * self.aggregation_tokens)

@@ -1,14 +1,10 @@
 """A torch engine with continuous batching: the CPU's, and the reference of every other engine.
 
-Requests join and leave at any decode step.
-
-Each step prefills what is new and samples one token for every sequence that is ready. Prompts of
-several groups are prefilled together, each once and in chunks, and their whole pages are shared.
-When pages run out, the sequence that came last gives its own up and is prefilled again later.
-New weights interrupt between two tokens: nothing counts as computed any more, so that prefixes are
-prefilled with the new weights, and then sampling continues.
-
-Letters: S sequences, N chunks, V vocabulary.
+Requests join and leave at any decode step, which prefills what is new and samples one token for
+every sequence that is ready. Prompts of several groups are prefilled together, each once and in
+chunks, and their whole pages are shared. When pages run out, the sequence that came last gives its
+own up and is prefilled again later. New weights interrupt between two tokens: prefixes are
+prefilled with them, and then sampling continues. Letters: S sequences, N chunks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -287,8 +283,7 @@ def _room(policy: Any, page_tokens: int) -> float:
         return math.inf
     free_bytes, _ = torch.cuda.mem_get_info(policy.device)
     page_bytes = page_tokens * cached_numbers(policy.config.get_text_config())
-    num_pages: float = CACHE_SHARE * free_bytes // (page_bytes * policy.dtype.itemsize)
-    return num_pages
+    return float(CACHE_SHARE * free_bytes // (page_bytes * policy.dtype.itemsize))
 
 
 async def start_torch_engine(

@@ -24,7 +24,8 @@ from areal_flow.algorithms.logprobs import (
 )
 from areal_flow.models import segments
 from areal_flow.models.attention import pass_dtype
-from areal_flow.models.policy import hidden_at, linear_head, logits_of, logits_of_products
+from areal_flow.models.logits import linear_head, logits_of, logits_of_products
+from areal_flow.models.policy import hidden_at
 from areal_flow.models.reward_model import is_reward_model, scores_at
 from areal_flow.trainer.linear_logprobs import LinearHead, linear_logprobs
 from areal_flow.trainer.sequences import MicroBatch, padded

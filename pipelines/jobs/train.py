@@ -113,10 +113,11 @@ class Training:
 
     def __post_init__(self) -> None:
         layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
+        pool = cluster.pool
         verifier = read_inputs(layout).verifier
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
-        self.rollouts = DaskRollouts(cluster.client, self.channel, cluster.pool)
+        self.rollouts = DaskRollouts(cluster.client, self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
@@ -124,13 +125,11 @@ class Training:
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
-        self.autoscaler = Autoscaler(cluster.pool, recipe.cluster.generators_between)
+        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between)
         self.replicas = TrainerReplicas(
-            cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
+            cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
-        self.trainer = DaskTrainer(
-            self.replicas, self._restore_trainer, lost=cluster.pool.trainer_lost
-        )
+        self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=pool.trainer_lost)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -276,10 +275,8 @@ class Training:
         return weights_hash
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
-        results: dict[str, Any] = await self.cluster.client.run(
-            function, workers=self.cluster.pool.generators(), on_error="ignore"
-        )
-        return results
+        workers, run = self.cluster.pool.generators(), self.cluster.client.run
+        return await run(function, workers=workers, on_error="ignore")  # type: ignore[no-any-return]
 
     def _max_running(self, num_generators: int) -> int:
         return max_running_trajectories(self.recipe, num_generators=num_generators)

@@ -18,8 +18,9 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models import attention
 from areal_flow.models.attention import AttentionRule
+from areal_flow.models.logits import logits_of
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import hidden_at, logits_at, logits_of, policy_from_config
+from areal_flow.models.policy import hidden_at, logits_at, policy_from_config
 from areal_flow.models.probe import probe_config, small_copy
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.head import token_logprobs

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_flow.models import packed_layout
+from areal_flow.models.logits import logits_of
 from areal_flow.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
-from areal_flow.models.policy import logits_at, logits_of
+from areal_flow.models.policy import logits_at
 from areal_flow.trainer import head
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.sequences import pack_sequences

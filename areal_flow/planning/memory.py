@@ -5,9 +5,9 @@ Tensors of the policy, and all that is computed from them, are torch's fake ones
 and no content; what the host computes (batches, advantages, plans) is real. A number that the
 host reads of a fake tensor is 1.
 
-For `trainer.device = "cuda"` these kernels are assumed, although torch's build may be the CPU's:
-attention keeps what its fused kernels keep (outputs and a number a row), linear layers and AdamW
-are the plain and the fused one, and the allocator rounds to 512 bytes. Not in the figures: CUDA's
+For `trainer.device = "cuda"` attention and head are those of a GPU, although torch's build may be
+the CPU's; linear layers and AdamW are the plain and the fused one, and the allocator rounds to 512
+bytes. Not in the figures: CUDA's
 context, libraries' workspaces and fragmentation, for which `RESERVED_BYTES` and `FRAGMENTATION` are
 left free.
 
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from areal_flow.config import LoraSettings, Recipe
+from areal_flow.models import segments
 from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
@@ -94,7 +95,7 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     if on_cuda:
         _undo_onednn(policy)
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
-    with fake_ranks(num_ranks) as ranks, fake, device:
+    with fake_ranks(num_ranks) as ranks, _kernels_of(on_cuda), fake, device:
         rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
         if recipe.algorithm.needs_reference and not lora.rank:
             with unset_fake_temporarily(), torch.device("meta"):
@@ -229,6 +230,16 @@ class _FakeRanks(ReplicaGroup):
             return distributed.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
 
     def leave(self) -> None: ...
+
+
+@contextmanager
+def _kernels_of(on_cuda: bool) -> Iterator[None]:
+    """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU."""
+    chosen, segments.has_kernels = segments.has_kernels, lambda device: on_cuda
+    try:
+        yield
+    finally:
+        segments.has_kernels = chosen
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from areal_flow.models import segments
 
-CHUNK_NUMBERS = 2**27
-"""Logits that are there at a time: 512 MiB of float32, and three times that at the peak."""
+CHUNK_NUMBERS = 2**26
+"""Logits that are there at a time: 256 MiB of float32, and three times that at the peak."""
 
 ADDED_ROWS = 2**13
 """Of the vocabulary: their part of a weight gradient is added at a time."""

@@ -118,15 +118,15 @@ def test_memory_holds_a_chunk_s_logits_and_one_float32_matrix_of_the_weights_siz
 ) -> None:
     monkeypatch.setattr(segments, "has_kernels", lambda device: True)
     with FakeTensorMode(), Allocated() as mode:
-        hidden_MH = torch.empty(4096, 512, dtype=torch.bfloat16, requires_grad=True)
-        weight_VH = torch.empty(150_000, 512, requires_grad=True)
+        hidden_MH = torch.empty(4096, 256, dtype=torch.bfloat16, requires_grad=True)
+        weight_VH = torch.empty(150_000, 256, requires_grad=True)
         targets_M = torch.empty(4096, dtype=torch.int64)
         mode.made.clear()
         logprobs_M, entropy_M = found_by(hidden_MH, weight_VH, None, targets_M, capped)
         (logprobs_M + entropy_M).sum().backward()
-    assert max(torch.Size(shape).numel() for _, shape in mode.made) <= 2**27
+    assert max(torch.Size(shape).numel() for _, shape in mode.made) <= 2**26
     # The matrix that is multiplied, in each of the passes, and the gradient.
-    of_weights = [dtype for dtype, shape in mode.made if shape == (150_000, 512)]
+    of_weights = [dtype for dtype, shape in mode.made if shape == (150_000, 256)]
     assert of_weights == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 

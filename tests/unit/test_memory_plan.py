@@ -120,7 +120,7 @@ def test_no_tensor_of_a_step_is_of_all_scores_or_of_all_logits(
             return found
 
     monkeypatch.setattr(memory, "FakeDevice", Watched)
-    num_tokens, vocab_size = 8192, 65_536
+    num_tokens, vocab_size = 16_384, 65_536
     shape = AutoConfig.for_model(
         "qwen2", **{**SHAPE, "vocab_size": vocab_size, "max_position_embeddings": num_tokens}
     )

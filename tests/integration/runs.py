@@ -35,7 +35,13 @@ SMALL: dict[str, Any] = {
     "num_steps": 4,
     "prompts": {"num_prompts": 400, "num_held_out": 64},
     "sft": {"num_steps": 20, "batch_size": 16, "learning_rate": 5e-3, "shuffle": False},
-    "generation": {"max_new_tokens": 12, "max_model_len": 32, "max_num_seqs": 16},
+    # The engine by name, as a preparation settles it: these runs are driven as they are given.
+    "generation": {
+        "engine": "torch",
+        "max_new_tokens": 12,
+        "max_model_len": 32,
+        "max_num_seqs": 16,
+    },
     "controller": {"batch_size": 32, "group_size": 4},
     "trainer": {"checkpoint_every_steps": 2},
     # With a reward by right answers a policy this raw would get no gradient: nothing to replay.

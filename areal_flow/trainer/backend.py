@@ -131,12 +131,14 @@ class TrainerBackend:
         return copied_rows(self._trained.tensors()), copied_rows(optimizer)
 
     def load_weights(self, weights: Rows) -> None:
-        """Begin with weights.
+        """Begin with weights, and with a critic of their layers.
 
         Raises:
             WeightsError: they are of another policy.
         """
         self._trained.load(weights)
+        if self.critic:
+            self.critic.load({})
 
     def load(self, weights: Rows, optimizer: Rows) -> None:
         """Continue from what `save` returned on all ranks, however many there were.

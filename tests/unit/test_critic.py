@@ -173,6 +173,14 @@ def test_a_state_without_a_critic_begins_one_and_a_trainer_without_one_leaves_it
     assert not any(name.startswith(PREFIX) for name in plain.save()[1])
 
 
+def test_critic_has_the_layers_of_weights_that_are_loaded_after_it_was_made() -> None:
+    backend, other = with_critic(), small_policy(seed=1)
+    weights, _ = TrainerBackend(other, backend.settings).save()
+    backend.load_weights(weights)
+    layers = critic(backend).model.get_decoder().state_dict()
+    assert hash_tensors(layers) == hash_tensors(other.get_decoder().state_dict())
+
+
 def test_architecture_that_nobody_can_score_with_is_refused() -> None:
     policy = small_policy()
     policy.config = type("Unknown", (), {"num_labels": 2, "pad_token_id": 0, "model_type": "odd"})()

@@ -5,7 +5,7 @@ Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,16 +223,28 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def assign_tensors(policy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy named tensors into the policy, in place; after an error it must not be used."""
-    expected = policy_tensors(policy)
-    if expected.keys() != tensors.keys():
-        odd = sorted(expected.keys() ^ tensors.keys())
+    copy_by_name(policy_tensors(policy), tensors, tensors.__getitem__)
+
+
+@torch.no_grad()
+def copy_by_name(
+    targets: Mapping[str, Tensor], given: Mapping[str, object], read: Callable[[str], Tensor]
+) -> None:
+    """Copy what is read of each name that is given, one at a time, into the tensor of that name.
+
+    Raises:
+        WeightsError: names or shapes are others.
+    """
+    if targets.keys() != given.keys():
+        odd = sorted(targets.keys() ^ given.keys())
         raise WeightsError(
-            f"expected the policy's {len(expected)} tensors, found {len(tensors)}; "
+            f"expected the policy's {len(targets)} tensors, found {len(given)}; "
             f"not in both: {', '.join(odd[:4])}"
         )
-    for name, target in expected.items():
-        if target.shape != tensors[name].shape:
+    for name, target in targets.items():
+        tensor = read(name)
+        if target.shape != tensor.shape:
             raise WeightsError(
-                f"{name}: expected shape {tuple(target.shape)}, found {tuple(tensors[name].shape)}"
+                f"{name}: expected shape {tuple(target.shape)}, found {tuple(tensor.shape)}"
             )
-        target.copy_(tensors[name])
+        target.copy_(tensor)

@@ -210,6 +210,9 @@ class MlflowTracker:
         return list(self._client.search_model_versions(f"run_id = '{self.run_id}'"))
 
     def _register(self, source: str, tags: dict[str, str]) -> Any:
+        if self._description is not None:
+            max_new_tokens = self._description.max_new_tokens
+            write_signature(source_path(source), max_new_tokens=max_new_tokens)
         if not self._client.search_registered_models(f"name = '{self._model}'"):
             self._client.create_registered_model(self._model)
         return self._client.create_model_version(
@@ -218,9 +221,6 @@ class MlflowTracker:
 
     def _describe_version(self, version: Any, tags: dict[str, str]) -> None:
         if self._description is not None:
-            write_signature(
-                source_path(version.source), max_new_tokens=self._description.max_new_tokens
-            )
             card = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
             if version.description != card:
                 self._client.update_model_version(self._model, version.version, card)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.config import TrainerSettings
-from areal_flow.errors import WeightsError
-from areal_flow.models.policy import fill_buffers, policy_tensors, recompute_layers
+from areal_flow.models.policy import copy_by_name, fill_buffers, policy_tensors, recompute_layers
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.optimizers import make_optimizer
 from areal_flow.trainer.passes import Found, Passes, run_on
@@ -51,7 +50,6 @@ class RankedModel:
         """Return the weights by name, a tied one once; those with parts elsewhere are DTensors."""
         return policy_tensors(self.model)
 
-    @torch.no_grad()
     def load(self, weights: Rows) -> None:
         """Copy this rank's rows.
 
@@ -59,20 +57,8 @@ class RankedModel:
             WeightsError: they are of another model.
         """
         tensors = self.tensors()
-        if weights.keys() != tensors.keys():
-            odd = sorted(weights.keys() ^ tensors.keys())
-            raise WeightsError(
-                f"expected the policy's {len(tensors)} tensors, found {len(weights)}; "
-                f"not in both: {', '.join(odd[:4])}"
-            )
-        for name, tensor in tensors.items():
-            rows, local = weights[name](*_range(tensor)), local_rows(tensor)[0]
-            if rows.shape != local.shape:
-                raise WeightsError(
-                    f"{name}: expected rows of shape {tuple(local.shape)}, "
-                    f"found {tuple(rows.shape)}"
-                )
-            local.copy_(rows)
+        own = {name: local_rows(tensor)[0] for name, tensor in tensors.items()}
+        copy_by_name(own, weights, lambda name: weights[name](*_range(tensors[name])))
         self.forget_gathered()
 
     def forget_gathered(self) -> None:

@@ -112,13 +112,13 @@ def _draw_report(layout: RunLayout) -> None:
         logger.exception("%s could not be drawn: try %s", layout.name, again)
     else:
         say("", f"The run on one page: {path}")
-        _deliver(layout, partial(show_report, layout))
+        _deliver(layout, partial(show_report, layout, load_recipe(layout.config)))
 
 
-def _deliver(layout: RunLayout, deliver: Callable[[Recipe], object]) -> None:
+def _deliver(layout: RunLayout, deliver: Callable[[], object]) -> None:
     """Deliver something of a finished run; a tracker that is away gets it later."""
     try:
-        deliver(load_recipe(layout.config))
+        deliver()
     except Exception as error:  # noqa: BLE001  the run is finished all the same
         again = command("track", layout.name, runs=layout.root.parent)
         logger.warning("the tracker is away; deliver by %s: %s", again, error)
@@ -127,7 +127,7 @@ def _deliver(layout: RunLayout, deliver: Callable[[Recipe], object]) -> None:
 def _conclude_sft(layout: RunLayout) -> None:
     recipe, runs = load_recipe(layout.config), layout.root.parent
     if recipe.tracking.enabled:
-        _deliver(layout, lambda recipe: track(layout.root, recipe.tracking.uri))
+        _deliver(layout, partial(track, layout.root, recipe.tracking.uri))
     if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
         model = "--model", from_here(newest_checkpoint(layout)), "--sft.num-steps", 0
         further = command("train", from_here(layout.config), *model, runs=runs)

@@ -30,9 +30,9 @@ from tokenizers import Tokenizer
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.directory import stop_token_ids
 from areal_flow.models.policy import load_policy
 from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.tokenizer.directory import stop_token_ids
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step

@@ -23,7 +23,6 @@ from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.config import Recipe
 from areal_flow.digests import file_hash
 from areal_flow.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
-from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import (
     RNG_STATE,
@@ -38,6 +37,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
+from areal_flow.tokenizer.directory import chat_template_of
 from areal_flow.weights.broadcast import DESCRIPTION_FILE
 from areal_flow.weights.directory import DirectoryReader
 

@@ -18,9 +18,9 @@ from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import EpisodeError
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import choose_engine, engine_factory
-from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.store.codec import RolloutRows, rollout_rows
+from areal_flow.tokenizer.directory import stop_token_ids
 from areal_flow.types import (
     Completion,
     EngineStats,

@@ -14,7 +14,6 @@ import pyarrow as pa
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import InfrastructureError, SchemaError
 from areal_flow.evaluation.pass_rates import verdict_of
-from areal_flow.models.directory import texts_of
 from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import num_prompts
 from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
@@ -30,6 +29,7 @@ from areal_flow.store.codec import (
     receipts,
     scored_table,
 )
+from areal_flow.tokenizer.directory import texts_of
 from areal_flow.types import GroupReceipt, Prompt, Score, Tokens, VersionSpan
 from areal_flow.workflows.group import all_of
 

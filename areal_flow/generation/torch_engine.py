@@ -26,10 +26,10 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.models.paged_decode import decode
 from areal_flow.models.paged_prefill import fill_pages, page_tokens_for, paged_cache, prefill
 from areal_flow.models.policy import assign_tensors, empty_policy
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 

@@ -1,1 +1,1 @@
-"""Policies, their directories and how they attend; shared by the torch engine and the trainer."""
+"""Policies and how they attend; shared by the torch engine and the trainer."""

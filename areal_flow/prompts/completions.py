@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from areal_flow.errors import ModelError, PromptError
-from areal_flow.models.chat import ChatTemplate, Message
-from areal_flow.models.directory import prompt_tokens
 from areal_flow.prompts.files import Place, read_prompts, refuse_bad_rows
 from areal_flow.prompts.rendering import with_system_message
 from areal_flow.prompts.rows import Row, checked_message, checked_text, text_of, texts_of_turns
+from areal_flow.tokenizer.chat import ChatTemplate, Message
+from areal_flow.tokenizer.directory import prompt_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -21,7 +21,6 @@ import pyarrow as pa
 from areal_flow.config import Recipe
 from areal_flow.digests import sha256_hex
 from areal_flow.errors import PromptError
-from areal_flow.models.directory import prompt_tokens, tokenizer_of
 from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows, refuse_bad_rows
 from areal_flow.prompts.rendering import (
@@ -38,6 +37,7 @@ from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference
 from areal_flow.rewards.numeric import number_of
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import prompt_tokens, tokenizer_of
 from schemas import PromptRow, arrow_schema, validate
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.models.chat import ChatTemplate, Message, Tool, tool_schema
-from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.files import read_prompts
 from areal_flow.prompts.rows import messages_in
 from areal_flow.settings import import_function
+from areal_flow.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
+from areal_flow.tokenizer.directory import chat_template_of
 from areal_flow.types import Prompt
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal_flow.models.chat import Message
 from areal_flow.prompts.settings import PromptSettings
+from areal_flow.tokenizer.chat import Message
 from areal_flow.types import answer_text
 
 Row = dict[str, Any]

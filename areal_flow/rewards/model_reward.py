@@ -16,9 +16,9 @@ from typing import Any
 
 from areal_flow.digests import file_hash, sha256_hex
 from areal_flow.errors import ModelError, RewardError
-from areal_flow.models.auto_tokenizer import auto_tokenizer
-from areal_flow.models.directory import prompt_tokens, resolve_model
 from areal_flow.rewards.protocol import RewardInput, overlong
+from areal_flow.tokenizer.auto_tokenizer import auto_tokenizer
+from areal_flow.tokenizer.directory import prompt_tokens, resolve_model
 from areal_flow.types import Score
 
 FILES = ("config.json", "tokenizer.json", "*.safetensors")

@@ -18,10 +18,10 @@ from typing import Any
 
 from areal_flow.config import load_recipe
 from areal_flow.failures import cause_of
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, TrainerState, part_names
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import answer_text
 
 ANY_SOURCE = ""

@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
-from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.run.directory import check_schema_version
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.database import (
@@ -36,6 +35,7 @@ from areal_flow.store.dataset import (
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, with_row_columns
+from areal_flow.tokenizer.directory import texts_of, tokenizer_of
 from areal_flow.types import as_tokens
 from schemas.content import row_arrays
 

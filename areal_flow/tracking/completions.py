@@ -46,8 +46,8 @@ class Completions:
     """What MLflow calls: a prompt is a user's message where the policy has a chat template."""
 
     def __init__(self, directory: Path) -> None:
-        from areal_flow.models.directory import chat_template_of, stop_token_ids, tokenizer_of
         from areal_flow.models.policy import load_policy
+        from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, tokenizer_of
 
         self._policy = load_policy(directory)
         self._policy.set_attn_implementation("sdpa")  # ours is for packed rows
@@ -64,7 +64,7 @@ class Completions:
     def _complete(self, prompt: str, max_new_tokens: int) -> str:
         import torch
 
-        from areal_flow.models.directory import prompt_tokens, texts_of
+        from areal_flow.tokenizer.directory import prompt_tokens, texts_of
 
         if self._chat is not None:
             prompt = self._chat.render([{"role": "user", "content": prompt}])

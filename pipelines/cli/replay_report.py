@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from areal_flow.errors import RunError
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.recovery.replay import Replayed
 from areal_flow.recovery.restore import ComparedStep, compared_values
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.trainer.inspection import InspectedTrajectory
 from pipelines.console.tables import Report, Table
 

@@ -14,16 +14,16 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.models.auto_tokenizer import auto_tokenizer, write_tokenizer
-from areal_flow.models.directory import (
+from areal_flow.prompts.settings import PromptSettings, SourceSettings
+from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.auto_tokenizer import auto_tokenizer, write_tokenizer
+from areal_flow.tokenizer.directory import (
     check_model_directory,
     check_stop_tokens,
     copy_model_description,
     resolve_model,
     tokenizer_of,
 )
-from areal_flow.prompts.settings import PromptSettings, SourceSettings
-from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.jobs.fetched_prompts import FETCHED, Rows
 from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator

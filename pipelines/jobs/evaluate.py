@@ -31,13 +31,6 @@ from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, EvaluationTable, ro
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
-from areal_flow.models.auto_tokenizer import warn_of_other_tokens, write_tokenizer
-from areal_flow.models.directory import (
-    check_model_directory,
-    copy_model_description,
-    texts_of,
-    tokenizer_of,
-)
 from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
 from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
@@ -46,6 +39,13 @@ from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import flatten, merge
 from areal_flow.store.committed import EVALUATIONS
+from areal_flow.tokenizer.auto_tokenizer import warn_of_other_tokens, write_tokenizer
+from areal_flow.tokenizer.directory import (
+    check_model_directory,
+    copy_model_description,
+    texts_of,
+    tokenizer_of,
+)
 from areal_flow.types import Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.console.progress import Progress, counted, make_progress

@@ -24,11 +24,11 @@ from areal_flow.controller.flow import Flow
 from areal_flow.errors import ArealFlowError
 from areal_flow.evaluation.answers import Answer, answer_held_out
 from areal_flow.evaluation.pass_rates import EvaluationTable, has_plateaued, tabulate
-from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.committed import append_evaluation, evaluation_names, read_evaluation
+from areal_flow.tokenizer.directory import texts_of, tokenizer_of
 from areal_flow.tracking.registry import RunTracking
 from pipelines.console.progress import Progress, counted
 from pipelines.console.tables import with_interval

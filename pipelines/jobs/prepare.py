@@ -9,13 +9,13 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.registry import require_served, with_engine
-from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
 from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.inputs import record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.committed import create_logs
+from areal_flow.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.workflows.registry import load_workflow
 from pipelines.console.tables import printable

@@ -17,8 +17,6 @@ from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
-from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
-from areal_flow.models.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
 from areal_flow.prompts.completions import (
     RowEncoder,
     check_first_completions,
@@ -28,6 +26,8 @@ from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.run.inputs import Verifier, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files

@@ -11,8 +11,8 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import tokenizer_of
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, done, started_cli

@@ -11,10 +11,10 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import code_hash
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import submission_index_of
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import (

@@ -8,7 +8,7 @@ import pytest
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ConfigError, PromptError
-from areal_flow.models.directory import tokenizer_of
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.tools import calculate
 from areal_flow.workflows.tool_use import ToolUse, marked_call
 from pipelines.jobs.built_in import MODELS

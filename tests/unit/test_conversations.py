@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ModelError, PromptError
-from areal_flow.models.directory import chat_template_of, stop_token_ids, tokenizer_of
 from areal_flow.prompts.completions import RowEncoder
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, tokenizer_of
 from areal_flow.trainer.sft import CompletionRows
 from pipelines.jobs.sft import prepare_sft
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model

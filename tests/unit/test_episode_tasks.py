@@ -25,7 +25,6 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
-from areal_flow.models.directory import copy_model_description, tokenizer_of
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
@@ -34,6 +33,7 @@ from areal_flow.settings import code_hash
 from areal_flow.store.codec import receipts, rollout_rows
 from areal_flow.store.committed import create_logs
 from areal_flow.store.trajectories import validate_groups
+from areal_flow.tokenizer.directory import copy_model_description, tokenizer_of
 from areal_flow.types import (
     Completion,
     EngineStats,

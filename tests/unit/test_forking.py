@@ -17,7 +17,6 @@ from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.controller.ledger_row import genesis_row
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.models.directory import copy_model_description
 from areal_flow.recovery.checkpoints import (
     RNG_STATE,
     checkpoint_path,
@@ -36,6 +35,7 @@ from areal_flow.store.committed import create_logs
 from areal_flow.store.dataset import create_dataset
 from areal_flow.store.ledger import STEPS, Ledger, LedgerReader
 from areal_flow.store.queries import Run
+from areal_flow.tokenizer.directory import copy_model_description
 from areal_flow.types import PolicyHashes
 from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.references import find_reference

@@ -13,7 +13,6 @@ from torch import Tensor
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import LoraSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError, TrainingError
-from areal_flow.models.directory import copy_model_description
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.lora import add_adapter, split_adapter
 from areal_flow.models.packed_layout import PackedLayout
@@ -27,6 +26,7 @@ from areal_flow.models.policy import (
 )
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
+from areal_flow.tokenizer.directory import copy_model_description
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.step import train_step

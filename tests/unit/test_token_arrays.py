@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from areal_flow.models import directory
-from areal_flow.models.directory import texts_of
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_rows
 from areal_flow.store.committed import create_logs
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.tokenizer import directory
+from areal_flow.tokenizer.directory import texts_of
 from areal_flow.trainer.sequences import MicroBatches, pack_sequences
 from areal_flow.types import Completion, EngineStats, VersionSpan
 from areal_flow.workflows.group import RolledOutGroup

@@ -37,8 +37,8 @@ from areal_flow.generation.vllm.parent_watch import end_with_parent
 from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments, environment
 from areal_flow.generation.vllm.weights import WeightsExtension
 from areal_flow.machine import usable_bytes
-from areal_flow.models.directory import tokenizer_of
 from areal_flow.models.huggingface import TokenizersBackend
+from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.weights.tensor_file import write_tensors
 
 end_with_parent()  # a core process, which imports this for its executor, before all else

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_flow.errors import ModelError
-from areal_flow.models.chat import ChatTemplate
+from areal_flow.tokenizer.chat import ChatTemplate
 from areal_flow.types import Tokens
 
 if TYPE_CHECKING:

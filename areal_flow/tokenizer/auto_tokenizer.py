@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import ModelError
-from areal_flow.models.chat import Message, Tool, tool_schema
-from areal_flow.models.directory import chat_template_of, tokenizer_of, vocab_size_of
+from areal_flow.tokenizer.chat import Message, Tool, tool_schema
+from areal_flow.tokenizer.directory import chat_template_of, tokenizer_of, vocab_size_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

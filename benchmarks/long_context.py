@@ -20,7 +20,7 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import ParallelSettings, TrainerSettings
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -39,7 +39,7 @@ def measure_rank(
     shape = {"heads": heads, "key_value_heads": max(1, heads // 4)}
     shape |= {"max_position_embeddings": num_tokens}
     policy = random_policy(VOCABULARY, chosen.hidden, chosen.layers, **shape)
-    replicas: ReplicaGroup = SingleProcess()
+    replicas: ReplicaGroup = ReplicaGroup()
     if chosen.ranks > 1:
         replicas = ConnectedRanks(Rendezvous("ranks", rank, chosen.ranks), point, host="127.0.0.1")
     trainer = TrainerSettings(

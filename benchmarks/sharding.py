@@ -23,7 +23,7 @@ from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -47,7 +47,7 @@ def write_first_checkpoint(directory: Path, chosen: argparse.Namespace) -> int:
     state = CheckpointState(0, backend.fingerprint(), 0, "")
     snapshot, writer = take_snapshot(backend, state), Writer(directory / "writers", 1)
     write_checkpoint(directory / "checkpoints", directory / "model", snapshot, writer)
-    return sum(tensor.nbytes for tensor in backend.export_weights().values())
+    return sum(rows.values.nbytes for rows in backend.save()[0].values())
 
 
 def measure_rank(
@@ -55,7 +55,7 @@ def measure_rank(
 ) -> dict[str, float]:
     """Train as one rank, in this process."""
     torch.set_num_threads(1)
-    replicas: ReplicaGroup = SingleProcess()
+    replicas: ReplicaGroup = ReplicaGroup()
     if num_ranks > 1:
         rendezvous = Rendezvous("ranks", rank, num_ranks)
         replicas = ConnectedRanks(rendezvous, directory / "point", host="127.0.0.1")

@@ -149,7 +149,7 @@ def sample_batch(task: Task, engine: TorchEngine, seed: int, step: int) -> list[
 
 
 def weights_of(backend: TrainerBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.export_weights().items()}
+    return {name: rows.values for name, rows in backend.save()[0].items()}
 
 
 def interval(values: Sequence[float]) -> str:

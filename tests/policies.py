@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,25 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.models.attention import ATTENTION_NAME
 from areal_flow.models.linear import swap_linear_layers
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sft import CompletionRows
+from areal_flow.weights.channel import HashingWriter
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
+
+
+class KeepingWriter(HashingWriter):
+    """A `WeightsWriter` that keeps a copy of what was staged last."""
+
+    def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
+        self.kept = {name: tensors[name].clone() for name in sorted(tensors)}
+        return super().stage(version, self.kept)
+
+
+def served_weights(backend: TrainerBackend) -> dict[str, torch.Tensor]:
+    """Return a copy of the weights that a backend serves, in float32: an adapter is merged."""
+    writer = KeepingWriter()
+    backend.stage(0, writer, dtype=torch.float32)
+    return writer.kept
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:

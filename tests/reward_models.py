@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from areal_flow.config import TrainerSettings
+from areal_flow.trainer.pretrained import first_model
+from areal_flow.trainer.ranked_model import RankedModel
+from areal_flow.trainer.replicas import ReplicaGroup
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
@@ -21,3 +26,12 @@ def write_reward_model(directory: Path, *, max_model_len: int = 256, num_labels:
             parameter.mul_(4)
     model.save_pretrained(directory)
     return directory
+
+
+def load_reward_model(directory: Path, description: Path) -> Any:
+    """Return a reward model with a directory's layers, and scores drawn from seed 0."""
+    model, weights = first_model(directory, seed=0, device="cpu", reward_model=description)
+    held = RankedModel(model, TrainerSettings(), ReplicaGroup())
+    if weights:
+        held.load(weights)
+    return model

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,6 @@ from areal_flow.config import (
 )
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter
-from areal_flow.models.reward_model import load_reward_model
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
@@ -44,8 +45,9 @@ from areal_flow.trainer.checkpoint import (
     write_part,
 )
 from areal_flow.trainer.optimizers import make_optimizer
+from areal_flow.trainer.pretrained import first_model
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
@@ -53,7 +55,7 @@ from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.channel import HashingWriter
-from tests.policies import completion_rows, small_policy
+from tests.policies import completion_rows, served_weights, small_policy
 from tests.unit.test_trainer import make_sequences
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +118,15 @@ SHARED_TOKENS = {
     "context adapter": Training(trainer={**SHARES, **ADAPTER}),
 }
 """Trained by ranks of which two share each micro-batch's tokens."""
+COPIES = {"parallel": {"shard_ranks": 2}}
+TWO_COPIES = {
+    "copies": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), COPIES),
+    "copies adapter": Training(trainer={**COPIES, **ADAPTER}),
+    "copies critic": Training(CRITIC, COPIES),
+    "whole copies": Training(trainer={"parallel": {"shard_ranks": 1}}),
+    "copies context": Training(trainer={"parallel": {"shard_ranks": 2, "context_ranks": 2}}),
+}
+"""Trained by ranks of which two share a copy of the policy, or one has it whole."""
 
 
 def begin(
@@ -126,7 +137,7 @@ def begin(
     if trainer.lora.rank:
         add_adapter(policy, trainer.lora, seed=seed)
     num_batches = num_ranks // trainer.parallel.context_ranks or 1
-    backend = TrainerBackend(policy, trainer, replicas or SingleProcess(num_batches))
+    backend = TrainerBackend(policy, trainer, replicas or ReplicaGroup(num_batches))
     if isinstance(training.algorithm, ActorCriticPPO):
         backend.add_critic(training.algorithm)
     return backend
@@ -144,7 +155,7 @@ def train(
     if not training.settings.lora.rank:
         backend.hold_reference(small_policy(seed=1, tied=training.tied))
     numbers = [take_step(backend, step, training) for step in range(1, num_steps + 1)]
-    weights = backend.export_weights()
+    weights = served_weights(backend)
     return {
         "losses": [loss for found in numbers for loss in found.losses],
         "grad_norms": [norm for found in numbers for norm in found.grad_norms],
@@ -171,25 +182,42 @@ def staged(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
 
 def written(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Write a checkpoint of step 1, go on to step 2, and come back to it."""
-    backend = begin(TRAININGS["plain"], replicas)
+    training = TWO_COPIES["copies"] if num_ranks == 4 else TRAININGS["plain"]
+    backend = begin(training, replicas)
     take_step(backend, 1, TRAININGS["plain"])
     weights_hash = backend.fingerprint()
     snapshot = take_snapshot(backend, CheckpointState(1, weights_hash, 7, "config"))
     take_step(backend, 2, TRAININGS["plain"])
     writer = Writer(directory / "writers", 1)
     write_part(directory / "checkpoints", snapshot, writer)
-    replicas.gather({rank: torch.ones(1) for rank in replicas.mine})
+    replicas.wait_for_all()
     if replicas.leads:
         complete_checkpoint(directory / "checkpoints", directory / "model", snapshot, writer)
-    replicas.gather({rank: torch.ones(1) for rank in replicas.mine})
-    return {"after": backend.fingerprint(), **read(replicas, num_ranks, directory)}
+    replicas.wait_for_all()
+    rows = {
+        f"{kind} {name}": [rows.shape[0], rows.first_row, len(rows.values)]
+        for kind, of_kind in (("weights", snapshot.weights), ("optimizer", snapshot.optimizer))
+        for name, rows in of_kind.items()
+        if rows.shape
+    }
+    return {
+        "after": backend.fingerprint(),
+        "rows": rows,
+        **read(replicas, num_ranks, directory, training=training),
+    }
 
 
-def read(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
+def read(
+    replicas: ConnectedRanks,
+    num_ranks: int,
+    directory: Path,
+    *,
+    training: Training = TRAININGS["plain"],
+) -> dict[str, Any]:
     """Load the checkpoint of step 1 into a policy without weights, and take step 2."""
     with torch.device("meta"):
         empty = small_policy(seed=3)
-    backend = TrainerBackend(empty, TRAININGS["plain"].settings, replicas)
+    backend = TrainerBackend(empty, training.settings, replicas)
     description = read_checkpoint(directory / "checkpoints" / "00000001", backend)
     loaded = backend.fingerprint()
     take_step(backend, 2, TRAININGS["plain"])
@@ -233,8 +261,9 @@ def fine_tuned(
     """Take four steps, twice from the checkpoint of the second one; return what was found."""
     layout, found = RunLayout(directory / f"{objective}-{replicas is None}"), {}
     for how in ("straight", "resumed"):
+        model, weights = supervised_model(objective, directory)
         trainer = SftTrainer(
-            supervised_model(objective, directory),
+            model,
             completion_rows(10, num_completions=len(OBJECTIVES[objective].fields)),
             SftSettings(
                 objective=objective,
@@ -247,6 +276,7 @@ def fine_tuned(
             TrainerSettings(tokens_per_micro_batch=32),
             seed=3,
             replicas=replicas,
+            weights=weights,
         )
         trainer.restore(layout)
         while trainer.step < 4:
@@ -259,9 +289,9 @@ def fine_tuned(
 
 def supervised_model(objective: SupervisedObjective, directory: Path) -> Any:
     if not OBJECTIVES[objective].makes_reward_model:
-        return small_policy()
-    torch.manual_seed(0)
-    return load_reward_model(directory / "scores", directory / "scores")
+        return small_policy(), None
+    scores = directory / "scores"
+    return first_model(scores, seed=0, device="cpu", reward_model=scores)
 
 
 def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]:
@@ -295,6 +325,34 @@ def left_within_a_sequence(
     return _left(replicas, num_ranks, SHARED_TOKENS["context"])
 
 
+def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Have the last rank wait within a step until the others have begun more exchanges."""
+
+    def loss(inputs: LossInputs) -> PolicyLoss:
+        if replicas.mine[0] == num_ranks - 1 and not waited:
+            waited.append(replicas.num_exchanges)
+            while not all(begun(rank) > waited[0] for rank in range(num_ranks - 1)):
+                time.sleep(0.1)
+        return training.algorithm.loss(inputs)
+
+    def begun(rank: int) -> int:
+        found = directory / f"begun-{rank}"
+        return int((found.read_text() if found.is_file() else "") or 0)
+
+    def tell() -> None:
+        while not done.wait(0.1):
+            (directory / f"begun-{replicas.mine[0]}").write_text(str(replicas.num_exchanges))
+
+    training, waited, done = TWO_COPIES["copies"], list[int](), threading.Event()
+    telling = threading.Thread(target=tell)
+    telling.start()
+    numbers = take_step(begin(training, replicas), 1, training, loss=loss)
+    done.set()
+    telling.join()
+    replicas.wait_for_all()
+    return {"losses": numbers.losses, "begun": replicas.num_exchanges}
+
+
 def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[str, Any]:
 
     def loss(inputs: LossInputs) -> PolicyLoss:
@@ -315,9 +373,10 @@ def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[
 
 def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Return whether rows of matrices become those of whole ones, to the bit."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh, rows_only = replicas.mesh("cpu"), [Shard(0)]
+    mesh = replicas.mesh(2)  # of four ranks two copies
+    rows_only = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     torch.manual_seed(0)
     equal = []
     for shape in [(64, 96), (96, 64), (5, 7), (1, 8)]:
@@ -351,6 +410,7 @@ CASES: dict[str, Callable[[ConnectedRanks, int, Path], dict[str, Any]]] = {
     "not finite": not_finite,
     "muon": moved_by_muon,
     "left": left,
+    "behind": behind,
     "left within a sequence": left_within_a_sequence,
 }
 
@@ -363,7 +423,7 @@ def run_ranks(directory: Path, num_ranks: int, *cases: str) -> list[dict[str, An
         for rank in range(num_ranks)
     ]
     try:
-        codes = [process.wait(timeout=120) for process in processes]
+        codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -377,8 +437,8 @@ def main(rank: int, num_ranks: int, directory: Path, cases: list[str]) -> None:
     found = {}
     for case in cases:
         point = directory / f"rendezvous-{case}"
-        replicas = ConnectedRanks(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
-        if training := (TRAININGS | SHARED_TOKENS).get(case):
+        replicas = connect_ranks(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
+        if training := (TRAININGS | SHARED_TOKENS | TWO_COPIES).get(case):
             found[case] = train(training, num_ranks, replicas)
         elif case in SUPERVISED:
             found[case] = fine_tuned(case, replicas, directory)

@@ -4,7 +4,8 @@ A long import or call into C delays heartbeats for seconds. So a silent worker c
 if its process neither uses processor time nor waits for slow storage, or after a longer silence.
 Heartbeats are dated when they arrive, so no clock but the driver's counts. Silence counts only time
 in which the observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own
-rule (`worker-ttl`) goes by wall-clock time, so it is switched off.
+rule (`worker-ttl`) goes by wall-clock time, so it is switched off. Trainer ranks that hang within a
+step, and whose heartbeats go on, are those of `step_progress`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import psutil
 
 from areal_flow.cluster.registry import SILENT, WorkerRecord
 from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.step_progress import StepProgress, hung_ranks
+from areal_flow.cluster.worker_context import STEP_METRIC
 
 if TYPE_CHECKING:
     from areal_flow.cluster.pool import WorkerPool
@@ -115,12 +118,12 @@ async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
-            _look(pool, detector)
+            _look(pool, detector, silent_after_s=settings.silent_after_s)
         except Exception:
             logger.exception("the workers could not be looked at")
 
 
-def _look(pool: WorkerPool, detector: FailureDetector) -> None:
+def _look(pool: WorkerPool, detector: FailureDetector, *, silent_after_s: float) -> None:
     # A worker has a process by its address, or by its name while it starts.
     watched = {
         record.address or record.name: record
@@ -134,6 +137,15 @@ def _look(pool: WorkerPool, detector: FailureDetector) -> None:
         record.silence_s = silence.silent_s
         if silence.is_hung:
             pool.spawn(pool.kill(record, why=f"{SILENT} {record.silence_s:.0f} s"))
+    ranks = {name: progress for name in watched if (progress := _progress(pool, name))}
+    for key, idle_s in hung_ranks(ranks, silent_after_s=silent_after_s).items():
+        pool.spawn(pool.kill(watched[key], why=f"{SILENT} {idle_s:.0f} s within a step"))
+
+
+def _progress(pool: WorkerPool, address: str) -> StepProgress | None:
+    worker = pool.scheduler.workers.get(address)
+    found = worker.metrics.get(STEP_METRIC) if worker else None
+    return StepProgress(*found) if found else None
 
 
 def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:

@@ -24,7 +24,7 @@ from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
 
-NOTICE_S = 10.0
+NOTICE_S = 3.0
 """How long ranks have to notice that another one failed."""
 MAX_RESTORATIONS = 3
 """How often the trainer may be lost over one request."""
@@ -94,7 +94,7 @@ class TrainerReplicas:
         """Write the copies of all ranks while they train."""
         write = (trainer_tasks.write_snapshot, step)
         await asyncio.gather(*self._ask_each(*write, num_slots=0))
-        await self.lead(trainer_tasks.complete_snapshot, step, num_slots=0)
+        await self._ask(0, trainer_tasks.complete_snapshot, step, num_slots=0)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """Have every rank read rows while it trains; failures do not matter."""
@@ -102,20 +102,13 @@ class TrainerReplicas:
         asked = self._ask_each(*read, num_slots=0)
         await asyncio.gather(*asked, return_exceptions=True)
 
-    async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
-        """Run a function on rank 0.
-
-        Args:
-            num_slots: 0 for a function that runs while the rank trains.
-        """
-        return await self._ask(0, function, *arguments, num_slots=num_slots)
-
     def _ask_each(self, *call: Any, num_slots: int = 1) -> list[Any]:
         return [self._ask(rank, *call, num_slots=num_slots) for rank in self._ranks]
 
     async def _ask(
         self, rank: int, function: Callable[..., Any], *arguments: Any, num_slots: int = 1
     ) -> Any:
+        """Run a function on a rank; with no slots, while it trains."""
         options: dict[str, Any] = {"resource": trainer_name(rank), "num_slots": num_slots}
         try:
             return await run_task(self._client, function, *arguments, **options, retries=0)

@@ -109,15 +109,13 @@ def _connected(rendezvous: Rendezvous) -> TrainerRank:
     """Return this process's rank, connected to the others of a replica group."""
     rank = _rank()
     if rendezvous.num_ranks > 1 and rank.replicas.name != rendezvous.name:
-        from areal_flow.trainer.replicas import ConnectedRanks
+        from areal_flow.trainer.replicas import connect_ranks
 
         rank.replicas.leave()
         context = worker_context()
         point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
         device_type = rank.recipe.trainer.device.partition(":")[0]
-        rank.replicas = ConnectedRanks(
-            rendezvous, point, host=context.host, device_type=device_type
-        )
+        rank.replicas = connect_ranks(rendezvous, point, host=context.host, device_type=device_type)
     return rank
 
 

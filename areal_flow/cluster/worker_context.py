@@ -22,6 +22,7 @@ import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
 
 from areal_flow.cluster.executions import Execution, Executions
+from areal_flow.cluster.step_progress import StepClock, StepProgress
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.run.layout import RunLayout
 from areal_flow.tokenizer.directory import tokenizer_of
@@ -36,6 +37,8 @@ EXECUTIONS = "executions"
 """The folder of `Executions`, within that of the processes."""
 SERVED_METRIC = "areal_flow_served_weights"
 ENGINE_METRIC = "areal_flow_engine"
+STEP_METRIC = "areal_flow_step"
+"""How far a trainer rank is within a step: a `StepProgress`."""
 
 Part = TypeVar("Part")
 
@@ -74,9 +77,11 @@ class WorkerContext(WorkerPlugin):
         self._process = worker.id if "reward" in worker.state.total_resources else ""
         self._executes = Execution()
         self._parts: dict[type, Any] = {}
+        self._step_clock = StepClock()
         self._making = threading.Lock()
         worker.metrics[SERVED_METRIC] = self._served_weights
         worker.metrics[ENGINE_METRIC] = self._engine_state
+        worker.metrics[STEP_METRIC] = self._step_progress
         _align_received_tables()
         if os.getpgrp() != os.getpid():
             os.setpgrp()
@@ -95,7 +100,7 @@ class WorkerContext(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Close all parts of a worker that ends or that serves another run now."""
-        for name in (SERVED_METRIC, ENGINE_METRIC):
+        for name in (SERVED_METRIC, ENGINE_METRIC, STEP_METRIC):
             worker.metrics.pop(name, None)
         for kind in list(self._parts):
             part = self._parts.pop(kind)
@@ -127,6 +132,10 @@ class WorkerContext(WorkerPlugin):
     def _engine_state(self, worker: Worker) -> dict[str, float]:
         found = (getattr(part, "engine_state", None) for part in list(self._parts.values()))
         return next((state() for state in found if state is not None), {})
+
+    def _step_progress(self, worker: Worker) -> StepProgress | None:
+        found = (getattr(part, "replicas", None) for part in list(self._parts.values()))
+        return next((self._step_clock.look(each) for each in found if each is not None), None)
 
 
 def worker_context(worker: Worker | None = None) -> WorkerContext:

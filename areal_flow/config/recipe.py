@@ -187,12 +187,13 @@ class Recipe(Settings):
             f"algorithm.name {self.algorithm.name!r} trains a critic of the policy's layers: "
             "trainer.lora.rank must be 0; take an algorithm without a critic, or leave the adapter",
         )
-        context = trainer.parallel.context_ranks
-        require(
-            num_trainers % context == 0,
-            f"trainer.parallel.context_ranks ({context}) must divide cluster.num_trainers "
-            f"({num_trainers}): so many ranks share the tokens of a micro-batch",
-        )
+        for name, shared in (("context", "the tokens of a micro-batch"), ("shard", "a copy")):
+            num_ranks = getattr(trainer.parallel, f"{name}_ranks")
+            require(
+                num_trainers % (num_ranks or num_trainers) == 0,
+                f"trainer.parallel.{name}_ranks ({num_ranks}) must divide cluster.num_trainers "
+                f"({num_trainers}): so many ranks share {shared}",
+            )
 
     def _check_sources(self) -> None:
         """Refuse sources that are alike, that no reward judges, or beside a file of prompts."""

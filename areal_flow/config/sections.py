@@ -91,8 +91,11 @@ class LoraSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """How trainer ranks share sequences."""
+    """How trainer ranks share policy and sequences."""
 
+    shard_ranks: int = Field(0, ge=0)
+    """Trainer ranks that share one copy of the policy; divides `cluster.num_trainers`. Several
+    copies add up their gradients. 0: all ranks share one."""
     context_ranks: int = Field(1, ge=1)
     """Trainer ranks that share the tokens of each micro-batch (Ulysses); divides
     `cluster.num_trainers`."""
@@ -120,7 +123,7 @@ class TrainerSettings(Settings):
     tokens_per_micro_batch: int = Field(4096, ge=1)
     """Packed tokens of one forward and backward pass."""
     parallel: ParallelSettings = ParallelSettings()
-    """How trainer ranks share sequences."""
+    """How trainer ranks share policy and sequences."""
     activations: Literal["keep", "recompute", "offload"] = "keep"
     """Keep activations for the backward pass, recompute them (a third more work), or move them to
     main memory."""

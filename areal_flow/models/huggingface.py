@@ -82,6 +82,8 @@ with _hidden("sklearn", "scipy", "accelerate"), _uncompiled(), _unsharded():
         AutoModelForSequenceClassification,
         AutoTokenizer,
         TokenizersBackend,
+        conversion_mapping,
+        core_model_loading,
     )
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -98,6 +100,8 @@ __all__ = [
     "BaseModelOutputWithPast",
     "GradientCheckpointingLayer",
     "TokenizersBackend",
+    "conversion_mapping",
+    "core_model_loading",
     "render_jinja_template",
     "revert_weight_conversion",
     "without_progress_bars",

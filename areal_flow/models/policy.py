@@ -5,7 +5,7 @@ Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,36 +33,17 @@ from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_policy(
-    directory: Path | str, *, dtype: str = "float32", device: torch.device | str = "cpu"
-) -> Any:
+def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
     """Load a causal language model from a directory, in evaluation mode.
 
     Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
     checkpoint that has one is merged.
     """
     if (Path(directory) / ADAPTER_FILE).is_file():
-        return _load_merged(Path(directory), dtype=dtype, device=device)
-    return load_model(AutoModelForCausalLM, directory, dtype=dtype, device=device)
-
-
-def load_model(
-    kind: Any,
-    directory: Path | str,
-    *,
-    dtype: str = "float32",
-    device: torch.device | str = "cpu",
-    drawn: Set[str] = frozenset(),
-    **settings: Any,
-) -> Any:
-    """Load a model of one of `transformers`' automatic classes; see `load_policy`.
-
-    Tensors of `drawn` may be missing, and are then drawn at random; `settings` are put over the
-    configuration's.
-    """
+        return _load_merged(Path(directory), dtype=dtype)
     try:
         with without_progress_bars():
-            policy, found = kind.from_pretrained(
+            policy, found = AutoModelForCausalLM.from_pretrained(
                 str(directory),
                 dtype=DTYPES[dtype],
                 attn_implementation=ATTENTION_NAME,
@@ -70,22 +51,21 @@ def load_model(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                **settings,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"expected a Hugging Face model directory with config.json and safetensors, "
             f"found {directory}: {error}"
         ) from error
-    if missing := sorted(set(found["missing_keys"]) - drawn):
+    if missing := sorted(found["missing_keys"]):
         raise ModelError(
             f"{directory} lacks {len(missing)} of the model's tensors, which would be drawn at "
             f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"
         )
-    return disable_dropout_and_move(policy, device)
+    return disable_dropout_and_move(policy, "cpu")
 
 
-def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> Any:
+def _load_merged(directory: Path, *, dtype: str) -> Any:
     with_adapter = empty_policy(directory)
     try:
         add_adapter(with_adapter, read_lora_settings(directory))
@@ -96,7 +76,7 @@ def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> 
             f"expected a checkpoint's {ADAPTER_FILE} and, in it or in that of step 0 beside it, "
             f"the model.safetensors that it belongs to, found {directory}: {error}"
         ) from error
-    policy = empty_policy(directory, dtype=dtype, device=device)
+    policy = empty_policy(directory, dtype=dtype)
     merge, (plain, _) = merge_adapter(with_adapter, tensors), split_adapter(tensors)
     assign_tensors(policy, {name: merge(name, tensor) for name, tensor in plain.items()})
     return policy

@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
-from areal_flow.models.policy import disable_dropout_and_move, hidden_at, load_model
+from areal_flow.models.policy import disable_dropout_and_move, hidden_at
 
 SCORE = "score"
 """The layer that makes a score of a hidden state; a policy has none."""
@@ -41,20 +41,22 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
     config.save_pretrained(directory)
 
 
-def load_reward_model(
-    directory: Path, description: Path, *, device: torch.device | str = "cpu"
-) -> Any:
-    """Return a reward model with a directory's layers; what it lacks is drawn at random.
-
-    `description` is the directory of the reward model's configuration.
-    """
+def reward_model_of(description: Path, *, device: torch.device | str = "cpu") -> Any:
+    """Return the reward model of a directory's configuration, drawn at random."""
     config = AutoConfig.from_pretrained(str(description), local_files_only=True)
-    kind = AutoModelForSequenceClassification
-    if any(directory.glob("*.safetensors")):
-        drawn = frozenset({f"{SCORE}.weight"})
-        return load_model(kind, directory, device=device, drawn=drawn, config=config)
-    model = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    return disable_dropout_and_move(model, device)
+    return disable_dropout_and_move(_scoring_model(config, torch.float32), device)
+
+
+def _scoring_model(config: Any, dtype: torch.dtype) -> Any:
+    return AutoModelForSequenceClassification.from_config(
+        config, dtype=dtype, attn_implementation=ATTENTION_NAME
+    )
+
+
+def drawn_scores(model: Any) -> Tensor:
+    """Return weights of the layer that a policy's directory lacks, as `transformers` draws them."""
+    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    return torch.normal(0.0, deviation, model.score.weight.shape)
 
 
 def critic_of(policy: Any, *, device: torch.device | str = "cpu") -> Any:
@@ -64,9 +66,7 @@ def critic_of(policy: Any, *, device: torch.device | str = "cpu") -> Any:
     config.pad_token_id = config.pad_token_id or 0
     try:
         with torch.device(device):
-            model = AutoModelForSequenceClassification.from_config(
-                config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
-            )
+            model = _scoring_model(config, policy.dtype)
         model.get_decoder()
     except (ValueError, AttributeError) as error:
         raise ConfigError(

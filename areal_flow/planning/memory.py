@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,10 +43,10 @@ from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
-from areal_flow.types import VersionSpan
+from areal_flow.types import Rendezvous, VersionSpan
 from areal_flow.weights.channel import HashingWriter
 
 RESERVED_BYTES = 2**30
@@ -207,29 +207,16 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
         self.memory_tracking = modules
 
 
-@dataclass
-class _FakeRanks(ReplicaGroup):
+class _FakeRanks(ConnectedRanks):
     """Of which this process is rank 0, and the others are nobody."""
-
-    num_ranks: int
-    whole_mesh: DeviceMesh
-    mine: Sequence[int] = (0,)
-    leads: bool = True
-    name: str = "fake"
-    is_alone: bool = field(default=False, init=False)
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         (own,) = tensors.values()
         return [own] * self.num_ranks
 
-    def mesh(self, device_type: str) -> DeviceMesh:
-        return self.whole_mesh
-
-    def subgroup(self, num_ranks: int) -> Any:
+    def mesh(self, num_consecutive: int) -> DeviceMesh:
         with unset_fake_temporarily():
-            return distributed.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
-
-    def leave(self) -> None: ...
+            return super().mesh(num_consecutive)
 
 
 @contextmanager
@@ -245,12 +232,12 @@ def _kernels_of(on_cuda: bool) -> Iterator[None]:
 @contextmanager
 def fake_ranks(num_ranks: int) -> Iterator[ReplicaGroup]:
     if num_ranks == 1:
-        yield SingleProcess()
+        yield ReplicaGroup()
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        yield _FakeRanks(num_ranks, init_device_mesh("cpu", (num_ranks,)))
+        yield _FakeRanks(Rendezvous("fake", 0, num_ranks), device_type="cpu")
     finally:
         distributed.destroy_process_group()

@@ -23,7 +23,7 @@ from areal_flow.types import PolicyHashes, StepRequest, StepResult
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
 """What a replay must find again besides all in the `metrics` map that is no speed."""
 
-SHARED = {"backend", "context_ranks"}
+SHARED = {"backend", "context_ranks", "shard_ranks"}
 """What of a numeric environment says that ranks shared the policy, or its sequences."""
 
 SHARED_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

@@ -10,7 +10,6 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.optimizers import PolicyOptimizer
-from areal_flow.trainer.passes import Passes, RunOn
+from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess, context_ranks
-from areal_flow.trainer.tensor_rows import Rows, TensorRows, copied_rows
+from areal_flow.trainer.replicas import ReplicaGroup, context_ranks
+from areal_flow.trainer.tensor_rows import Rows, TensorRows, copied_rows, own_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import StreamedTensors, WeightsWriter
@@ -47,10 +46,10 @@ class TrainerBackend:
     ) -> None:
         """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
         self.settings = settings
-        self.replicas = replicas or SingleProcess()
+        self.replicas = replicas or ReplicaGroup()
         self._trained = TrainedModel(policy, settings, self.replicas)
         run = self._trained.run
-        self.passes = Passes(run, settings, self.replicas, reference=partial(_run_bare, run))
+        self.passes = Passes(run, settings, self.replicas, reference=self._run_without_adapter)
         self.has_reference = False
         """Whether a policy was given to `hold_reference`. With an adapter none is needed: the
         reference is then the policy without it."""
@@ -92,16 +91,6 @@ class TrainerBackend:
             name="update",
         )
 
-    def export_weights(self) -> StreamedTensors:
-        """Return the weights to be served, by name and in master precision: an adapter is merged.
-
-        Each is gathered when it is read: all ranks read, in the same order. The next update changes
-        them.
-        """
-        tensors = self._gathered()
-        merge = merge_adapter(self.policy, tensors)
-        return StreamedTensors(_served(tensors), read=lambda name: merge(name, tensors[name]))
-
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
         """Write the weights aside, in the type that they are served in; return who they are."""
         tensors, master = self._gathered(), TensorHash()
@@ -113,9 +102,8 @@ class TrainerBackend:
                 weights = next(tensor for found, tensor in hashed if found == name)
                 return merge(name, weights).to(dtype)
 
-            served_hash = channel.stage(
-                version, StreamedTensors(_served(tensors, dtype), read=read)
-            )
+            served = _like(split_adapter(tensors.like)[0], dtype)
+            served_hash = channel.stage(version, StreamedTensors(served, read=read))
             deque(hashed, maxlen=0)  # an adapter's tensors that come after all others
         return PolicyHashes(master.hexdigest(), served_hash)
 
@@ -123,8 +111,12 @@ class TrainerBackend:
         """Return the hash of the master weights."""
         return hash_tensors(self._gathered())
 
+    def weights(self) -> Rows:
+        """Return this process's rows of the weights, which the next update changes."""
+        return own_rows(self._trained.tensors())
+
     def save(self) -> SavedState:
-        """Return a copy of the state; the next update does not change it."""
+        """Return a copy of the rows that this process writes; the next update leaves it alone."""
         optimizer = self.optimizer.named_state()
         if self.critic:
             optimizer |= self.critic.named_state()
@@ -152,23 +144,14 @@ class TrainerBackend:
         if self.critic:  # a fork from a run with a critic may leave it behind
             self.critic.load(optimizer)
 
+    def _run_without_adapter(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """A `RunOn` of the policy without its adapter."""
+        with without_adapter(self.policy):
+            return self._trained.run(function, *arguments, **keywords)
+
     def _gathered(self) -> StreamedTensors:
         tensors = self._trained.tensors()
         return StreamedTensors(_like(tensors), read=lambda name: whole(tensors[name]))
-
-
-def _run_bare(run: RunOn, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """A `RunOn`, once the first is bound, of the policy without its adapter."""
-    return run(partial(_without_adapter, function), *arguments, **keywords)
-
-
-def _without_adapter(function: Any, policy: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    with without_adapter(policy):
-        return function(policy, *arguments, **keywords)
-
-
-def _served(tensors: StreamedTensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return _like(split_adapter(tensors.like)[0], dtype)
 
 
 def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -182,6 +165,7 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
     device = recipe.trainer.device
     context = context_ranks(replicas, recipe.trainer)
+    shards = recipe.trainer.parallel.shard_ranks
     environment = {
         "torch": torch.__version__,
         "ranks": recipe.cluster.num_trainers,
@@ -195,5 +179,6 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
         **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
+        **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -48,8 +48,6 @@ from areal_flow.trainer.tensor_rows import (
 )
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,36 +155,23 @@ def _storage_errors(root: Path, snapshot: Snapshot) -> Iterator[None]:
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
     """Load a checkpoint, of which a process has one tensor at a time and its own rows."""
-
-    def read_optimizer(path: Path) -> tuple[str, Rows]:
-        file = path / OPTIMIZER_FILE
-        return hash_files(file, without={RNG_STATE}), rows_in_files(file)
-
-    description, (found, optimizer) = _read(path, read_optimizer)
-    _refuse_unless(found == description.optimizer_hash, path)
-    weights = read_weights(path)
+    optimizer, weights = _read(path, "optimizer"), read_weights(path)
     torch.set_rng_state(optimizer[RNG_STATE](0, len(torch.get_rng_state())))
     backend.load(weights, optimizer)
-    return description
+    return read_checkpoint_state(path)
 
 
 def read_weights(path: Path) -> Rows:
-    def read(path: Path) -> tuple[str, Rows]:
-        files = weight_files(path)
-        return hash_files(*files), rows_in_files(*files)
-
-    description, (found, weights) = _read(path, read)
-    _refuse_unless(found == description.weights_hash, path)
-    return weights
+    return _read(path, "weights")
 
 
-def _read(path: Path, read_tensors: Callable[[Path], Found]) -> tuple[CheckpointState, Found]:
+def _read(path: Path, kind: Literal["weights", "optimizer"]) -> Rows:
     try:
-        return read_checkpoint_state(path), read_tensors(path)
+        files = weight_files(path) if kind == "weights" else [path / OPTIMIZER_FILE]
+        expected = getattr(read_checkpoint_state(path), f"{kind}_hash")
+        found, rows = hash_files(*files, without={RNG_STATE}), rows_in_files(*files)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
-
-
-def _refuse_unless(hash_is_equal: bool, path: Path) -> None:
-    if not hash_is_equal:
+    if found != expected:
         raise TrainingError(f"checkpoint {path} was changed after it was written: hashes differ")
+    return rows

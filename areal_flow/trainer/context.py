@@ -140,7 +140,7 @@ def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) ->
     num_ranks = context_ranks(replicas, settings)
     if num_ranks == 1:
         return run
-    return ContextParallel(run, replicas.subgroup(num_ranks))
+    return ContextParallel(run, replicas.mesh(num_ranks).get_group(-1))
 
 
 def check_heads(policy: Any, num_ranks: int) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
+from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.updates import UpdateNumbers
 from areal_flow.types import StepRequest
 
@@ -94,16 +93,9 @@ def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
     whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-    packed = pack_first_fit_decreasing(
-        [sequence.num_tokens for sequence in whole],
-        max_tokens=backend.settings.tokens_per_micro_batch,
-    )
-    micro_batches = MicroBatches(whole, packed, backend.settings.device)
-    found_T = [backend.passes.logprobs(micro, temperature) for micro in micro_batches]
-    order = list(chain.from_iterable(packed))
-    parts = torch.split(torch.cat(found_T), [len(whole[index].output_tokens) for index in order])
-    found = {index: tuple(part.tolist()) for index, part in zip(order, parts, strict=True)}
-    return [found[index] for index in range(len(whole))]
+    passes = backend.passes
+    found = passes.by_trajectory(lambda micro: passes.logprobs(micro, temperature), whole)
+    return [tuple(logprobs_M.tolist()) for logprobs_M in found]
 
 
 def trajectory_outcomes(

@@ -89,19 +89,15 @@ class Passes:
         return logprobs_M
 
     def by_trajectory(
-        self, compute: Callable[[MicroBatch], Tensor], sequences: Sequence[TrainingSequence]
-    ) -> list[Tensor]:
-        """Return numbers of each sequence's trained tokens, float64, on every rank."""
-        max_tokens = self.settings.tokens_per_micro_batch
-        planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
-        return self.by_planned_trajectory(compute, sequences, planned)
-
-    def by_planned_trajectory(
         self,
         compute: Callable[[MicroBatch], Tensor],
         sequences: Sequence[TrainingSequence],
-        planned: MinibatchPlan,
+        planned: MinibatchPlan | None = None,
     ) -> list[Tensor]:
+        """Return numbers of each sequence's trained tokens, float64, on every rank."""
+        max_tokens = self.settings.tokens_per_micro_batch
+        if planned is None:
+            planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
         order = [[index for micro in of_rank for index in micro] for of_rank in planned]
         lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
         longest = max(map(sum, lengths))

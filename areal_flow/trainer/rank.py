@@ -37,7 +37,7 @@ from areal_flow.trainer.context import check_heads
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.metrics import step_metrics
 from areal_flow.trainer.pretrained import pretrained_policy, shapes_of
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.trainer.step import train_step
@@ -69,7 +69,7 @@ class TrainerRank:
 
     def __post_init__(self) -> None:
         num_batches = self.recipe.cluster.num_trainers // self.recipe.trainer.parallel.context_ranks
-        self.replicas: ReplicaGroup = SingleProcess(num_batches)
+        self.replicas: ReplicaGroup = ReplicaGroup(num_batches)
         """With whom this rank computes; alone it computes every rank's batch."""
 
     @property
@@ -105,7 +105,7 @@ class TrainerRank:
         self.adopt(policy).load_weights(weights)
 
     def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
-        self._hold_reference(lambda: self.backend.save()[0])
+        self._hold_reference(self.backend.weights)
         return self._stage(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
@@ -132,7 +132,8 @@ class TrainerRank:
         # From here until its weights are staged this rank holds no named weights: an error must not
         # leave changed weights under the parent's name.
         self._hashes = self._last = None
-        numbers = train_step(self.backend, sequences, step=request.step, settings=self.settings)
+        with self.replicas.within_step():
+            numbers = train_step(self.backend, sequences, step=request.step, settings=self.settings)
         self.numbers = numbers
         trained = perf_counter()
         hashes = self._stage(request.step)

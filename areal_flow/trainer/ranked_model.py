@@ -38,7 +38,7 @@ class RankedModel:
         if not replicas.is_alone:
             from areal_flow.trainer.sharded import ShardedModel  # a second that few need
 
-            mesh = replicas.mesh(torch.device(settings.device).type)
+            mesh = replicas.mesh(settings.parallel.shard_ranks or replicas.num_ranks)
             self._sharded = ShardedModel(model, mesh, settings)
         if any(parameter.is_meta for parameter in model.parameters()):
             (self._sharded or model).to_empty(device=settings.device)

@@ -1,6 +1,6 @@
 """The ranks of a trainer, which share a minibatch: one process for all of them, or one for each.
 
-A minibatch is dealt to ranks as batches. One process computes every rank's batch (`SingleProcess`),
+A minibatch is dealt to ranks as batches. One process computes every rank's batch (`ReplicaGroup`),
 as a replay does, or processes compute one each (`ConnectedRanks`): torch's own process group,
 gloo on CPUs and NCCL on GPUs.
 """
@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -30,30 +31,33 @@ that do not notice the end of another, as a kernel of NCCL's may not. On CPUs a 
 for another one's micro-batch for minutes."""
 
 
-class ReplicaGroup(Protocol):
-    """The ranks, seen from one process."""
+class ReplicaGroup:
+    """The ranks, seen from one process, which here computes every rank's batch."""
 
-    num_ranks: int
-    mine: Sequence[int]
-    """The ranks whose batches this process computes."""
-    leads: bool
-    """Whether this process stages weights and completes checkpoints."""
-    name: str
+    is_alone = leads = True
+    """Whether this process computes every rank's batch; stages weights, completes checkpoints."""
+    name = "alone"
     """Of this group of processes, and no later one."""
+    num_exchanges = 0
+    """That this process has begun: a process that is waited for has begun fewer."""
+    is_within_step = False
+    """Whether this process computes or waits for other ranks, and for nothing else."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
+        self.mine: Sequence[int] = range(num_ranks)
+        """The ranks whose batches this process computes."""
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         """Return every rank's tensor in the order of ranks; all have one shape and dtype.
 
         Args:
-        tensors: those of `mine`.
+            tensors: those of `mine`.
 
         Raises:
-        TrainerLost: another rank left.
+            TrainerLost: another rank left.
         """
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process computes every rank's batch."""
+        return [tensors[rank] for rank in self.mine]
 
     def leader_says(self, yes: bool) -> bool:
         return bool(self.gather({rank: torch.tensor(yes) for rank in self.mine})[0])
@@ -61,47 +65,27 @@ class ReplicaGroup(Protocol):
     def wait_for_all(self) -> None:
         self.leader_says(True)
 
-    def mesh(self, device_type: str) -> Any:
-        """Return torch's mesh of the ranks, for policies of which each rank has a part.
+    @contextmanager
+    def within_step(self) -> Iterator[None]:
+        self.is_within_step = True
+        try:
+            yield
+        finally:
+            self.is_within_step = False
+
+    def mesh(self, num_consecutive: int) -> Any:
+        """Return torch's mesh of all ranks, whose last dimension has so many consecutive ones.
 
         Raises:
             TrainerLost: another rank left.
         """
-
-    def subgroup(self, num_ranks: int) -> Any:
-        """Return torch's group of so many consecutive ranks, of which this is one.
-
-        Raises:
-            TrainerLost: another rank left.
-        """
+        raise TrainingError("expected ranks that share a policy, found one process alone")
 
     def leave(self) -> None:
         """Leave the group: the other ranks' exchanges fail at once instead of waiting.
 
-        Those of a mesh or a subgroup may wait until this process ends.
+        Those of a mesh may wait until this process ends.
         """
-
-
-class SingleProcess(ReplicaGroup):
-    """One process that computes every rank's batch: the only rank, or a replay of many."""
-
-    leads = is_alone = True
-
-    def __init__(self, num_ranks: int = 1) -> None:
-        self.num_ranks = num_ranks
-        self.mine: Sequence[int] = range(num_ranks)
-        self.name = "alone"
-
-    def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
-        return [tensors[rank] for rank in self.mine]
-
-    def mesh(self, device_type: str) -> Any:
-        raise TrainingError("expected ranks that share a policy, found one process alone")
-
-    def subgroup(self, num_ranks: int) -> Any:
-        raise TrainingError("expected ranks that share sequences, found one process alone")
-
-    def leave(self) -> None: ...
 
 
 class ConnectedRanks(ReplicaGroup):
@@ -109,28 +93,15 @@ class ConnectedRanks(ReplicaGroup):
 
     is_alone = False
 
-    def __init__(
-        self, rendezvous: Rendezvous, point: Path, *, host: str, device_type: str = "cpu"
-    ) -> None:
-        """Connect by a file for this rendezvous alone, on a file system that all ranks see.
-
-        Args:
-            host: this machine's address that gloo is to listen at.
-        """
-        self.mine: Sequence[int] = (rendezvous.rank,)
+    def __init__(self, rendezvous: Rendezvous, *, device_type: str) -> None:
+        """Be a rank of this process's default group, which `connect_ranks` makes."""
+        super().__init__(rendezvous.num_ranks)
+        self.mine = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
         self.name = rendezvous.name
-        self.num_ranks = rendezvous.num_ranks
-        self._subgroups: dict[int, Any] = {}
+        self._device_type = device_type
+        self._meshes: dict[int, Any] = {}
         self._left = False
-        leave_ranks()
-        _listen_at(host)
-        try:
-            _connect(rendezvous, point, device_type)
-        except RuntimeError as error:
-            raise TrainerLost(
-                f"rank {rendezvous.rank} could not connect to the other ranks: {first_line(error)}"
-            ) from error
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         (tensor,) = tensors.values()
@@ -142,18 +113,24 @@ class ConnectedRanks(ReplicaGroup):
             torch.distributed.all_gather(received, sent)
         return [part.to(tensor.device) for part in received]
 
-    def mesh(self, device_type: str) -> Any:
+    def mesh(self, num_consecutive: int) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
 
-        with raise_trainer_lost():
-            return init_device_mesh(device_type, (self.num_ranks,))
-
-    def subgroup(self, num_ranks: int) -> Any:
-        if num_ranks not in self._subgroups:
+        if num_consecutive not in self._meshes:
+            sizes = (self.num_ranks // num_consecutive, num_consecutive)
+            names = ("replicas", "shards")
+            is_flat = sizes[0] == 1
             with raise_trainer_lost():
-                own, _ = torch.distributed.new_subgroups(num_ranks)  # type: ignore[no-untyped-call]
-            self._subgroups[num_ranks] = own
-        return self._subgroups[num_ranks]
+                self._meshes[num_consecutive] = init_device_mesh(
+                    self._device_type, sizes[is_flat:], mesh_dim_names=names[is_flat:]
+                )
+        return self._meshes[num_consecutive]
+
+    @property
+    def num_exchanges(self) -> int:  # type: ignore[override]
+        meshes = [mesh.get_all_groups() for mesh in list(self._meshes.values())]
+        groups = [*chain(*meshes), torch.distributed.group.WORLD]
+        return sum(group._get_sequence_number_for_group() for group in groups if group)
 
     def leave(self) -> None:
         if not self._left:
@@ -166,6 +143,25 @@ def _listen_at(host: str) -> None:
     for interface, addresses in psutil.net_if_addrs().items():
         if host in {each.address for each in addresses}:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def connect_ranks(
+    rendezvous: Rendezvous, point: Path, *, host: str, device_type: str = "cpu"
+) -> ConnectedRanks:
+    """Connect by a file for this rendezvous alone, on a file system that all ranks see.
+
+    Args:
+        host: this machine's address that gloo is to listen at.
+    """
+    leave_ranks()
+    _listen_at(host)
+    try:
+        _connect(rendezvous, point, device_type)
+    except RuntimeError as error:
+        raise TrainerLost(
+            f"rank {rendezvous.rank} could not connect to the other ranks: {first_line(error)}"
+        ) from error
+    return ConnectedRanks(rendezvous, device_type=device_type)
 
 
 def _connect(rendezvous: Rendezvous, point: Path, device_type: str) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
@@ -43,8 +42,8 @@ from areal_flow.trainer.checkpoint import (
     write_part,
 )
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
+from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
+from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from areal_flow.trainer.tensor_rows import Rows
@@ -146,13 +145,14 @@ class SftTrainer:
     def take_step(self) -> float:
         """Update the policy once; return the loss in nats, a token or a pair; NaN if skipped."""
         rate = self.learning_rate(self.step)
-        found = train_step(
-            self.backend,
-            self._sequences(self._rows_of(self.step)),
-            step=self.step,
-            settings=self._of_step,
-            rate=rate,
-        )
+        with self.backend.replicas.within_step():
+            found = train_step(
+                self.backend,
+                self._sequences(self._rows_of(self.step)),
+                step=self.step,
+                settings=self._of_step,
+                rate=rate,
+            )
         self.step += 1
         self._skipped.count(self.step, skipped=not found.losses)
         if not found.losses:
@@ -171,12 +171,11 @@ class SftTrainer:
         passes = self.backend.passes
         batches = passes.batches(sequences, self._planned(sequences))
         minibatch = Minibatch(batches, size, 0.0, self._of_step)
-        with torch.no_grad():
-            found = {rank: passes.backward_of(self._loss_of, minibatch, rank) for rank in batches}
+        with torch.no_grad(), raise_trainer_lost():
+            found = {rank: passes.backward(minibatch, rank, None) for rank in batches}
         numbers = passes.read(found, torch.zeros(()))
-        values = {name: metric.value for name, metric in numbers.metrics.items()}
-        values["loss"] = numbers.losses[0]
-        return {f"held_out_{name}": value for name, value in values.items()}
+        shown = {f"held_out_{name}": numbers.metrics[name].value for name in self.objective.metrics}
+        return {"held_out_loss": numbers.losses[0], **shown}
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""
@@ -223,16 +222,6 @@ class SftTrainer:
     def _loss(self, inputs: LossInputs) -> PolicyLoss:
         return self.objective.loss(inputs, self.settings)
 
-    def _loss_of(self, micro: MicroBatch) -> PolicyLoss:
-        logprobs_M = self._logprobs(micro)
-        zeros_M, sequence_M = torch.zeros_like(logprobs_M), micro.sequence_M
-        behavior_M, versions_M = micro.behavior_logprobs_M, micro.versions_M
-        columns = (logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
-        return self._loss(LossInputs(*columns, micro.num_sequences))
-
-    def _logprobs(self, micro: MicroBatch) -> Tensor:
-        return self.backend.passes.logprobs(micro, 1.0)
-
     def _sequences(self, rows: Sequence[int]) -> list[TrainingSequence]:
         found = (self._reference.get(row) or self.rows.sequences(row) for row in rows)
         return [replace(s, group=at) for at, members in enumerate(found) for s in members]
@@ -250,8 +239,9 @@ class SftTrainer:
         drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
         rows = sorted({*drawn, *range(self._num_trained_rows, len(self.rows))})
         sequences = self._sequences(rows)
-        logprobs = self.backend.passes.by_planned_trajectory(
-            self._logprobs, sequences, self._planned(sequences)
+        passes, planned = self.backend.passes, self._planned(sequences)
+        logprobs = passes.by_trajectory(
+            lambda micro: passes.logprobs(micro, 1.0), sequences, planned
         )
         for sequence, logprobs_M in zip(sequences, logprobs, strict=True):
             sequence.behavior_logprobs[sequence.trained] = logprobs_M.numpy()

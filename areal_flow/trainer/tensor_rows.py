@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -49,13 +49,22 @@ def whole_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     return {name: TensorRows(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return a copy of this process's rows of tensors."""
+def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    """Return this process's rows of tensors, which change as these do."""
     found = {}
     for name, tensor in tensors.items():
         local, first_row = local_rows(tensor)
-        copy = local.detach().to("cpu", copy=True).contiguous()
-        found[name] = TensorRows(copy, tuple(tensor.shape), first_row)
+        found[name] = TensorRows(local.detach(), tuple(tensor.shape), first_row)
+    return found
+
+
+def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    """Return a copy of this process's rows of tensors; of those of a second replica, none."""
+    found = {}
+    for name, rows in own_rows(tensors).items():
+        mesh = getattr(tensors[name], "device_mesh", None)
+        values = rows.values[:0] if mesh and any(mesh.get_coordinate()[:-1]) else rows.values
+        found[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
     return found
 
 
@@ -81,9 +90,9 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     if not is_sharded(tensor):
         return tensor, 0
     shared, num_rows = cast("Any", tensor), tensor.shape[0]
-    mesh = shared.device_mesh
-    rows_each = -(-num_rows // mesh.size())  # as torch splits them: the last ranks may have fewer
-    return shared.to_local(), min(mesh.get_local_rank() * rows_each, num_rows)
+    mesh = shared.device_mesh  # of shards, or of replicas and their shards
+    rows_each = -(-num_rows // mesh.size(-1))  # as torch splits them: the last ranks may have fewer
+    return shared.to_local(), min(mesh.get_coordinate()[-1] * rows_each, num_rows)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -20,12 +20,13 @@ from areal_flow.models import attention
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.logits import logits_of
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import hidden_at, logits_at, policy_from_config
+from areal_flow.models.policy import hidden_at, logits_at, policy_from_config, policy_tensors
 from areal_flow.models.probe import probe_config, small_copy
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.head import token_logprobs
 from areal_flow.trainer.pretrained import pretrained_policy
 from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.tensor_rows import TensorRows
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.unit.test_trainer import sequence_of
 
@@ -195,6 +196,12 @@ def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
     written = sharp_policy(config_of(name, SUPPORTED[name]))
     written.save_pretrained(tmp_path)
     policy, weights = pretrained_policy(tmp_path)
+    for tensor, rows in weights.items():
+        assert not isinstance(rows, TensorRows), "no rank reads the model whole"
+        whole = policy_tensors(written)[tensor]
+        half = len(whole) // 2
+        parts = [rows(0, half), rows(half, 0), rows(half, len(whole) - half)]
+        assert torch.equal(torch.cat(parts), whole)
     backend = TrainerBackend(policy, TrainerSettings())
     backend.load_weights(weights)
     row_1T, layout = torch.arange(1, 30)[None], PackedLayout([12, 17])

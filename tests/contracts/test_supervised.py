@@ -10,12 +10,13 @@ import torch
 
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.config import SftSettings, TrainerSettings
-from areal_flow.models.reward_model import describe_reward_model, load_reward_model
+from areal_flow.models.reward_model import describe_reward_model
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from tests.policies import completion_rows, small_policy, write_model_directory
+from tests.reward_models import load_reward_model
 from tests.unit.test_trainer import hash_of_optimizer
 
 WRITER = Writer(Path("nobody"), 1)
@@ -32,7 +33,6 @@ def model_for(objective: Any, layout: RunLayout) -> Any:
         return small_policy()
     write_model_directory(layout.model)
     describe_reward_model(layout.model, pad_token_id=0)
-    torch.manual_seed(0)
     return load_reward_model(layout.model, layout.model)
 
 

@@ -19,7 +19,8 @@ from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint
-from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicas import ReplicaGroup
+from tests import struck_trainer
 from tests.integration.runs import (
     check_accounting,
     run_small,
@@ -33,6 +34,7 @@ from tests.sharded_ranks import (
     SHARED_TOKENS,
     SUPERVISED,
     TRAININGS,
+    TWO_COPIES,
     Training,
     fine_tuned,
     pretrained,
@@ -50,8 +52,6 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     directory = tmp_path_factory.mktemp("ranks")
-    (directory / "model").mkdir()
-    (directory / "model" / "config.json").write_text("{}")
     write_models(directory)
     cases = [*TRAININGS, *SUPERVISED, "pretrained", "staged", "written", "not finite", "muon"]
     return run_ranks(directory, 2, *cases, "gone", "left"), directory
@@ -59,6 +59,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
 
 def write_models(directory: Path) -> None:
     """Write a policy, a reward model's description and what steps of fine-tuning begin with."""
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
     write_model_directory(RunLayout(directory / "pretrained").model)
     write_model_directory(directory / "scores")
     describe_reward_model(directory / "scores", pad_token_id=0)
@@ -70,9 +72,12 @@ def write_models(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    cases = [*SHARED_TOKENS, "left within a sequence"]
-    return run_ranks(tmp_path_factory.mktemp("ranks"), 4, *cases)
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+    directory = tmp_path_factory.mktemp("ranks")
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
+    cases = [*SHARED_TOKENS, *TWO_COPIES, "written", "muon", "behind", "left within a sequence"]
+    return run_ranks(directory, 4, *cases), directory
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -81,10 +86,26 @@ def test_ranks_make_what_one_process_makes(two_ranks: tuple[Found, Path], name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARED_TOKENS)
-def test_ranks_that_share_tokens_make_what_one_process_makes(four_ranks: Found, name: str) -> None:
-    """Twice two of them, whose one key-value head both have."""
-    check_equal([rank[name] for rank in four_ranks], SHARED_TOKENS[name])
+@pytest.mark.parametrize("name", [*SHARED_TOKENS, *TWO_COPIES])
+def test_four_ranks_make_what_one_process_makes(four_ranks: tuple[Found, Path], name: str) -> None:
+    """Twice two of them: share tokens, and one key-value head, or a copy of the policy."""
+    check_equal([rank[name] for rank in four_ranks[0]], (SHARED_TOKENS | TWO_COPIES)[name])
+
+
+@pytest.mark.slow
+def test_ranks_of_two_copies_write_each_row_once_for_any_number_of_ranks(
+    four_ranks: tuple[Found, Path],
+) -> None:
+    ranks, directory = four_ranks
+    written = ranks[0]["written"]
+    for name, (num_rows, *_) in written["rows"].items():
+        parts = [rank["written"]["rows"][name][1:] for rank in ranks]
+        rows = [row for first, num in parts for row in range(first, first + num)]
+        assert sorted(rows) == [*range(num_rows)], name
+    for rank in ranks:
+        assert rank["written"]["loaded"] == written["expected"]
+        assert rank["written"]["again"] == rank["written"]["after"]
+    check_read_by_others(directory, expected=written["expected"], num_ranks=2)
 
 
 def check_equal(ranks: Found, training: Training) -> None:
@@ -144,15 +165,37 @@ def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
         found = rank["written"]
         assert found["loaded"] == found["expected"]
         assert found["again"] == found["after"]
+    check_read_by_others(directory, expected=ranks[0]["written"]["expected"], num_ranks=3)
+
+
+@pytest.mark.slow
+def test_muon_moves_rows_of_two_copies_as_it_moves_whole_matrices(
+    four_ranks: tuple[Found, Path],
+) -> None:
+    test_muon_moves_rows_as_it_moves_whole_matrices(four_ranks)
+
+
+@pytest.mark.slow
+def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
+    four_ranks: tuple[Found, Path],
+) -> None:
+    """Else the step would not have ended: the rank waits until it sees so."""
+    found = [rank["behind"] for rank in four_ranks[0]]
+    assert found[0]["losses"]
+    assert all(each == found[0] for each in found)
+
+
+def check_read_by_others(directory: Path, *, expected: str, num_ranks: int) -> None:
+    """By ranks that share one copy, and by a process that holds the policy whole."""
     path = directory / "checkpoints" / "00000001"
-    assert hash_files(path / "model.safetensors") == ranks[0]["written"]["expected"]
+    assert hash_files(path / "model.safetensors") == expected
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    whole = TrainerBackend(small_policy(seed=5), TRAININGS["plain"].settings, SingleProcess(2))
+    whole = TrainerBackend(small_policy(seed=5), TRAININGS["plain"].settings, ReplicaGroup(2))
     assert read_checkpoint(path, whole).next_submission_index == 7
-    assert whole.fingerprint() == ranks[0]["written"]["expected"]
+    assert whole.fingerprint() == expected
     take_step(whole, 2, TRAININGS["plain"])
-    for rank in run_ranks(directory, 3, "read"):
-        assert rank["read"]["loaded"] == ranks[0]["written"]["expected"]
+    for rank in run_ranks(directory, num_ranks, "read"):
+        assert rank["read"]["loaded"] == expected
 
 
 def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
@@ -172,8 +215,8 @@ def test_rank_that_ends_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]) 
 
 
 @pytest.mark.slow
-def test_rank_that_ends_within_a_sequence_is_noticed(four_ranks: Found) -> None:
-    check_noticed([rank["left within a sequence"]["noticed"] for rank in four_ranks])
+def test_rank_that_ends_within_a_sequence_is_noticed(four_ranks: tuple[Found, Path]) -> None:
+    check_noticed([rank["left within a sequence"]["noticed"] for rank in four_ranks[0]])
 
 
 def test_rank_that_left_before_is_noticed(two_ranks: tuple[Found, Path]) -> None:
@@ -205,23 +248,46 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
 
 
 @pytest.mark.slow
-def test_sharded_run_survives_a_lost_rank_and_is_replayed_within_tolerance(tmp_path: Path) -> None:
-    """Its checkpoints are those that any run has: audited, evaluated, continued by others."""
+def test_run_of_two_copies_survives_ranks_that_are_lost_or_hang_but_waits_for_slow_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is replayed. Its checkpoints are those that any run has: audited, continued by others."""
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
-    observed = Observed(layout)
+    observed, strikes = Observed(layout), tmp_path / "strikes"
+    struck_trainer.prepare(strikes, monkeypatch)
 
-    async def lose_a_rank() -> None:
-        await step_reached(layout, 3)
-        os.kill(await observed.process("trainer-1"), signal.SIGKILL)
-        await step_reached(layout, observed.head() + 3)
+    async def processes() -> list[int]:
+        return [await observed.process(f"trainer-{rank}") for rank in range(4)]
+
+    async def strike_them() -> None:
+        await step_reached(layout, 2)
+        before = await processes()
+        struck_trainer.strike(strikes, before[2], "slow")
+        await step_reached(layout, observed.head() + 2)
+        assert await processes() == before
+        os.kill(before[3], signal.SIGKILL)
+        await observed.process("trainer-3", other_than=before[3])
+        await step_reached(layout, observed.head() + 1)
+        stopped = await observed.process("trainer-1")
+        os.kill(stopped, signal.SIGSTOP)
+        await observed.process("trainer-1", other_than=stopped)
+        await step_reached(layout, observed.head() + 1)
+        hung = await observed.process("trainer-2")
+        struck_trainer.strike(strikes, hung, "hang")
+        await observed.process("trainer-2", other_than=hung)
+        await step_reached(layout, observed.head() + 1)
 
     recipe = small_recipe(
         num_steps=10_000,
         prompts={"num_held_out": 0},
-        trainer={"checkpoint_every_steps": 2, "tokens_per_micro_batch": 256},
-        cluster={"num_generators": 1, "num_trainers": 2},
+        trainer={
+            "checkpoint_every_steps": 2,
+            "tokens_per_micro_batch": 256,
+            "parallel": {"shard_ranks": 2},
+        },
+        cluster={"num_generators": 1, "num_trainers": 4, "silent_after_s": 3.0},
     )
-    run_while(layout.root, recipe, lose_a_rank)
+    run_while(layout.root, recipe, strike_them)
     check_accounting(layout)
     head = observed.head()
     found = replay_step(layout, step=head, from_checkpoint=0)

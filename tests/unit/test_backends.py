@@ -20,7 +20,7 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import AdamWSettings, TrainerSettings, build_recipe
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import compute_advantages, train_step
 from areal_flow.trainer.updates import Minibatch, StepSettings
@@ -54,7 +54,7 @@ def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     adamw = AdamWSettings(weight_decay=0.5)
     chosen = TrainerSettings(learning_rate=1e-2, adamw=adamw)
-    backend = TrainerBackend(policy, chosen, SingleProcess(num_ranks))
+    backend = TrainerBackend(policy, chosen, ReplicaGroup(num_ranks))
     for step in (1, 2):
         train_step(backend, make_sequences(seed=step), step=step, settings=settings())
     still = {name for name, p in policy.named_parameters() if torch.equal(p, before[name])}

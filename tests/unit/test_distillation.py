@@ -21,7 +21,7 @@ from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from pipelines.jobs.built_in import reference_model
-from tests.policies import small_policy, write_model_directory
+from tests.policies import served_weights, small_policy, write_model_directory
 from tests.unit.test_losses import inputs
 
 DISTILLATION: dict[str, Any] = {
@@ -79,7 +79,7 @@ def test_student_comes_closer_to_its_teacher() -> None:
     divergences = []
     for step in range(1, 31):
         current = small_policy()
-        current.load_state_dict(backend.export_weights())
+        current.load_state_dict(served_weights(backend))
         numbers = train_step(backend, sampled(current, 32, seed=step), step=step, settings=how)
         divergences.append(numbers.metrics["kl_policy_reference"].value)
     assert np.mean(divergences[-5:]) < 0.6 * np.mean(divergences[:5])

@@ -16,7 +16,7 @@ from areal_flow.algorithms.engine_gap import NUM_BINS, NUM_MOMENTS, gap_metrics,
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.engine_gap import GapWatch, is_wide
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
@@ -93,7 +93,7 @@ def gap_of_step(
     sequences: list[TrainingSequence], algorithm: ComposedAlgorithm, *, num_ranks: int = 1
 ) -> dict[str, float]:
     settings = TrainerSettings(learning_rate=1e-2, tokens_per_micro_batch=64)
-    backend = TrainerBackend(small_policy(), settings, SingleProcess(num_ranks))
+    backend = TrainerBackend(small_policy(), settings, ReplicaGroup(num_ranks))
     how = StepSettings(algorithm, temperature=1.0, seed=0)
     metrics = train_step(backend, sequences, step=3, settings=how).metrics
     return {n: metric.value for n, metric in metrics.items() if n.startswith("engine_gap/")}

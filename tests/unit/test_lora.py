@@ -32,7 +32,7 @@ from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_
 from areal_flow.trainer.step import train_step
 from pipelines import models
 from pipelines.jobs import preflight
-from tests.policies import small_policy, write_model_directory
+from tests.policies import served_weights, small_policy, write_model_directory
 from tests.unit.test_trainer import make_sequences, settings
 
 LORA = LoraSettings(rank=3, alpha=6.0)
@@ -62,7 +62,7 @@ def test_adapter_alone_is_trained_and_what_is_served_computes_what_was_trained()
     assert hash_tensors(weights) == hash_tensors(policy_tensors(plain))
     assert len(adapter) == 2 * 2 * 7, "of each linear map of each layer, and not of the head"
     before = logits(plain)
-    assign_tensors(plain, backend.export_weights())
+    assign_tensors(plain, served_weights(backend))
     torch.testing.assert_close(logits(plain), logits(backend.policy), atol=1e-3, rtol=1e-4)
     assert float((logits(plain) - before).abs().max()) > 0.05
 
@@ -82,7 +82,7 @@ def test_reference_is_the_policy_without_its_adapter() -> None:
     how = replace(settings(), algorithm=DecoupledPPO(num_minibatches=1, kl_coefficient=0.1))
     own = TrainerBackend(small_policy(), TrainerSettings(learning_rate=1e-2))
     own.hold_reference(small_policy())
-    assign_tensors(own.policy, backend.export_weights())
+    assign_tensors(own.policy, served_weights(backend))
     found = [
         train_step(of, make_sequences(seed=9), step=3, settings=how).metrics["kl_policy_reference"]
         for of in (backend, own)
@@ -152,8 +152,8 @@ def test_export_is_a_plain_model_and_an_adapter_that_peft_loads(
         torch.testing.assert_close(plain(IDS[None]).logits, loaded(IDS[None]).logits)
     assert float((loaded(IDS[None]).logits - untrained).abs().max()) > 1e-3
     merged = loaded.merge_and_unload()
-    assert hash_tensors(policy_tensors(merged)) == hash_tensors(backend.export_weights())
-    assert hash_tensors(policy_tensors(plain)) == hash_tensors(backend.export_weights())
+    assert hash_tensors(policy_tensors(merged)) == hash_tensors(served_weights(backend))
+    assert hash_tensors(policy_tensors(plain)) == hash_tensors(served_weights(backend))
 
 
 def test_mistakes_are_found_before_anything_starts(

@@ -85,6 +85,9 @@ def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
     ranks = trainer_memory(recipe(num_trainers=4), config())
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * num_weights() / 4, rel=0.03)
+    two_copies = {"shard_ranks": 2, "context_ranks": 2}
+    rank, *_ = trainer_memory(recipe(num_trainers=4, parallel=two_copies), config())
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights() / 2, rel=0.03)
     assert not distributed.is_initialized(), "the fake group is left"
 
 

@@ -15,14 +15,15 @@ from transformers import AutoModelForSequenceClassification
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.models.reward_model import describe_reward_model, load_reward_model
+from areal_flow.models.reward_model import describe_reward_model
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
 from pipelines.jobs.prepare import prepare_run
-from tests.policies import completion_rows, small_policy, write_model_directory
+from tests.policies import completion_rows, served_weights, small_policy, write_model_directory
+from tests.reward_models import load_reward_model
 
 ROWS = completion_rows(6, num_completions=2)
 LENGTHS = (3, 1, 2, 4)
@@ -146,7 +147,7 @@ def test_dpo_step_has_the_loss_of_each_pair_alone_against_the_first_policy(room:
     of = trainer(small_policy(), "dpo", room=room, beta=0.2)
     assert of.take_step() == pytest.approx(math.log(2), abs=1e-5)
     now = small_policy(seed=1)
-    now.load_state_dict(of.backend.export_weights())
+    now.load_state_dict(served_weights(of.backend))
     rewards = []
     for row in (4, 5, 0, 1):  # what the second step trains
         pairs = zip(logprob_sums(now, row), logprob_sums(small_policy(), row), strict=True)
@@ -181,7 +182,6 @@ def reward_model(root: Path) -> Any:
     write_model_directory(description)
     (description / "model.safetensors").unlink()
     describe_reward_model(description, pad_token_id=0)
-    torch.manual_seed(0)
     return load_reward_model(policy, description)
 
 

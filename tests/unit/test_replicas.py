@@ -16,7 +16,7 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import ConnectedRanks
+from areal_flow.trainer.replicas import connect_ranks
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
@@ -71,7 +71,7 @@ def test_rank_that_was_replaced_while_its_group_connects_is_refused(tmp_path: Pa
     store = torch.distributed.FileStore(str(point), 2)
     store.add("came-1", 1)
     with pytest.raises(TrainerLost, match="rank 1 was replaced"):
-        ConnectedRanks(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
+        connect_ranks(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
 
 
 class FakeRanks:

@@ -23,7 +23,7 @@ from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.metrics import masked_fraction_by_tenth
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     pack_sequences,
@@ -36,7 +36,7 @@ from areal_flow.trainer.step import (
 )
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Tokens, VersionSpan, as_tokens
-from tests.policies import small_policy
+from tests.policies import served_weights, small_policy
 
 WRITER = Writer(Path("nobody"), 1)
 
@@ -86,7 +86,7 @@ def state(
     """Return a backend; without replicas, of one process that computes for as many ranks."""
     defaults: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 64}
     chosen = TrainerSettings(**{**defaults, **trainer})
-    return TrainerBackend(small_policy(seed=seed), chosen, replicas or SingleProcess(num_ranks))
+    return TrainerBackend(small_policy(seed=seed), chosen, replicas or ReplicaGroup(num_ranks))
 
 
 def hash_of_optimizer(backend: TrainerBackend) -> str:
@@ -330,10 +330,10 @@ def test_pruning_keeps_the_first_the_newest_and_the_protected(tmp_path: Path) ->
 def test_bfloat16_passes_keep_float32_master_weights() -> None:
     """At 2e-5 most bfloat16 weights would round back to what they were."""
     trained = state(learning_rate=2e-5, dtype="bfloat16")
-    before = {name: tensor.clone() for name, tensor in trained.export_weights().items()}
+    before = served_weights(trained)
     for step in (1, 2, 3):
         train_step(trained, make_sequences(seed=step), step=step, settings=settings())
-    for name, tensor in trained.export_weights().items():
+    for name, tensor in served_weights(trained).items():
         assert tensor.dtype == torch.float32
         if tensor.dim() == 2 and "embed" not in name:
             assert (tensor != before[name]).float().mean() > 0.9

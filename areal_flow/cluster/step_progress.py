@@ -1,0 +1,68 @@
+"""Which trainer ranks hang within a step, although their processes send heartbeats.
+
+A rank that waits for another one, in an exchange, is idle too. So a rank hangs only if no rank has
+begun fewer exchanges, and neither it nor any other that has begun as few uses a processor. A rank
+that is slow uses one; a rank that reads or writes files is not within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    from areal_flow.trainer.replicas import ReplicaGroup
+
+MIN_PROCESSORS = 0.1
+"""Threads that only wait, with what answers Dask, use less of a processor."""
+
+LOOK_EVERY_S, LONGEST_LOOK_S = 1.0, 3.0
+"""Heartbeats are more frequent; after a longer time between two looks the process was suspended."""
+
+
+class StepProgress(NamedTuple):
+    """How far a rank is, as its heartbeats tell."""
+
+    num_exchanges: int
+    idle_s: float
+    """For how long it has used no processor, within a step and since its latest exchange."""
+
+
+class StepClock:
+    """Measures for how long a rank has been idle within a step."""
+
+    def __init__(self) -> None:
+        self._looked_at, self._processor_s = monotonic(), 0.0
+        self._found = StepProgress(0, 0.0)
+
+    def look(self, replicas: ReplicaGroup) -> StepProgress:
+        now, before = monotonic(), self._found
+        self._found = StepProgress(replicas.num_exchanges, 0.0)
+        if not replicas.is_within_step or self._found.num_exchanges != before.num_exchanges:
+            self._looked_at = now
+            return self._found
+        elapsed_s = now - self._looked_at
+        if elapsed_s < LOOK_EVERY_S:
+            self._found = before
+            return before
+        processor_s = _processor_s()
+        if processor_s - self._processor_s < MIN_PROCESSORS * elapsed_s:
+            self._found = before._replace(idle_s=before.idle_s + min(elapsed_s, LONGEST_LOOK_S))
+        self._looked_at, self._processor_s = now, processor_s
+        return self._found
+
+
+def _processor_s() -> float:
+    """Return the processor time of this process and its children, which may compile for it."""
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
+
+
+def hung_ranks(ranks: Mapping[str, StepProgress], *, silent_after_s: float) -> dict[str, float]:
+    """Return which ranks of a replica group hang, and for how many seconds. Pure."""
+    fewest = min((each.num_exchanges for each in ranks.values()), default=0)
+    behind = {name: r.idle_s for name, r in ranks.items() if r.num_exchanges == fewest}
+    return behind if min(behind.values(), default=0.0) > silent_after_s else {}

@@ -15,6 +15,7 @@ from distributed import Worker
 from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, score_completions
 from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.config import Recipe
 from areal_flow.errors import EpisodeError
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import choose_engine, engine_factory
@@ -33,7 +34,9 @@ from areal_flow.types import (
     Tokens,
     as_tokens,
 )
+from areal_flow.weights.broadcast import CardReader
 from areal_flow.weights.media import ChosenChannel
+from areal_flow.weights.settings import Carrier, carrier_of
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.context import Message
 from areal_flow.workflows.group import FAILURES, all_of, run_group
@@ -58,11 +61,14 @@ class GeneratorRole:
         self._chat = required_chat_template(context.recipe, context.layout.model)
         self.is_chat = self._chat is not None
         self._context = context
-        self._reader = ChosenChannel(
-            context.layout.weights_of(context.writer_epoch),
-            context.recipe.weights_medium,
-            host=context.host,
-        )
+        root = context.layout.weights_of(context.writer_epoch)
+        medium = context.recipe.weights_medium
+        self._reader = self._updates = ChosenChannel(root, medium, host=context.host)
+        """An engine starts with weights of main memory, which are compared with what it serves."""
+        if medium == "broadcast" and (carrier := weights_carrier(context.recipe)) != "gloo":
+            num_workers = generation.vllm.tensor_parallel_size
+            reader = CardReader(root, context.host, carrier, num_workers)
+            self._updates = ChosenChannel(root, medium, reader=reader)
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
         self.served: ServedWeights | None = None
@@ -81,19 +87,20 @@ class GeneratorRole:
                 generation = self._context.recipe.generation
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
                 self._engine = await start(self._context.layout.model, generation, self._reader)
-                self._note_update(stall_s=0.0)
+                self._note_update(self._reader, stall_s=0.0)
                 version = max(version, self._reader.newest())
             if self._engine.version < version:
                 before_s = self._engine.stats().stall_s
                 # A network file system may list old versions when there are new ones.
                 newest = max(version, self._reader.newest())
-                await self._engine.load_weights(newest, self._reader)
-                self._note_update(stall_s=self._engine.stats().stall_s - before_s)
+                await self._engine.load_weights(newest, self._updates)
+                stall_s = self._engine.stats().stall_s - before_s
+                self._note_update(self._updates, stall_s=stall_s)
                 self._num_updates += 1
             return self._engine
 
-    def _note_update(self, *, stall_s: float) -> None:
-        loaded = self._reader.last_load
+    def _note_update(self, reader: ChosenChannel, *, stall_s: float) -> None:
+        loaded = reader.last_load
         if loaded:
             self.served = ServedWeights(
                 loaded.version, loaded.content_hash, loaded.transfer_s, stall_s
@@ -162,6 +169,18 @@ class GeneratorRole:
 
     def decode(self, tokens: Tokens) -> str:
         return self._context.tokenizer.decode(tokens.tolist())
+
+
+def weights_carrier(recipe: Recipe) -> Carrier:
+    """Return what carries a broadcast to an engine that has started.
+
+    From card to card an engine receives between two steps, so one that drains first would keep the
+    trainer waiting.
+    """
+    generation, cluster = recipe.generation, recipe.cluster
+    is_ready = choose_engine(generation).name == "vllm" and generation.interruption != "drain"
+    device = generation.device if is_ready and recipe.trainer.device == "cuda" else "cpu"
+    return carrier_of(device, shares_card=cluster.num_gpus == 1 and cluster.is_one_machine)
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import WeightsError
 from areal_flow.run.durable import write_secret
+from areal_flow.run.layout import RunLayout
 from areal_flow.weights.broadcast_sender import (
     GONE,
     LATER,
@@ -35,14 +36,17 @@ from areal_flow.weights.broadcast_sender import (
     StagedVersion,
     broadcast,
 )
+from areal_flow.weights.card_transfer import CardTransfer
 from areal_flow.weights.directory import (
     KEEP_VERSIONS,
     DirectoryReader,
     DirectoryWriter,
+    hash_of,
     published,
     staged,
 )
 from areal_flow.weights.gloo import first_line, serve_store
+from areal_flow.weights.settings import Carrier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +94,8 @@ class BroadcastWriter(DirectoryWriter):
         key, partial = os.urandom(KEY_BYTES), self.root / f".{ADDRESS_FILE}"
         write_secret(partial, json.dumps([self._host, port, key.hex()]))
         partial.rename(self.root / ADDRESS_FILE)
-        sender, ended = Sender(self._held, store, self._host, key), threading.Event()
+        model = RunLayout(self.root.parents[1]).model
+        sender, ended = Sender(self._held, store, self._host, key, model), threading.Event()
         thread = threading.Thread(target=sender.run, args=(ended,), name="weights", daemon=True)
         thread.start()
         # Also when the interpreter ends: it must not end under torch's calls.
@@ -147,6 +152,27 @@ class BroadcastReader(DirectoryReader):
         timeout = timedelta(seconds=PIECE_TIMEOUT_S)
         store = TCPStore(address, port, wait_for_workers=False, timeout=timeout)
         return store, bytes.fromhex(key)
+
+
+class CardReader(BroadcastReader):
+    """Finds an engine its place in a transfer from card to card; the engine compares hashes."""
+
+    def __init__(self, root: Path, host: str, carrier: Carrier, num_workers: int) -> None:
+        super().__init__(root, host=host)
+        self._question = Question(-1, -1, carrier, num_workers)
+
+    def load_with_hash(self, version: int) -> tuple[Any, str]:
+        expected = hash_of(published(self.root, version))
+        if expected is None:
+            raise WeightsError(f"version {version} was not published in {self.root}")
+        return self._tensors(version), expected
+
+    def _receive(self, version: int, _described: object) -> Any:
+        store, key = self._connect()
+        place = _ask(store, self._question._replace(version=version))
+        transfer = CardTransfer(store, place.group, place.rank, key)
+        transfer.message("init", timeout_s=PLACE_TIMEOUT_S)  # the trainer may have vLLM to import
+        return transfer
 
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:

@@ -19,10 +19,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from areal_flow.weights.card_transfer import StoreClient
 from areal_flow.weights.gloo import broadcast_tensors, connect_gloo, first_line
+from areal_flow.weights.settings import Carrier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +43,13 @@ GONE, LATER = "gone", "later"
 
 
 class Question(NamedTuple):
-    """What a reader asks for, and the version that it holds; -1: none."""
+    """What a reader asks for, the version that it holds (-1: none), and how it is to come."""
 
     version: int
     held: int
+    carrier: Carrier = "gloo"
+    num_workers: int = 1
+    """Processes of the reader's engine, if weights come from card to card."""
 
 
 class Place(NamedTuple):
@@ -73,6 +79,8 @@ class Sender:
     store: Any
     host: str
     key: bytes
+    model: Path
+    """The policy's configuration, for transfers between cards."""
     num_sent_bytes: int = 0
     """Each group's once, however many members it has, and also if it did not get them all."""
 
@@ -122,8 +130,16 @@ class Sender:
             self._place(number, Place(name, rank, num_ranks, num_delta_bytes))
         self.num_sent_bytes += sum(tensor.nbytes for tensor in sent.values())
         try:
-            broadcast(self.store, Place(name, 0, num_ranks), sent, host=self.host, key=self.key)
-        except RuntimeError as error:
+            if question.carrier == "gloo":
+                broadcast(self.store, Place(name, 0, num_ranks), sent, host=self.host, key=self.key)
+            else:
+                from areal_flow.generation.vllm.transfer import send_between_cards
+
+                client = StoreClient(
+                    self.store, name, self.key, question.carrier, len(numbers), question.num_workers
+                )
+                send_between_cards(sent, self.model, client, host=self.host)
+        except (RuntimeError, ImportError) as error:  # vLLM may not be where the trainer is
             cause = first_line(error)
             logger.warning("a reader left while weights were sent; the others ask again: %s", cause)
 

@@ -42,13 +42,20 @@ class LastLoad:
 class ChosenChannel:
     """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
 
-    def __init__(self, root: Path, medium: Medium, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        root: Path,
+        medium: Medium,
+        *,
+        host: str = "127.0.0.1",
+        reader: DirectoryReader | None = None,
+    ) -> None:
         self.root = root
         self.last_load: LastLoad | None = None
         self._medium = medium
         self._host = host
         self._writes: DirectoryWriter | None = None
-        self._reads: DirectoryReader | None = None
+        self._reads = reader
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         if not (self.root.is_symlink() or self.root.exists()):

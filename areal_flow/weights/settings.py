@@ -7,6 +7,14 @@ from typing import Literal
 from areal_flow.settings import Settings
 
 Medium = Literal["auto", "directory", "shared_memory", "broadcast"]
+Carrier = Literal["gloo", "nccl", "ipc"]
+
+
+def carrier_of(device: str, *, shares_card: bool) -> Carrier:
+    """Return what carries a broadcast between trainer and generators of a device."""
+    if device != "cuda":
+        return "gloo"
+    return "ipc" if shares_card else "nccl"
 
 
 class WeightsSettings(Settings):

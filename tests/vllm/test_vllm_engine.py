@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
 from areal_flow.generation.registry import engine_factory
 from areal_flow.generation.vllm.support import CPU_HEAD_SIZES, installed_vllm
-from areal_flow.generation.vllm.weights import WeightsExtension, check_logprobs
+from areal_flow.generation.vllm.transfer import TransferEngine
+from areal_flow.generation.vllm.weights import check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
 from tests.fakes import MemoryReader, MemoryWriter
@@ -127,14 +128,10 @@ def model(tmp_path: Path) -> Path:
     return write_model_directory(tmp_path / "model")
 
 
-def torn(worker: Any, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+def torn(engine: TransferEngine, update: Any) -> None:
     """Load a few tensors; then their medium goes away."""
-
-    def some() -> Iterator[tuple[str, Any]]:
-        yield from list(tensors.items())[:5]
-        raise OSError("the medium went away")
-
-    worker.model_runner.reload_weights(weights_iterator=some())
+    engine.model.load_weights(list(update.tensors.items())[:5])
+    raise OSError("the medium went away")
 
 
 async def test_update_that_fails_half_way_breaks_the_engine_and_the_next_one_serves(
@@ -147,7 +144,7 @@ async def test_update_that_fails_half_way_breaks_the_engine_and_the_next_one_ser
     writer.publish(1)
     request = GroupRequest("r", as_tokens([5, 6, 7]), (1, 2), Sampling(8))
     with monkeypatch.context() as patch:
-        patch.setattr(WeightsExtension, "serve_tensors", torn)
+        patch.setattr(TransferEngine, "receive_weights", torn)
         with pytest.raises(EngineError, match="the medium went away"):
             await engine.load_weights(1, reader)
     assert engine.broken

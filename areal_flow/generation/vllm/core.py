@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -35,7 +35,6 @@ from areal_flow.generation.context_length import CACHE_SHARE
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.vllm.parent_watch import end_with_parent
 from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments, environment
-from areal_flow.generation.vllm.weights import WeightsExtension
 from areal_flow.machine import usable_bytes
 from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.tokenizer.directory import tokenizer_of
@@ -62,7 +61,7 @@ os.environ.setdefault(
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine  # noqa: E402
-from vllm.config import VllmConfig  # noqa: E402
+from vllm.config import VllmConfig, WeightTransferConfig  # noqa: E402
 from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
@@ -72,24 +71,10 @@ from vllm.v1.executor import Executor  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
+from areal_flow.generation.vllm.transfer import BACKEND, RegistersTransfer  # noqa: E402
+
 END_TIMEOUT_S = 2.0
 """How long a core process may take to end before it is killed: it has nothing to save."""
-
-
-class VLLMCore(Protocol):
-    """What decodes: an `LLMEngine`, and what that cannot do with its core."""
-
-    llm: LLMEngine
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Run a method of vLLM's `EngineCore` between two of its steps; raises what that raised."""
-
-    @contextmanager
-    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """Yield a method of `WeightsExtension`, and what it finds these tensors by."""
-
-    def close(self) -> None:
-        """End its process, if it has one; again is fine."""
 
 
 class InProcessCore:
@@ -101,8 +86,8 @@ class InProcessCore:
         return getattr(self.llm.engine_core.engine_core, method)(*arguments)
 
     @contextmanager
-    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        yield "serve_tensors", checkpoint
+    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        yield checkpoint
 
     def close(self) -> None: ...
 
@@ -121,22 +106,26 @@ class CoreProcess:
         watch.start()
 
     def call(self, method: str, *arguments: Any) -> Any:
+        """Run a method of vLLM's `EngineCore` between two of its steps; raises what that raised."""
         return self.llm.engine_core.call_utility(method, *arguments)
 
     @contextmanager
-    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """Offer tensors in a memory file, which ends with this process or with the block."""
+    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[str]:
+        """Yield a memory file of tensors, which ends with this process or with the block."""
         file = os.memfd_create("areal-flow-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")
             with path.open("wb") as segment:
                 write_tensors(checkpoint.items(), segment, like=checkpoint)
-            yield "serve_file", str(path)
+            yield str(path)
         finally:
             os.close(file)
 
     def close(self) -> None:
         self.llm.engine_core.shutdown(timeout=END_TIMEOUT_S)
+
+
+VLLMCore = InProcessCore | CoreProcess
 
 
 def _fail_when_dead(client: SyncMPClient) -> None:
@@ -185,7 +174,8 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     rotary_embedding._ROPE_DICT.clear()
     arguments = EngineArgs(
         **engine_arguments(model, settings, unique_seed=secrets.randbits(31)),
-        worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=f"{RegistersTransfer.__module__}.{RegistersTransfer.__name__}",
     )
     config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     if settings.device == "cpu" or settings.kv_cache_tokens:

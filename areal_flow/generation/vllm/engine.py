@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -31,6 +33,7 @@ from areal_flow.generation.vllm.core import (
 from areal_flow.generation.vllm.support import is_seeded, require_vllm_serves
 from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
+from areal_flow.weights.card_transfer import CardTransfer
 from areal_flow.weights.channel import WeightsReader
 
 # isort: split
@@ -78,7 +81,7 @@ class VLLMEngine:
         """Request and seed of each completion that has not started."""
         self._running: dict[str, _Member] = {}
         """By vLLM's name of the request."""
-        self._pending: tuple[Mapping[str, Tensor], int] | None = (tensors, version)
+        self._pending: tuple[Mapping[str, Tensor] | CardTransfer, int] | None = (tensors, version)
         self._switch_weights()
 
     def add(self, request: GroupRequest) -> None:
@@ -129,7 +132,7 @@ class VLLMEngine:
                 complete.append((member.request_id, in_order))
         return complete
 
-    def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | CardTransfer, *, version: int) -> None:
         self._pending = (tensors, version)
         if self.settings.interruption != "drain":
             self._switch_weights()
@@ -153,15 +156,32 @@ class VLLMEngine:
     def _switch_weights(self) -> None:
         """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
         assert self._pending is not None
-        tensors, version = self._pending
+        weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
-        with self._core.offered(self._served.checkpoint(tensors)) as (serve, found_by):
+        with self._update_info(weights) as update_info:
             # Running requests stay; without the cache they prefill again.
             call("pause_scheduler", "keep", clear_cache)
-            call("collective_rpc", serve, None, (found_by, self._served.tied))
+            self._call_workers("start_weight_update")
+            self._call_workers("update_weights", update_info)
+            self._call_workers("finish_weight_update")
             call("set_weight_version", str(version))
             call("resume_scheduler")
         self.version, self._pending = version, None
+
+    @contextmanager
+    def _update_info(self, weights: Mapping[str, Tensor] | CardTransfer) -> Iterator[Any]:
+        """Yield what `TransferEngine` receives."""
+        if isinstance(weights, CardTransfer):
+            init_info = {"message": weights.message("init"), "rank": weights.rank}
+            self._call_workers("init_weight_transfer_engine", init_info)
+            yield {"message": weights.message("update"), "tied": self._served.tied}
+            weights.finish()
+        else:
+            with self._core.offered(self._served.checkpoint(weights)) as tensors:
+                yield {"tensors": tensors, "tied": self._served.tied}
+
+    def _call_workers(self, method: str, *arguments: Any) -> None:
+        self._core.call("collective_rpc", method, None, arguments)
 
     def _completion(self, output: CompletionOutput, member: _Member) -> Completion:
         sampling = self._groups[member.request_id].request.sampling

@@ -3,8 +3,6 @@
 vLLM fails silently here: a tensor that is missing is a warning, a head that is tied to the
 embedding keeps its old values, and on the CPU so do experts. So names and shapes are compared
 before any tensor is loaded, and log-probabilities after the first time.
-
-It imports no vLLM: `WeightsExtension` is handed a model by the worker that it becomes a part of.
 """
 
 from __future__ import annotations
@@ -23,31 +21,10 @@ from areal_flow.models.huggingface import revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import assign_tensors, empty_policy, logits_at
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
-from areal_flow.weights.shared_memory import map_tensors
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.5}
 """The largest mean difference of log-probabilities that is rounding; a wrong tensor makes more."""
 NUM_CHECKED = 16
-
-
-class WeightsExtension:
-    """Added by vLLM to its worker: takes weights that are in memory already."""
-
-    model_runner: Any
-
-    def serve_tensors(self, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-        """Repack a checkpoint's tensors into the model. After an error the model is half new.
-
-        `tied` has further names, each with the one that it shares a tensor with: on the CPU vLLM
-        has a packed copy of a tied head, which it would not change with the embedding.
-        """
-        parameters = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False))
-        copies = {name: tensors[source] for name, source in tied.items() if name in parameters}
-        self.model_runner.reload_weights(weights_iterator=iter({**tensors, **copies}.items()))
-
-    def serve_file(self, file: str, tied: Mapping[str, str]) -> None:
-        """As `serve_tensors`, of a file in memory; see `map_tensors`."""
-        self.serve_tensors(map_tensors(Path(file)), tied)
 
 
 class ServedTensors:

@@ -23,6 +23,7 @@ from areal_flow.models.linear import onednn_is_faster
 from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.kernels import set_precision
 from areal_flow.trainer.optimizers import PolicyOptimizer
 from areal_flow.trainer.passes import Passes, RunOn
 from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
@@ -48,6 +49,7 @@ class TrainerBackend:
         """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
         self.settings = settings
         self.replicas = replicas or SingleProcess()
+        set_precision(settings)
         self._trained = TrainedModel(policy, settings, self.replicas)
         run = self._trained.run
         self.passes = Passes(run, settings, self.replicas, reference=partial(_run_bare, run))
@@ -195,5 +197,6 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
         **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
+        **({"kernels": "deterministic"} if recipe.trainer.kernels == "deterministic" else {}),
     }
     return json.dumps(environment, sort_keys=True)

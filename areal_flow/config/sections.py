@@ -124,11 +124,14 @@ class TrainerSettings(Settings):
     """Packed tokens of one forward and backward pass."""
     parallel: ParallelSettings = ParallelSettings()
     """How trainer ranks share policy and sequences."""
-    activations: Literal["keep", "recompute", "offload"] = "keep"
-    """Keep activations for the backward pass, recompute them (a third more work), or move them to
-    main memory."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the passes; master weights stay float32."""
+    activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
+    """Keep activations for the backward pass, keep those of products and attention only, recompute
+    all (a third more work), or move all to main memory."""
+    dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Of the passes; master weights stay float32. `tf32`: float32 that a GPU multiplies in TF32."""
+    kernels: Literal["compiled", "eager", "deterministic"] = "compiled"
+    """Of a GPU. `compiled`: layers by torch.compile; `eager`: without it; `deterministic`: without
+    it, and a replay on the same kind of GPU has the same bits."""
     device: str = "cpu"
     """Of the trainer, as torch names it."""
     checkpoint_every_steps: int = Field(20, ge=1)

@@ -6,7 +6,6 @@ Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.config import LoraSettings
@@ -30,7 +28,7 @@ from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter, merge_adapter, split_adapter, stored_name
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
@@ -126,17 +124,6 @@ def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
             module.p = 0.0
     swap_linear_layers(policy)
     return policy.to(device).eval()
-
-
-def recompute_layers(policy: Any) -> None:
-    """Have each layer keep its input alone for the backward pass, and compute the rest again.
-
-    Without transformers' own switch, which asks for training mode.
-    """
-    for layer in layers_of(policy):
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
 
 
 def layers_of(policy: Any) -> list[Any]:

@@ -26,10 +26,10 @@ COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_token
 SHARED = {"backend", "context_ranks", "shard_ranks"}
 """What of a numeric environment says that ranks shared the policy, or its sequences."""
 
-SHARED_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 5e-2}
 """By how much numbers of a step may differ, relatively (and by a hundredth of it absolutely), where
-its ranks shared the policy or sequences, which the replay's one process has whole: the same sums
-in another order, and in bfloat16 norms of fewer bits. By the type of the passes."""
+the same sums have another order: its ranks shared the policy or sequences, which the replay's one
+process has whole, or a GPU adds up as it comes. By the type of the passes."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +77,24 @@ class ComparedStep:
 
     @property
     def refused(self) -> bool:
-        """Return whether a step differs where it must not: in the same environment of a CPU.
+        """Return whether a step differs where it must not: in an environment that repeats its bits.
 
         Where ranks shared the policy or sequences, by more than the tolerance.
         """
-        here = json.loads(self.replayed.numeric_environment)
-        same = self.environment_differences.keys() <= SHARED and here["device"] == "cpu"
+        same = self.environment_differences.keys() <= SHARED and self.repeats_bits
         return same and not self.within_tolerance and not self.after_fork
 
     @property
+    def repeats_bits(self) -> bool:
+        """Return whether sums have the same order here each time: on a CPU, or where asked for."""
+        here = json.loads(self.replayed.numeric_environment)
+        return here["device"] == "cpu" or here.get("kernels") == "deterministic"
+
+    @property
     def tolerance(self) -> float:
-        if not self.environment_differences.keys() & SHARED:
+        if self.repeats_bits and not self.environment_differences.keys() & SHARED:
             return 0.0
-        return SHARED_TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
+        return TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
 
     @property
     def within_tolerance(self) -> bool:

@@ -22,6 +22,7 @@ from areal_flow.models.linear import onednn_is_faster
 from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.kernels import set_precision
 from areal_flow.trainer.optimizers import PolicyOptimizer
 from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
@@ -47,6 +48,7 @@ class TrainerBackend:
         """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
         self.settings = settings
         self.replicas = replicas or ReplicaGroup()
+        set_precision(settings)
         self._trained = TrainedModel(policy, settings, self.replicas)
         run = self._trained.run
         self.passes = Passes(run, settings, self.replicas, reference=self._run_without_adapter)
@@ -180,5 +182,6 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
         **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),
+        **({"kernels": "deterministic"} if recipe.trainer.kernels == "deterministic" else {}),
     }
     return json.dumps(environment, sort_keys=True)

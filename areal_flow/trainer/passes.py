@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import chain, islice
@@ -25,6 +24,7 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
+from areal_flow.trainer import activations
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
@@ -151,7 +151,7 @@ class Passes:
         """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
         aggregate, found = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
-            with self._saved_activations():
+            with activations.offloaded(self.settings):
                 policy_loss = loss_of(micro)
             loss = aggregate(
                 policy_loss.losses_T,
@@ -239,11 +239,5 @@ class Passes:
 
     def autocast(self) -> torch.autocast:
         """Return the precision of passes; the master weights stay float32."""
-        device_type, dtype = torch.device(self.settings.device).type, self.settings.dtype
-        return torch.autocast(device_type, DTYPES[dtype], enabled=dtype != "float32")
-
-    def _saved_activations(self) -> AbstractContextManager[object]:
-        if self.settings.activations != "offload":
-            return nullcontext()
-        on_gpu = torch.device(self.settings.device).type == "cuda"
-        return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+        device_type, dtype = torch.device(self.settings.device).type, DTYPES[self.settings.dtype]
+        return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from areal_flow.config import TrainerSettings
-from areal_flow.models.policy import copy_by_name, fill_buffers, policy_tensors, recompute_layers
+from areal_flow.models.policy import copy_by_name, fill_buffers, policy_tensors
+from areal_flow.trainer.activations import choose_activations
 from areal_flow.trainer.context import over_ranks
+from areal_flow.trainer.kernels import compile_layers, compiles_layers
 from areal_flow.trainer.optimizers import make_optimizer
 from areal_flow.trainer.passes import Found, Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
@@ -34,6 +36,9 @@ class RankedModel:
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         """Take a model, whose parameters may be on the meta device: weights are loaded later."""
         self.model = model
+        if compiles_layers(settings):
+            compile_layers(model)
+        choose_activations(model, settings)
         self._sharded: ShardedModel | None = None
         if not replicas.is_alone:
             from areal_flow.trainer.sharded import ShardedModel  # a second that few need
@@ -71,8 +76,6 @@ class TrainedModel(RankedModel):
     """And its optimizer."""
 
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
-        if settings.activations == "recompute":
-            recompute_layers(model)
         super().__init__(model, settings, replicas)
         self.optimizer = make_optimizer(model.named_parameters(), settings)
 

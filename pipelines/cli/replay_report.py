@@ -64,9 +64,13 @@ def verdict(replayed: Replayed) -> list[str]:
                 "so the ledger, the log, a checkpoint, config.toml or the code has changed since."
             )
         elif compared.tolerance and compared.within_tolerance:
+            why = (
+                "its ranks shared the policy or its sequences, which this process has whole."
+                if compared.repeats_bits
+                else "a GPU repeats bits with trainer.kernels = 'deterministic' only."
+            )
             lines.append(
-                f"Step {compared.step} is equal to its record within {compared.tolerance:g}: its "
-                "ranks shared the policy or its sequences, which this process has whole."
+                f"Step {compared.step} is equal to its record within {compared.tolerance:g}: {why}"
             )
         elif not compared.equal:
             forked = compared.after_fork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import policy_tensors
 from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.kernels import set_precision
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
@@ -117,3 +119,49 @@ def test_steps_of_completions_that_share_prompts_have_the_same_bits_again(dtype:
             train_step(backend, sequences, step=step, settings=settings())
         found.append(backend.fingerprint())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("activations", ["keep", "selective", "recompute", "offload"])
+def test_compiled_layers_make_the_step_of_uncompiled_ones(activations: Any) -> None:
+    losses = []
+    for kernels in ("eager", "compiled"):
+        trainer = TrainerSettings(
+            device="cuda",
+            dtype="bfloat16",
+            learning_rate=1e-3,
+            kernels=kernels,  # type: ignore[arg-type]
+            activations=activations,
+        )
+        backend = TrainerBackend(small_policy().cuda(), trainer)
+        numbers = [
+            train_step(backend, make_sequences(), step=step, settings=settings())
+            for step in (1, 2, 3)
+        ]
+        losses.append([loss for found in numbers for loss in found.losses])
+    assert losses[0] == pytest.approx(losses[1], rel=5e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16"])
+def test_deterministic_kernels_repeat_the_bits_of_long_rows(dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    sequences = [
+        TrainingSequence(
+            as_tokens(random.integers(1, 13, 8)),
+            as_tokens(random.integers(1, 13, 2000)),
+            np.full(2000, -2.0, np.float32),
+            np.ones(2000, np.bool_),
+            index % 2,
+            index // 2,
+        )
+        for index in range(4)
+    ]
+    trainer = TrainerSettings(device="cuda", dtype=dtype, kernels="deterministic")
+    found = []
+    try:
+        for _ in range(3):
+            backend = TrainerBackend(small_policy().cuda(), trainer)
+            train_step(backend, sequences, step=1, settings=settings())
+            found.append(backend.fingerprint())
+    finally:
+        set_precision(TrainerSettings())
+    assert len(set(found)) == 1

@@ -91,7 +91,25 @@ def test_bits_must_agree_on_one_cpu_environment_only() -> None:
     assert refused(CPU, CPU) is True
     assert refused(dict(reversed(CPU.items())), CPU) is True
     assert refused(CPU, {**CPU, "threads": 2}) is False
-    assert refused({"device": "cuda"}, {"device": "cuda"}) is False
+    gpu = {"device": "cuda", "dtype": "bfloat16"}
+    assert refused(gpu, gpu) is False
+    deterministic = {**gpu, "kernels": "deterministic"}
+    assert refused(deterministic, deterministic) is True
+    assert refused(deterministic, {**deterministic, "device_name": "another"}) is False
+
+
+def test_a_gpu_replays_within_a_tolerance_or_to_the_bit_where_that_was_asked_for() -> None:
+    gpu = {"device": "cuda", "dtype": "bfloat16"}
+    near, far = (
+        ComparedStep(result(gpu), result(gpu, weights="x", loss=loss)) for loss in (0.51, 0.6)
+    )
+    assert (near.tolerance, near.within_tolerance, far.within_tolerance) == (5e-2, True, False)
+    asked = {**gpu, "kernels": "deterministic"}
+    assert ComparedStep(result(asked), result(asked, loss=0.51)).tolerance == 0
+    assert (
+        ComparedStep(result({**gpu, "dtype": "tf32"}), result({**gpu, "dtype": "tf32"})).tolerance
+        == 1e-2
+    )
 
 
 def test_result_reads_lists_of_a_row_as_tuples() -> None:

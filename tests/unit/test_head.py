@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_flow.models import packed_layout
 from areal_flow.models.logits import logits_of
 from areal_flow.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
 from areal_flow.models.policy import logits_at
 from areal_flow.trainer import head
+from areal_flow.trainer.activations import KEPT
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import train_step
@@ -70,7 +73,7 @@ def test_logprobs_are_those_of_all_logits() -> None:
     assert not found._is_view(), "FSDP warns of views"
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("activations", ["selective", "recompute", "offload"])
 def test_activations_change_no_bit_of_a_step(activations: Any) -> None:
     kept, other = state(), state(activations=activations)
     for backend in (kept, other):
@@ -89,6 +92,39 @@ def test_recomputed_layers_run_again_for_their_gradients() -> None:
     assert len(passes) == 1
     logprobs_M.sum().backward()  # type: ignore[no-untyped-call]
     assert len(passes) == 2
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is computed, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of_backward(activations: Any) -> Counter[str]:
+    backend, micro = state(activations=activations), pack_sequences(make_sequences())
+    logprobs_M, _ = token_logprobs_and_entropies(
+        backend.policy, micro, temperature=1.0, entropy_has_gradient=False
+    )
+    with Operators() as computed:
+        logprobs_M.sum().backward()  # type: ignore[no-untyped-call]
+    return computed.counts
+
+
+def test_selective_recomputation_leaves_out_products_and_attention() -> None:
+    kept, selective, all_again = map(operators_of_backward, ("keep", "selective", "recompute"))
+    costly = [name for name in KEPT if all_again[name] > kept[name]]
+    assert any("linear" in name or "mm" in name for name in costly)
+    assert any("attention" in name for name in costly)
+    assert all(selective[name] == kept[name] for name in KEPT)
+    assert selective["aten.silu.default"] == all_again["aten.silu.default"] > 0
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import SftSettings, TrainerSettings
+from areal_flow.config import LoraSettings, SftSettings, TrainerSettings
+from areal_flow.models.lora import add_adapter
 from areal_flow.models.transfer import to_device
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches
@@ -76,10 +77,11 @@ def _autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted_step(
-    algorithm: Any, sequences: Any = None, **step: Any
+    algorithm: Any, sequences: Any = None, policy: Any = None, **step: Any
 ) -> tuple[Synchronisations, UpdateNumbers]:
-    backend = TrainerBackend(small_policy().to("meta"), ON_DEVICE)
-    backend.hold_reference(small_policy().to("meta"))
+    backend = TrainerBackend((policy or small_policy()).to("meta"), ON_DEVICE)
+    if policy is None:
+        backend.hold_reference(small_policy().to("meta"))
     if algorithm.needs_critic:
         backend.add_critic(algorithm)
     settings = StepSettings(algorithm, temperature=0.9, seed=0, **step)
@@ -103,6 +105,17 @@ def test_step_of_every_algorithm_waits_twice_a_minibatch_at_most(name: str, kl_i
     assert counted.num_reads <= 2 * num_updates
     assert counted.num_copies == 0
     assert numbers.metrics["entropy_mean"].value > 0
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_step_of_an_adapter_waits_as_often(kl_in: str) -> None:
+    """Its reference is the policy without it."""
+    policy = small_policy()
+    add_adapter(policy, LoraSettings(rank=2))
+    algorithm = DecoupledPPO(num_minibatches=3, kl_coefficient=0.1, kl_in=kl_in)
+    counted, _ = counted_step(algorithm, policy=policy)
+    assert counted.num_reads == 3 + algorithm.needs_kl
+    assert counted.num_copies == 0
 
 
 @pytest.mark.parametrize("rule", ["truncate", "mask", "mask_sequence"])

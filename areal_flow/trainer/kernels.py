@@ -1,0 +1,52 @@
+"""Which kernels compute a trainer's passes: compiled layers, TF32, deterministic algorithms."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from areal_flow.config import TrainerSettings
+from areal_flow.models.attention import ATTENTION_NAME, attend_by_layout
+from areal_flow.models.huggingface import AttentionInterface
+from areal_flow.models.policy import layers_of
+
+BACKEND = "inductor"
+"""Of torch.compile."""
+
+
+def set_precision(settings: TrainerSettings) -> None:
+    """Set what decides, for the whole process, how products and sums are computed.
+
+    Numbers of a step must follow from its recipe, so what was set before is undone.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = settings.dtype == "tf32"
+    deterministic = settings.kernels == "deterministic"
+    if deterministic:
+        # Read by cuBLAS when it is first used; it says which sums it splits among streams.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # loads torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def compiles_layers(settings: TrainerSettings) -> bool:
+    return settings.kernels == "compiled" and torch.device(settings.device).type == "cuda"
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch's compiler fuse what each layer computes around its attention.
+
+    All layers share what is compiled, for rows of any length. Attention is left out: it has
+    kernels of its own, and its layout is another object for each row.
+    """
+    AttentionInterface.register(ATTENTION_NAME, _uncompiled_attention())
+    for layer in layers_of(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+
+
+@cache
+def _uncompiled_attention() -> Any:
+    return torch.compiler.disable(attend_by_layout)

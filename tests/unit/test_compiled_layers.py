@@ -1,0 +1,80 @@
+"""Compiled layers have the numbers and gradients of those that are not, whatever surrounds them.
+
+By torch's compiler up to the code that it would generate for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from areal_flow.trainer import activations, kernels, ranked_model
+from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, leave_ranks
+from areal_flow.types import Rendezvous
+from tests.sharded_ranks import TRAININGS, Training, begin, take_step
+
+SELECTIVE = Training(trainer={"activations": "selective"})
+CASES = {
+    **{name: TRAININGS[name] for name in ("plain", "recompute", "offload", "bfloat16")},
+    **{name: TRAININGS[name] for name in ("adapter", "critic")},
+    "selective": SELECTIVE,
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernels, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def steps_of(
+    training: Training,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    compiled: bool,
+    replicas: ReplicaGroup | None = None,
+) -> list[float]:
+    """Return losses and gradient norms of steps whose micro-batches have rows of many lengths."""
+    for module in (activations, ranked_model):
+        monkeypatch.setattr(module, "compiles_layers", lambda settings: compiled)
+    backend, found, graphs = begin(training, replicas), [], set[int]()
+    for step in (1, 2, 3):
+        numbers = take_step(backend, step, training)
+        found += [*numbers.losses, *numbers.grad_norms]
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1, f"other rows were compiled again: {graphs}"
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = steps_of(CASES[name], monkeypatch, compiled=False)
+    assert not counters["stats"]
+    found = steps_of(CASES[name], monkeypatch, compiled=True)
+    assert found == pytest.approx(wanted, rel=2e-2 if name == "bfloat16" else 1e-4)
+    # Four graphs a layer, with gradients and without; an adapter is off for a reference.
+    assert 4 <= counters["stats"]["unique_graphs"] <= (16 if name == "adapter" else 8)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_rows_of_weights_are_gathered_around_compiled_layers(
+    activations: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training = Training(trainer={"activations": activations})
+    wanted = steps_of(training, monkeypatch, compiled=False)
+    one = ConnectedRanks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
+    try:
+        found = steps_of(training, monkeypatch, compiled=True, replicas=one)
+    finally:
+        leave_ranks()
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert 4 <= counters["stats"]["unique_graphs"] <= 8

@@ -69,8 +69,8 @@ class GivenLengths(Lengths):
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
-def random_load(num_groups: int, lengths: Lengths, vocabulary: int) -> Load:
-    rng = np.random.default_rng(0)
+def random_load(num_groups: int, lengths: Lengths, vocabulary: int, *, seed: int = 0) -> Load:
+    rng = np.random.default_rng(seed)
     drawn = lengths.draw(rng, (num_groups, GROUP_SIZE))
     return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
 

@@ -26,15 +26,7 @@ CARDS = {
     "H200-141GB": 139.8,
 }
 """GiB that torch finds on each."""
-PRICES = {
-    "RTX4080-16GB": 0.3,
-    "L4-24GB": 0.7,
-    "RTX4090-24GB": 0.5,
-    "A100-40GB": 1.3,
-    "A100-80GB": 1.8,
-    "H100-80GB": 2.5,
-    "H200-141GB": 3.5,
-}
+PRICES = dict(zip(CARDS, (0.3, 0.7, 0.5, 1.3, 1.8, 2.5, 3.5), strict=True))
 """Of an hour of each, in dollars: assumed, since every provider has its own."""
 ENGINE_BYTES = 2 * GIB
 """What vLLM takes beside weights and cache: its context, graphs and the passes' activations."""

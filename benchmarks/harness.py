@@ -92,7 +92,7 @@ def _machine() -> dict[str, Any]:
 
 def machine_text(*, cores: int) -> str:
     """Return the kind of machine, as a page may say it: no name, no load."""
-    return f"{_machine()['processor']}, {cores} of its cores, no GPU"
+    return f"{_machine()['processor']}, cores used: {cores}, no GPU"
 
 
 def text_of(value: object) -> str:

@@ -42,7 +42,8 @@ def write_page(folder: Path, name: str, doc: str, facts: Mapping[str, str], foun
         before, _, rest = page.read_text().partition(BEGIN)
         after = rest.partition(END)[2]
     lines = [f"- {fact}: {value}" for fact, value in facts.items()]
-    lines += ["", *(f"- {said}" for said in found.conclusions), "", f"![{title}]({plot.name})"]
+    lines += ["", f"![{title}]({plot.name})", "", "## What may be concluded", ""]
+    lines += [f"- {said}" for said in found.conclusions]
     for heading, rows in found.tables.items():
         lines += ["", f"## {heading}", "", *_table(rows)]
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         "command": f"`{command}`",
         "seeds": ", ".join(map(str, chosen.seeds)),
         "machine": harness.machine_text(cores=chosen.processes),
-        "took": f"{(perf_counter() - began) / 60:.1f} minutes in {chosen.processes} processes",
+        "took": f"{(perf_counter() - began) / 60:.1f} minutes",
         "intervals": "95%, Student's t over seeds; differences are of equal seeds",
     }
     page = write_page(chosen.to, name, experiment.__doc__, facts, found)

@@ -6,8 +6,9 @@ steps is overtaken: the trainer takes what is complete, the version moves on, an
 trained when its first tokens are older than eta. Eq. 3 holds all the while. The longest completions
 are the oldest, so a bound on age that masks or drops tokens falls on them first.
 
-Measured in virtual time with the project's own controller and gate, without its mask: 16
+Measured in virtual time with the project's own controller and gate, before its mask: 16
 generators, batches of 256 in groups of 8, lognormal lengths of one mean and of three tails.
+Trajectories all of whose tokens are too old are not among these: the buffer discards them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.unit.virtual_time import run_in_virtual_time
 
 MEAN_TOKENS, CUT = 8_000, 65_536
 SIGMAS = (0.3, 1.0, 1.5)
-OPTIONS = {"seeds": [0, 1, 2], "etas": [1, 2, 4, 8], "steps": 20, "skip": 8}
+OPTIONS = {"seeds": [0, 1, 2], "etas": [1, 2, 4, 8], "steps": 40, "skip": 20}
 QUICK = {"seeds": [0, 1], "etas": [1, 2], "steps": 8, "skip": 4}
 NUM_GENERATORS, NUM_TRAINERS = 16, 5
 PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
@@ -119,7 +120,7 @@ def run(chosen: Any) -> Finding:
     shares = {key: Estimate.of([share for share, _ in turns]) for key, turns in found.items()}
     rows = [
         {
-            "sigma of lengths": sigma,
+            "sigma of lengths": f"{sigma:g}",
             "eta": eta,
             "tokens older than eta, %": shares[sigma, eta].text(2, 100),
             "oldest token": max(oldest for _, oldest in found[sigma, eta]),
@@ -128,7 +129,7 @@ def run(chosen: Any) -> Finding:
     ]
     said = [
         conclude(
-            f"sigma {sigma:g}, eta {eta}: share of trained tokens older than eta",
+            f"sigma {sigma:g}, eta {eta}: share of tokens older than eta",
             shares[sigma, eta],
         )
         for sigma in SIGMAS[1:]
@@ -142,4 +143,5 @@ def run(chosen: Any) -> Finding:
         for sigma in SIGMAS
     }
     draw = partial(draw_estimates, lines, x="eta", y="% of tokens older than eta")
-    return Finding({"Tokens that were given to the trainer": rows}, said, draw)
+    title = f"Tokens that were given to the trainer, steps {chosen.skip + 1} to {chosen.steps}"
+    return Finding({title: rows}, said, draw)

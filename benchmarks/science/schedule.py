@@ -31,7 +31,8 @@ def run(chosen: Any) -> Finding:
         model = (chosen.model or make_warm_model(cwd)).resolve()
         for seed in chosen.seeds:
             for schedule, turns in found.items():
-                turns.append(measure(cwd, schedule, {"model": model, "seed": seed}, options))
+                settings = {"model": model, "seed": seed, "prompts.num-prompts": 4000}
+                turns.append(measure(cwd, schedule, settings, options))
     of = {
         name: {column: [turn[column] for turn in turns] for column in COLUMNS}
         for name, turns in found.items()

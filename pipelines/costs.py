@@ -31,14 +31,8 @@ ORDER BY cost DESC, trajectory_id
 """
 
 
-def costs_of(
-    run: Run, prices: Mapping[str, float] | None = None
-) -> tuple[dict[str, Any], list[StepCost]]:
-    """Return what a run has cost so far, in all and by step.
-
-    Args:
-        prices: of an hour, over those of its recipe.
-    """
+def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCost]]:
+    """Return what a run has cost so far, in all and by step; `prices` go before its recipe's."""
     layout = run.layout
     if not (layout.workers.is_file() and layout.steps.exists()):
         raise RunError(

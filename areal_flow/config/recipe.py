@@ -253,6 +253,7 @@ class Recipe(Settings):
         How long to train is left out, since a resume may change it, and what devices cost: no step
         depends on either.
         """
-        without = {"num_steps": True, "max_minutes": True, "cluster": {"prices"}}
-        settings = self.model_dump_json(exclude=without)
+        settings = self.model_dump_json(
+            exclude={"num_steps": True, "max_minutes": True, "cluster": {"prices"}}
+        )
         return sha256_hex(settings, 16)

@@ -12,9 +12,10 @@ the mean of all that wait. So a step is charged with its row, and its accounts a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -30,7 +31,7 @@ COLUMNS = [
     *(f"num_{use}_tokens" for use in CONSUMED),
 ]
 """What is read of a ledger row."""
-Accounts = Counter[tuple[str, str]]
+Accounts = defaultdict[tuple[str, str], float]
 """Costs by role and use."""
 
 
@@ -51,8 +52,8 @@ class StepCost:
 class CostAccounting:
     """Charges one row of the ledger after the other."""
 
-    total: Accounts = field(default_factory=Counter)
-    _in_stock: Counter[str] = field(default_factory=Counter)
+    total: Accounts = field(default_factory=partial(defaultdict, float))
+    _in_stock: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROLES, 0.0))
     """What waiting tokens have cost, by role."""
     _generators_busy: float = 0.0
     _reward_s: float = 0.0
@@ -82,24 +83,26 @@ class CostAccounting:
         if lost["trainer"]:  # it was restored then, which is no idleness
             waited = held["trainer"] * row["seconds_wait"] / seconds
             lost["trainer"] = max(lost["trainer"], held["trainer"] - busy["trainer"] - waited)
-        accounts, token = Accounts(), dict[str, float]()
+        accounts, token = Accounts(float), dict[str, float]()
         for role in ROLES:
             token[role] = self._charge(accounts, role, row, busy[role])
             accounts[role, "lost"] = lost[role]
             accounts[role, "idle"] = held[role] - lost[role] - busy[role]
-        self.total.update(accounts)
+        for key, cost in accounts.items():
+            self.total[key] += cost
         return StepCost(row["step"], accounts, token)
 
     def whole(self, workers: Workers) -> Accounts:
         """Return the costs of the run so far, steps and all. A driver that was killed has lived
         until its last row, or a later event of its workers."""
-        found = Counter(self.total)
+        found = Accounts(float, self.total)
         for epoch, latest in workers.latest.items():
             first, last = self._trained.get(epoch, (inf, inf))
             before = "outside" if epoch == min(workers.latest) else "lost"
             after = "outside" if epoch == max(workers.latest) else "lost"
             for use, within in ((before, (-inf, min(first, latest))), (after, (last, latest))):
-                found.update({(r, use): cost for r, cost in workers.held(epoch, within).items()})
+                for role, cost in workers.held(epoch, within).items():
+                    found[role, use] += cost
         return found
 
     def _charge(self, accounts: Accounts, role: str, row: Mapping[str, Any], cost: float) -> float:
@@ -108,7 +111,7 @@ class CostAccounting:
         tokens = {use: row[f"num_{use}_tokens"] for use in CONSUMED[: 2 if is_trainer else 3]}
         number = sum(tokens.values()) + (0 if is_trainer else row["num_waiting_tokens"])
         token = (before + cost) / number if number else 0.0
-        accounts.update({(role, use): token * n for use, n in tokens.items()})
+        accounts |= {(role, use): token * n for use, n in tokens.items()}
         self._in_stock[role] = before + cost - token * sum(tokens.values())
         accounts[role, "waiting"] = self._in_stock[role] - before
         return token

@@ -69,7 +69,7 @@ def note_worker(path: Path, writer_epoch: int, event: str, **of: Any) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def read_workers(path: Path, prices: Mapping[str, float]) -> Workers:
+def read_workers(path: Path, prices: Mapping[Any, float]) -> Workers:
     """Return the workers of all drivers; none of a run without the file.
 
     Args:

@@ -147,7 +147,7 @@ class Projection:
         """Return what a step cost, and the run so far; nothing if its workers are not known."""
         area = "cost" if workers.has_prices else "device_seconds"
         costs = by_use(self._costs.add(row, workers).accounts) if workers.tenures else {}
-        costs |= {"total": self._costs.total.total()} if costs else {}
+        costs |= {"total": sum(self._costs.total.values())} if costs else {}
         return {f"{area}/{use}": cost for use, cost in costs.items()}
 
     def _deliver_evaluations(self) -> None:

@@ -26,7 +26,7 @@ from benchmarks.plots import draw_bars
 from benchmarks.science.findings import Estimate, Finding, conclude
 from benchmarks.tailed_load import GROUP_SIZE, MODELS, TAILS, Load
 
-OPTIONS = {"seeds": [0, 1, 2], "model": "0.6M", "updates": 3, "batch": 48, "max_num_seqs": 64}
+OPTIONS = {"seeds": [0, 1, 2], "model": "0.6M", "updates": 3, "batch": 32, "max_num_seqs": 64}
 QUICK = {"seeds": [0, 1], "updates": 1, "batch": 24, "max_num_seqs": 16}
 DRAIN: Interruption = "drain"
 SPEED = "tokens_per_processor_s"

@@ -18,7 +18,7 @@ from benchmarks.plots import draw_bars
 from benchmarks.schedule import NUM_GENERATORS, make_warm_model, measure
 from benchmarks.science.findings import Estimate, Finding, conclude, difference
 
-OPTIONS = {"seeds": [0, 1, 2], "steps": 20, "skip": 8, "model": Path}
+OPTIONS = {"seeds": [0, 1, 2], "steps": 14, "skip": 6, "model": Path}
 QUICK = {"seeds": [0, 1], "steps": 3, "skip": 1}
 COLUMNS = ("step_s", "reward", "staleness", "generated_tokens_per_s")
 

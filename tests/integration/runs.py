@@ -93,7 +93,7 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
     assert uses["total"] == pytest.approx(total)
     assert min(cost for of in found["by_role"].values() for cost in of.values()) > -1e-6
     seconds = sum(row["seconds_step"] or 0.0 for row in steps.to_pylist())
-    charged = sum(each.accounts.total() for each in of_steps)
+    charged = sum(sum(each.accounts.values()) for each in of_steps)
     assert seconds < charged < total, "more than one worker was there, and before the first step"
     rows = trajectory_costs(run, of_steps, waiting=uses["waiting"])
     consumed = ("trained", "masked", "discarded", "waiting")

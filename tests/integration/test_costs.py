@@ -63,5 +63,5 @@ def test_mlflow_has_what_each_step_cost(finished: RunLayout) -> None:
     history = client.get_metric_history(run.info.run_id, "device_seconds/trained")
     shown = {metric.step: metric.value for metric in history}
     assert shown == pytest.approx({each.step: by_use(each.accounts)["trained"] for each in steps})
-    total = sum(each.accounts.total() for each in steps)
+    total = sum(sum(each.accounts.values()) for each in steps)
     assert run.data.metrics["device_seconds/total"] == pytest.approx(total)

@@ -10,6 +10,7 @@ nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
 nox -s bench [-- ARGS]     async against sync on the default job, as a table and JSON
+nox -s science -- NAME     a small experiment, and its page in docs/science
 nox -s trl                 TRL beside this project, in an environment that has it; not in CI
 nox -s gpu                 tests and the speed of a step of 1.5B on a GPU; not in CI
 nox -s ui                  the MLflow UI on 127.0.0.1
@@ -118,6 +119,12 @@ def mutate(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Compare async with sync on the default job; arguments go to `benchmarks/schedule.py`."""
     run(session, "python", "-m", "benchmarks.schedule", *session.posargs)
+
+
+@nox.session
+def science(session: nox.Session) -> None:
+    """Run an experiment of `benchmarks/science` by its name, and write its page and plot."""
+    run(session, "python", "-m", "benchmarks.science", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)

@@ -39,9 +39,13 @@ Found = TypeVar("Found")
 
 
 def parse_options(
-    doc: str | None, *, choices: Mapping[str, Collection[str]] | None = None, **defaults: Any
+    doc: str | None,
+    arguments: Sequence[str] | None = None,
+    *,
+    choices: Mapping[str, Collection[str]] | None = None,
+    **defaults: Any,
 ) -> argparse.Namespace:
-    """Read the command line; `--json FILE` is an option of every benchmark.
+    """Read the command line, or these arguments; `--json FILE` is an option of every benchmark.
 
     A list is the default of an option with several values, `False` of a switch; a type stands for
     an option of that type without a default. The first line of `doc` describes the command.
@@ -57,7 +61,7 @@ def parse_options(
         value = None if kind is default else default
         limits = {"choices": (choices or {}).get(name), **several}
         parser.add_argument(flag, type=kind, default=value, help=f"default: {value}", **limits)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def report(path: Path | None, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -71,7 +75,7 @@ def report(path: Path | None, tables: Mapping[str, Sequence[Mapping[str, Any]]])
         for name in rows[0] if rows else ():
             table.add_column(name.replace("_", "\n"), justify="right")
         for row in rows:
-            table.add_row(*map(_text, row.values()))
+            table.add_row(*map(text_of, row.values()))
         Console(width=160).print(table)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     if path:
@@ -86,7 +90,12 @@ def _machine() -> dict[str, Any]:
     return {"processor": (names or [platform.machine()])[0], "cores": os.cpu_count(), "load": load}
 
 
-def _text(value: object) -> str:
+def machine_text(*, cores: int) -> str:
+    """Return the kind of machine, as a page may say it: no name, no load."""
+    return f"{_machine()['processor']}, cores used: {cores}, no GPU"
+
+
+def text_of(value: object) -> str:
     if not isinstance(value, float) or not isfinite(value):
         return str(value)
     num_decimals = 2 - floor(log10(abs(value))) if value else 0
@@ -109,11 +118,15 @@ def take_turns(num_rounds: int, ways: Mapping[Way, Callable[[], Found]]) -> dict
 
 
 def in_processes(
-    work: Callable[..., Found], calls: Sequence[tuple[Any, ...]], environment: Mapping[str, str]
+    work: Callable[..., Found],
+    calls: Sequence[tuple[Any, ...]],
+    environment: Mapping[str, str],
+    *,
+    num_processes: int | None = None,
 ) -> list[Found]:
-    """Return what each call of `work` returns; each has a new process, and all run together."""
-    spawn = get_context("spawn")
-    with patch.dict(os.environ, environment), ProcessPoolExecutor(len(calls), spawn) as pool:
+    """Return what each call of `work` returns; all run together, or so many at a time."""
+    spawn, number = get_context("spawn"), num_processes or len(calls)
+    with patch.dict(os.environ, environment), ProcessPoolExecutor(number, spawn) as pool:
         futures = [pool.submit(work, *call) for call in calls]
         return [future.result() for future in futures]
 

@@ -46,3 +46,42 @@ def draw_schedules(title: str, rows: Sequence[Mapping[str, Any]], path: Path) ->
     ratio = steps["sync"] / steps["async"]
     axis.set_title(f"{title}: sync takes {ratio:.2f} times as long")
     figure.savefig(path, dpi=100)
+
+
+LINES = (GENERATE, TRAIN, "#4a9d6b", "#9467bd", "#8c7a6b", "#c44e52", "#5bb5c5")
+Points = Mapping[str, tuple[float, float]]
+"""By the label of a place on the x axis, a mean and half the width of its interval."""
+
+
+def draw_estimates(lines: Mapping[str, Points], path: Path, *, x: str, y: str) -> None:
+    """Draw a line for each name, with intervals; the places are those of the first line, evenly."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6, 3.2), layout="constrained")
+        axis = figure.subplots()
+    labels = list(next(iter(lines.values())))
+    for number, (name, points) in enumerate(lines.items()):
+        places = [labels.index(label) + 0.06 * (number - len(lines) / 2) for label in points]
+        means, halves = zip(*points.values(), strict=True)
+        color = LINES[number % len(LINES)]
+        axis.errorbar(places, means, halves, color=color, label=name, marker="o", capsize=3)
+    axis.set_xticks(range(len(labels)), labels)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    if len(lines) > 1:
+        figure.legend(frameon=False, ncols=3, loc="outside upper center")
+    figure.savefig(path, dpi=80)
+
+
+def draw_bars(bars: Points, path: Path, *, x: str, none: float) -> None:
+    """Draw a bar for each name from the value of no effect, with its interval; the first on top."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6, 0.9 + 0.36 * len(bars)), layout="constrained")
+        axis = figure.subplots()
+    means, halves = zip(*bars.values(), strict=True)
+    widths = [mean - none for mean in means]
+    axis.barh(range(len(bars)), widths, left=none, xerr=halves, color=GENERATE, capsize=3)
+    axis.axvline(none, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(bars)), list(bars))
+    axis.invert_yaxis()
+    axis.set_xlabel(x)
+    figure.savefig(path, dpi=80)

@@ -69,8 +69,8 @@ class GivenLengths(Lengths):
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
-def random_load(num_groups: int, lengths: Lengths, vocabulary: int) -> Load:
-    rng = np.random.default_rng(0)
+def random_load(num_groups: int, lengths: Lengths, vocabulary: int, *, seed: int = 0) -> Load:
+    rng = np.random.default_rng(seed)
     drawn = lengths.draw(rng, (num_groups, GROUP_SIZE))
     return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
 
@@ -97,13 +97,20 @@ def run_all(engine: EngineCore, load: Load) -> None:
 take_next = SampledSequence.append
 
 
-def end_at_given_lengths(load: Load) -> None:
-    """End each member of this process's groups at its own length, so that all ways work alike."""
+def end_at_given_lengths(load: Load) -> list[int]:
+    """End each member of this process's groups at its own length, so that all ways work alike.
+
+    Returns:
+        A list whose one value counts the tokens that are sampled from here on.
+    """
     limit = {f"{group}": lengths for group, lengths in enumerate(load.lengths.tolist())}
+    num_sampled = [0]
 
     def append(sequence: SampledSequence, token: int, logprob: float, version: int) -> None:
         take_next(sequence, token, logprob, version)
+        num_sampled[0] += 1
         ended = len(sequence.tokens) >= limit[sequence.request.request_id][sequence.index]
         sequence.finish_reason = "length" if ended else None
 
     SampledSequence.append = append  # type: ignore[method-assign]
+    return num_sampled

@@ -12,6 +12,7 @@ functions are shipped to the workers with all that they need.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -148,7 +149,7 @@ def report(
     run: Run | Path | str,
     *,
     against: Run | Path | str | None = None,
-    price_per_hour: float | None = None,
+    prices: Mapping[str, float] | None = None,
     to: Path | str | None = None,
 ) -> Path:
     """Draw a run on one page of HTML, also while it goes on; return where the page lies.
@@ -156,7 +157,7 @@ def report(
     Args:
         run: a run, or its directory.
         against: another one, shown beside it.
-        price_per_hour: of a GPU where the run has some, else of a machine: what tokens cost.
+        prices: of an hour, such as `{"gpu": 2.5}`, over the recipe's `cluster.prices`.
         to: a file, instead of `report.html` in the run.
 
     Raises:
@@ -170,9 +171,7 @@ def report(
         if each is not None
     )
     path = None if to is None else Path(to)
-    return write_report(
-        layout, path, against=other[0] if other else None, price_per_hour=price_per_hour
-    )
+    return write_report(layout, path, against=other[0] if other else None, prices=prices)
 
 
 def _resume(

@@ -18,7 +18,7 @@ from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import trajectory_id
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import written_group
-from tests.tracked_runs import step_row
+from tests.tracked_runs import BEGAN, step_row
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -69,6 +69,7 @@ def make_finished_run(
     create_run(layout, Recipe(num_steps=max(1, num_steps)))
     write_tiny_model(layout.model, max_model_len=32)
     create_logs(layout)
+    _write_workers(layout, num_steps)
     with hold_run(layout) as writer:
         _fill(layout, writer, num_steps, accepted_at=accepted_at)
         if evaluated:
@@ -80,6 +81,25 @@ def make_finished_run(
         if state != "crashed":
             leave_run(layout, writer, state, seconds=1.0)
     return layout
+
+
+def _write_workers(layout: RunLayout, num_steps: int) -> None:
+    """Say that a generator and a trainer were there while it trained."""
+    events = [("joined", 0), ("left", num_steps)]
+    rows = [
+        {
+            "at": BEGAN.timestamp() + after,
+            "writer_epoch": 1,
+            "event": event,
+            "worker": f"{role}-0",
+            "role": role,
+            "num_devices": 1,
+            "is_gpu": False,
+        }
+        for event, after in events
+        for role in ("generator", "trainer")
+    ]
+    layout.workers.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int | None) -> None:

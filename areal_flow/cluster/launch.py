@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import dask
@@ -36,6 +37,7 @@ from areal_flow.cluster.worker_process import (
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
+from areal_flow.run.workers_file import note_worker
 from areal_flow.store.ledger import LedgerReader
 
 
@@ -91,6 +93,7 @@ async def launch_cluster(
             launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
+            pool.note = partial(note_worker, context.layout.workers, context.writer_epoch)
             feed = RunFeed(context.layout, pool)
             add_page(scheduler, feed)
             serve_pool(pool)

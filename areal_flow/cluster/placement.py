@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config import Recipe
@@ -47,6 +48,8 @@ class WorkerPlacement:
     host: str = THIS_MACHINE
     gpus: tuple[str, ...] = ()
     """Empty until it is placed, then `num_gpus` of its host."""
+    num_sharing: int = 1
+    """How many workers have these GPUs."""
 
     @property
     def resources(self) -> dict[str, int]:
@@ -62,6 +65,13 @@ class WorkerPlacement:
     def num_cores(self) -> int:
         """Return how many threads of it compute."""
         return int(self.environment.get(NUM_THREADS, 1))
+
+    @property
+    def devices(self) -> dict[str, Any]:
+        """Return what it has, by name and role: GPUs, or cores if it has none."""
+        number = (self.num_gpus or self.num_cores) / self.num_sharing
+        of = {"worker": self.name, "role": self.role}
+        return {**of, "num_devices": number, "is_gpu": self.num_gpus > 0}
 
 
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
@@ -86,6 +96,8 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
             "a generator share it"
         )
     placed: list[WorkerPlacement] = []
+    if shares_gpu:
+        wanted = [replace(each, num_sharing=2 if each.num_gpus else 1) for each in wanted]
     for worker in wanted:
         placed.append(place_beside(worker, [] if shares_gpu else placed, machines))
     return placed

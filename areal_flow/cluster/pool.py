@@ -70,6 +70,7 @@ class WorkerPool(SchedulerPlugin):
         """Whose hosts could not be reached at the last try."""
         self.trainer_lost = asyncio.Event()
         """Set whenever the process of a trainer rank ends."""
+        self.note: Callable[..., None] = lambda event, **devices: None
         self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -81,7 +82,10 @@ class WorkerPool(SchedulerPlugin):
     async def stop(self) -> None:
         """End all processes for good."""
         self._begin_shutdown()
-        await asyncio.gather(*(self._launcher.stop(r.name) for r in self.registry.all()))
+        records = self.registry.all()
+        await asyncio.gather(*(self._launcher.stop(record.name) for record in records))
+        for record in records:
+            self.note("left", **record.placement.devices)
 
     def _begin_shutdown(self) -> None:
         self._closing = True
@@ -143,6 +147,7 @@ class WorkerPool(SchedulerPlugin):
             self.spawn(self._unregister(worker))
             return
         self._unreachable.discard(record.name)
+        self.note("joined", **record.placement.devices)
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_result(None)
@@ -198,6 +203,7 @@ class WorkerPool(SchedulerPlugin):
             with suppress(TimeoutError):
                 await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
         await self._launcher.stop(record.name)
+        self.note("left", **record.placement.devices)
 
     async def _unregister(self, address: str) -> None:
         """Remove a process from the scheduler, so that its tasks run elsewhere."""
@@ -257,6 +263,7 @@ class WorkerPool(SchedulerPlugin):
             self.spawn(self._start_later(record, cause))
             return
         record.died(cause, now=monotonic(), last=self.executions.last(record.process))
+        self.note("died", **record.placement.devices)
         if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
             self.spawn(self._start(record))

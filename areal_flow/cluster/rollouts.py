@@ -32,7 +32,7 @@ LINGER_S = 0.15
 MAX_RESCORINGS = 2
 """How often completions are scored again, elsewhere, after an error of the infrastructure."""
 
-_HELD_OUT = "held_out"
+HELD_OUT = "held_out"
 """What Dask's pages call the tasks of evaluations, after their roles."""
 
 
@@ -67,12 +67,12 @@ class DaskRollouts:
             name: of these answers, unique in this cluster.
         """
         suffix = f"{name}-{episodes[0].group_id}"
-        rows = await self._roll_out(tuple(episodes), suffix, what=_HELD_OUT)
+        rows = await self._roll_out(tuple(episodes), suffix, what=HELD_OUT)
         try:
-            found: ScoredRows = await self._scoring.run(reward_tasks.score, rows, what=_HELD_OUT)
+            found: ScoredRows = await self._scoring.run(reward_tasks.score, rows, what=HELD_OUT)
         except KillsWorkers:
             score = partial(reward_tasks.score, known=await self._scoring.row_by_row(rows))
-            found = await self._scoring.run(score, rows, what=_HELD_OUT)
+            found = await self._scoring.run(score, rows, what=HELD_OUT)
         return found
 
     async def _roll_out(

@@ -12,6 +12,8 @@ from areal_flow.settings import Settings, require
 
 SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
 Workers = Literal["all", "trainer", "generator", "reward"]
+Priced = Literal["gpu", "cpu", "trainer", "generator", "reward"]
+Price = Annotated[float, Field(ge=0)]
 
 
 def is_loopback(host: str) -> bool:
@@ -82,6 +84,8 @@ class ClusterSettings(Settings):
     role, `trainer`, `generator` or `reward`; of two equal ones the last counts."""
     network: NetworkSettings = NetworkSettings()
     """Where the scheduler and the workers listen."""
+    prices: dict[Priced, Price] = Field({})
+    """What an hour costs of a `gpu`, a core (`cpu`) or a role's device, for `areal-flow cost`."""
     num_reward_workers: int = Field(1, ge=1)
     """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)

@@ -7,14 +7,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.controller.ledger_row import SYSTEM_AREA
+from areal_flow.cluster.rollouts import HELD_OUT
+from areal_flow.controller.ledger_row import REWARD_TASKS, SYSTEM_AREA
 
 
 def usage(pool: WorkerPool) -> dict[str, float]:
     roles = {record.address: record.role for record in pool.registry.all()}
     workers = pool.scheduler.workers.values()
     used = [(roles[each.address], each.metrics) for each in workers if each.address in roles]
-    return usage_by_role([*used, ("driver", pool.scheduler.monitor.recent())])
+    tasks = (t for t in pool.scheduler.task_prefixes.values() if t.name[:7] == "reward/")
+    worked_s = sum(t.all_durations["compute"] for t in tasks if t.name[7:] != HELD_OUT)
+    found = usage_by_role([*used, ("driver", pool.scheduler.monitor.recent())])
+    return {**found, REWARD_TASKS: worked_s}
 
 
 def usage_by_role(processes: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:

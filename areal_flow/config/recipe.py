@@ -251,7 +251,10 @@ class Recipe(Settings):
     def digest(self) -> str:
         """Return the identity of these settings, for the ledger.
 
-        How long to train is left out: a resume may change it, and no step depends on it.
+        How long to train is left out, since a resume may change it, and what devices cost: no step
+        depends on either.
         """
-        settings = self.model_dump_json(exclude={"num_steps", "max_minutes"})
+        settings = self.model_dump_json(
+            exclude={"num_steps": True, "max_minutes": True, "cluster": {"prices"}}
+        )
         return sha256_hex(settings, 16)

@@ -21,6 +21,8 @@ from areal_flow.types import (
 SPEED_AREA, SYSTEM_AREA = MEASURED_AREAS = "speed/", "system/"
 """The prefixes of metrics that a replay does not compare."""
 OBSERVED = f"{SPEED_AREA}generators_observed_s"
+REWARD_TASKS = f"{SYSTEM_AREA}reward_task_seconds"
+"""How long reward workers have worked since the driver began, all of them together."""
 SPEED_COLUMNS = (
     *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
     *("num_generated_tokens", "num_trained_tokens"),

@@ -26,6 +26,8 @@ CARDS = {
     "H200-141GB": 139.8,
 }
 """GiB that torch finds on each."""
+PRICES = dict(zip(CARDS, (0.3, 0.7, 0.5, 1.3, 1.8, 2.5, 3.5), strict=True))
+"""Of an hour of each, in dollars: assumed, since every provider has its own."""
 ENGINE_BYTES = 2 * GIB
 """What vLLM takes beside weights and cache: its context, graphs and the passes' activations."""
 

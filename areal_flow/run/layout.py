@@ -29,6 +29,7 @@ runs/NAME/
     writers/               who may write: one lease a driver's life
     state.json             how it last ended
     cluster.json           where its scheduler is, while it runs
+    workers.jsonl          when each worker joined, died and left
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class RunLayout:
     writers = _Within("writers")
     state = _Within("state.json")
     cluster = _Within("cluster.json")
+    workers = _Within("workers.jsonl")
 
     @property
     def name(self) -> str:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from areal_flow.config import load_recipe
+from areal_flow.controller.costs import COLUMNS as COST_COLUMNS
+from areal_flow.controller.costs import CostAccounting, by_use
 from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
+from areal_flow.run.workers_file import Workers, read_workers
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
@@ -56,7 +60,7 @@ MAX_FINE_TUNING_POINTS = 200
 """So many steps are shown of a long run of fine-tuning, evenly spaced, and the last."""
 
 STEP_COLUMNS = [
-    name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
+    name for name in STEPS.names if name in {*METRICS.values(), "metrics", *COST_COLUMNS}
 ]
 _CHECKPOINT_COLUMNS = [
     *("weights_hash", "trajectory_watermark", "committed_at", "metrics"),
@@ -96,6 +100,9 @@ class Projection:
         """Of the evaluations that were delivered, by name and version."""
         self._pass_rates: dict[int, float] = {}
         self._checkpoints: Any = None
+        self._costs = CostAccounting()
+        self._charged: tuple[int, dict[str, float]] = 0, {}
+        """The last step that is charged, and its costs."""
 
     def deliver(self) -> int:
         """Deliver whatever is committed and not in the sink yet; return how many steps that was."""
@@ -123,12 +130,25 @@ class Projection:
     def _deliver_steps(self) -> int:
         assert self._delivered is not None
         before = self._delivered
-        for row in self._ledger().rows(STEP_COLUMNS, since=before + 1):
+        rows = self._ledger().rows(STEP_COLUMNS, since=min(before, self._charged[0]) + 1)
+        prices = load_recipe(self._layout.config).cluster.prices if rows else {}
+        workers = read_workers(self._layout.workers, prices)
+        for row in rows:
             step, at = row["step"], _milliseconds(row["committed_at"])
-            log = self._sink.log_step
-            self._attempt(f"step {step}", log, step, step_metrics(row), timestamp_ms=at)
-            self._delivered = step
+            if step > self._charged[0]:
+                self._charged = step, self._cost_metrics(row, workers)
+            if step > before:
+                metrics, log = step_metrics(row) | self._charged[1], self._sink.log_step
+                self._attempt(f"step {step}", log, step, metrics, timestamp_ms=at)
+                self._delivered = step
         return self._delivered - before
+
+    def _cost_metrics(self, row: Mapping[str, Any], workers: Workers) -> dict[str, float]:
+        """Return what a step cost, and the run so far; nothing if its workers are not known."""
+        area = "cost" if workers.has_prices else "device_seconds"
+        costs = by_use(self._costs.add(row, workers).accounts) if workers.tenures else {}
+        costs |= {"total": sum(self._costs.total.values())} if costs else {}
+        return {f"{area}/{use}": cost for use, cost in costs.items()}
 
     def _deliver_evaluations(self) -> None:
         if not self._layout.evaluations.exists():

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from pydantic import TypeAdapter, ValidationError
 
 from areal_flow.errors import ConfigError
-from pipelines.cli.settings import AnswerSettings, Flag, Given, report_settings
+from pipelines.cli.settings import AnswerSettings, Flag, Given, Prices, report_settings
 from pipelines.console.tables import Report
 from pipelines.references import chosen_step
 
@@ -231,7 +231,7 @@ def report(
     /,
     *,
     against: str | None = None,
-    price_per_hour: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    price: Prices = (),
     to: Path | None = None,
     folders: Given,
 ) -> Report:
@@ -240,16 +240,17 @@ def report(
     Args:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
         against: Another run, shown beside it.
-        price_per_hour: Of a GPU where the run has some, else of a machine: what tokens cost.
+        price: As of `cost`: 2.5 of an hour of each GPU, or cpu=0.05; may be given again.
         to: A file, instead of report.html in the run.
     """
+    from pipelines.costs import parse_prices
     from pipelines.report.page import write_report
 
     layout = folders.find(run).whole_run("report")
     other = folders.find(against).whole_run("report") if against else None
     if to and (to.is_dir() or not to.parent.is_dir()):
         raise ConfigError(f"--to {to}: expected a file in a folder that exists")
-    path = write_report(layout, to, against=other, price_per_hour=price_per_hour)
+    path = write_report(layout, to, against=other, prices=parse_prices(price))
     return Report({"run": layout.name, "file": path}, [f"{layout.name} on one page: {path}"])
 
 

@@ -1,4 +1,4 @@
-"""`areal-flow runs`, `track` and `ui`: lists and removes runs, and shows them in MLflow."""
+"""`areal-flow runs`, `track`, `ui`, `view`, `logs` and `cost`: runs as a whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_flow.run.code_version import how_to_install
 from areal_flow.run.directory import find_run, list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease, is_held, newest_lease
-from pipelines.cli.settings import Flag, Given
+from pipelines.cli.settings import Flag, Given, Prices
 from pipelines.console.run_log import logged_lines
 from pipelines.console.tables import Report
 
@@ -197,10 +197,30 @@ def view(
     serve(layouts, port=port)
 
 
+def cost(
+    *runs: str, price: Prices = (), steps: Flag = False, trajectories: int = 0, folders: Given
+) -> Report:
+    """Say what runs cost: tokens that were trained, masked or discarded, failures, idle devices.
+
+    Args:
+        runs: Runs' names, or their directories.
+        price: Of an hour, over cluster.prices: 2.5 or H100-80GB of each GPU, cpu=0.05 of each core,
+            trainer=4 of each device of a role; may be given again. Without any: device seconds.
+        steps: Each step, too.
+        trajectories: So many of the dearest, too.
+    """
+    from areal_flow.store.queries import Run
+    from pipelines.costs import parse_prices, report_costs
+
+    prices = parse_prices(price)
+    found = [Run(folders.find(run).whole_run("cost").root) for run in runs]
+    return report_costs(found, prices, by_step=steps, num_trajectories=trajectories)
+
+
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ConfigError(f"port {port} is taken: choose another with --port N")
 
 
-COMMANDS = (group, track, ui, view, logs)
+COMMANDS = (group, track, ui, view, logs, cost)

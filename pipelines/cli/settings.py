@@ -37,6 +37,7 @@ class Folders:
 
 Given = Annotated[Folders, Parameter(parse=False)]
 Flag = Annotated[bool, Parameter(negative="")]
+Prices = Annotated[tuple[str, ...], Parameter(metavar="[KIND=]PRICE", negative="")]
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 

@@ -28,6 +28,7 @@ from areal_flow.store.database import compared_answers
 from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import printable, with_interval
+from pipelines.costs import amount, costs_of
 from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, Interval, compare_charts, make_charts
 from pipelines.report.verdicts import judge_run
@@ -39,7 +40,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters["printable"] = printable
+_TEMPLATES.filters |= {"printable": printable, "amount": amount}
 _SCORED = (
     *("evaluation", "policy_version", "verifier", "evaluated_at", "held_out", "prompt_id"),
     *("sample", "difficulty", "reward", "reward_detail", "num_output_tokens"),
@@ -60,27 +61,29 @@ def write_report(
     path: Path | None = None,
     *,
     against: RunLayout | None = None,
-    price_per_hour: float | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> Path:
     """Write the page of a run; return where it lies: by default `report.html` in the run.
 
     Args:
         against: another run, to be shown beside it.
-        price_per_hour: of a GPU where the run has some, else of a machine.
+        prices: of an hour, over those of the recipes.
     """
     target, other = path or layout.report, Run(against.root) if against else None
-    replace_file(target, report_page(Run(layout.root), other, price_per_hour=price_per_hour))
+    replace_file(target, report_page(Run(layout.root), other, prices=prices))
     return target
 
 
-def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | None = None) -> str:
-    layout, entry = run.layout, _read(run)
+def report_page(
+    run: Run, other: Run | None = None, *, prices: Mapping[str, float] | None = None
+) -> str:
+    layout, entry = run.layout, _read(run, prices)
     recipe, steps, totals = entry["recipe"], entry["steps"], entry["totals"]
     answers = run.evaluations("arrow") if layout.evaluations.exists() else None
     evaluations = score_evaluations(answers, run) if answers else []
     passed = [found.overall.passed for _, found in evaluations]
     first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
-    entries = [entry, *([_read(other)] if other else [])]
+    entries = [entry, *([_read(other, prices)] if other else [])]
     with closing(run.database()) as database:
         return render(
             "report/page.html",
@@ -93,7 +96,6 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
             totals=totals,
             entries=entries,
             side_by_side=compare_charts({e["run"]: e["steps"] for e in entries}) if other else [],
-            price=price_per_hour,
             verdicts=judge_run(recipe, steps, totals, passed) if steps else [],
             samples=compared_answers(answers, pass_threshold=run.pass_threshold) if answers else [],
             evaluations=evaluations,
@@ -107,7 +109,7 @@ def report_page(run: Run, other: Run | None = None, *, price_per_hour: float | N
         )
 
 
-def _read(run: Run) -> dict[str, Any]:
+def _read(run: Run, prices: Mapping[str, float] | None) -> dict[str, Any]:
     """Return what a run's ledger says: books, cost and lineage are made of it."""
     if not run.layout.steps.exists():
         raise RunError(
@@ -117,18 +119,15 @@ def _read(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"])
     steps = [row for row in table.to_pylist() if row["step"] > 0]
-    num_generators, on_gpu = recipe.cluster.num_generators, recipe.generation.device != "cpu"
-    num_gpus = num_generators * recipe.generation.vllm.tensor_parallel_size * on_gpu
-    num_gpus += recipe.cluster.num_trainers * (recipe.trainer.device != "cpu")
     kinds = ("generated", "trained", "masked", "discarded")
     tokens = {kind: sum(row[f"num_{kind}_tokens"] for row in steps) for kind in kinds}
     return {
         "run": run.layout.name,
         "recipe": recipe,
         "steps": steps,
-        "totals": summarise({}, table, num_generators=num_generators),
+        "totals": summarise({}, table, num_generators=recipe.cluster.num_generators),
         "tokens": {**tokens, "waiting": steps[-1]["num_waiting_tokens"] if steps else 0},
-        "num_gpus": num_gpus,
+        "costs": costs_of(run, prices)[0] if run.layout.workers.is_file() else None,
         "lineage": run.lineage(len(steps)).summary(),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,14 +14,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pytest
 from distributed import Client, default_client
 
 import areal_flow
 from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe
+from areal_flow.controller.costs import StepCost
 from areal_flow.run.directory import create_run, hold_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from pipelines.costs import costs_of, trajectory_costs
 from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.stop_signals import Outcome
 from pipelines.jobs.train import run_training
@@ -68,6 +72,33 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
         outcome = asyncio.run(_run_beside(layout, recipe, writer, False, beside))
     assert outcome.finished
     return layout
+
+
+def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
+    """Hold a run's costs to what its file of workers says, counted here by hand; return them."""
+    run = areal_flow.open_run(layout.root)
+    (found, of_steps), last = costs_of(run), dict[int, float]()
+    steps = run.steps("arrow", columns=["writer_epoch", "committed_at", "seconds_step"])
+    events = [json.loads(line) for line in layout.workers.read_text().splitlines()]
+    moments = [(row["writer_epoch"], row["committed_at"].timestamp()) for row in steps.to_pylist()]
+    for epoch, at in [*moments, *((e["writer_epoch"], e["at"]) for e in events)]:
+        last[epoch] = max(at, last.get(epoch, at))
+    workers = {(e["writer_epoch"], e["worker"]): e for e in events}
+    total = 0.0
+    for (epoch, worker), event in workers.items():
+        of = [e for e in events if (e["writer_epoch"], e["worker"]) == (epoch, worker)]
+        left = [e["at"] for e in of if e["event"] == "left"]
+        total += event["num_devices"] * (min([*left, last[epoch]]) - of[0]["at"])
+    uses = found["by_use"]
+    assert uses["total"] == pytest.approx(total)
+    assert min(cost for of in found["by_role"].values() for cost in of.values()) > -1e-6
+    seconds = sum(row["seconds_step"] or 0.0 for row in steps.to_pylist())
+    charged = sum(sum(each.accounts.values()) for each in of_steps)
+    assert seconds < charged < total, "more than one worker was there, and before the first step"
+    rows = trajectory_costs(run, of_steps, waiting=uses["waiting"])
+    consumed = ("trained", "masked", "discarded", "waiting")
+    assert rows["cost"].sum() == pytest.approx(sum(uses[use] for use in consumed))
+    return found, of_steps
 
 
 def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> RunLayout:

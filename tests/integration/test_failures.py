@@ -22,6 +22,7 @@ from pipelines.workers import scheduler_of
 from tests.integration.conftest import Typed
 from tests.integration.runs import (
     check_accounting,
+    check_costs,
     cli,
     run_small,
     small_arguments,
@@ -116,6 +117,8 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
         assert not left.exists()
         assert not segments_of(layout.weights_of(2)).exists()
         check_accounting(layout)
+        roles = check_costs(layout)[0]["by_role"]
+        assert min(roles[role]["lost"] for role in ("generator", "trainer")) > 1, "restarts"
         trajectories = areal_flow.open_run(layout.root).trajectories("arrow")
         assert set(trajectories["source"].to_pylist()) == {"made", "given"}
         whole = replay_step(layout, step=head + 3, from_checkpoint=0)

@@ -59,7 +59,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
             if line.startswith("step 2/"):
                 break
     layout = RunLayout(cwd / "runs" / "r")
-    page = areal_flow.report(layout.root, against=layout.root, price_per_hour=2).read_text()
+    page = areal_flow.report(layout.root, against=layout.root, prices={"cpu": 2.0}).read_text()
     layout.report.unlink()
     resumed = cli("train", "--resume", "r", cwd=cwd)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

@@ -161,3 +161,19 @@ def test_gpus_of_other_machines_are_stated_not_found() -> None:
     assert {worker.host for worker in stated if worker.gpus} == {"127.0.0.1", "localhost"}
     with pytest.raises(ConfigError, match=r"found 0 GPU\(s\) on 2 machine\(s\).*cluster.num_gpus"):
         place_workers(recipe(launcher="ssh", remote=remote))
+
+
+def test_devices_are_gpus_or_else_cores_and_half_of_a_gpu_that_two_share() -> None:
+    def devices(given: Recipe, num_gpus: int) -> dict[str, tuple[float, bool]]:
+        machines = Machines(gpus=tuple(map(str, range(num_gpus))))
+        of = [placed.devices for placed in place_workers(given, machines)]
+        return {each["role"]: (each["num_devices"], each["is_gpu"]) for each in of}
+
+    assert devices(recipe(num_gpus=1), 1) == {
+        "trainer": (0.5, True),
+        "generator": (0.5, True),
+        "reward": (1, False),
+    }
+    assert devices(recipe(num_gpus=2), 2)["generator"] == (1, True)
+    cores = devices(recipe(generation="cpu", trainer="cpu", num_trainer_threads=4), 0)
+    assert (cores["trainer"], cores["generator"]) == ((4, False), (1, False))

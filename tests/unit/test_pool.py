@@ -170,6 +170,26 @@ def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers(
     with_pool(test)
 
 
+def test_every_worker_is_noted_that_joins_dies_or_leaves() -> None:
+    noted: list[tuple[str, str]] = []
+
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        pool.note = lambda event, **of: noted.append((event, of["worker"]))
+        await pool.start_until_joined(TWO)
+        launcher.end("generator-0", "killed by signal 9")
+        await asyncio.sleep(1)
+        await remove_from(pool, "generator-1")
+
+    with_pool(test)
+    assert noted[:2] == [("joined", "generator-0"), ("joined", "generator-1")]
+    assert noted[2:5] == [
+        ("died", "generator-0"),
+        ("joined", "generator-0"),
+        ("left", "generator-1"),
+    ]
+    assert set(noted[5:]) == {("left", "generator-0"), ("left", "generator-1")}, "with the run"
+
+
 def test_worker_that_keeps_dying_is_quarantined_and_the_last_of_its_role_breaks_the_pool() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined(TWO)

@@ -159,26 +159,26 @@ def test_long_run_is_drawn_in_at_most_a_thousand_points_a_line() -> None:
 
 def test_page_of_two_runs_has_both_books_and_what_tokens_cost(tmp_path: Path) -> None:
     first, second = (make_finished_run(tmp_path / name, num_steps=4) for name in ("one", "two"))
+    second.workers.unlink()
     path = write_report(
-        first, tmp_path / "both.html", against=RunLayout(second.root), price_per_hour=9.0
+        first, tmp_path / "both.html", against=RunLayout(second.root), prices={"cpu": 9.0}
     )
     page = re.sub(r"\s+", " ", path.read_text()).replace("</td><td>", "</td> <td>")
     page = page.replace("<td> ", "<td>").replace(" </td>", "</td>")
     assert "<h2>one and two</h2>" in page
     assert all(page.count(f">{name}</text>") > 1 for name in ("one", "two")), "lines of both"
     assert "<th>one</th><th>two</th>" in page
-    whole = "<td>the whole training</td> <td>4 s, 0.01 at 9.0 an hour and machine</td>"
-    assert whole in page, "4 s of 3,600 at 9"
-    assert "a million tokens trained" in page
+    assert "<td>costs are in</td> <td>money</td> <td>unknown</td>" in page
+    idle = "<td>cost of idle devices</td> <td>0.02</td> <td></td>"
+    assert idle in page, "two workers, 4 s of 3,600 at 9"
+    assert "<td>cost of the whole run</td> <td>0.02</td> <td></td>" in page
     assert "<td>chain breaks</td>" in page
 
 
-def test_report_takes_a_price_above_zero_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_takes_no_negative_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_finished_run(tmp_path / "r", num_steps=1)
     given = ["--runs", str(tmp_path), "report", "r"]
-    assert main([*given, "--price-per-hour", "-1"]) == 2
-    assert "price-per-hour" in capsys.readouterr().err
+    assert main([*given, "--price", "-1"]) == 2
+    assert "--price -1" in capsys.readouterr().err
     assert main([*given, "--against", "nobody"]) == 1
     assert "nobody" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""When each worker of a run was there: `workers.jsonl`, a line for each that joins, dies or leaves.
+
+A worker holds its devices from when it first joins until it leaves, also while it is started again.
+Moments are in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from time import time
+from typing import Any
+
+Span = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Tenure:
+    """A worker's time in the life of one driver."""
+
+    writer_epoch: int
+    role: str
+    rate: float
+    """What its devices cost a second."""
+    present: Span
+    """Until infinity while it is there, and if its driver was killed."""
+    outages: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    tenures: Sequence[Tenure]
+    has_prices: bool
+    """Without any, costs are device seconds. A device is a GPU, or a core of a worker without."""
+    latest: Mapping[int, float]
+    """The moment of each driver's last event."""
+
+    def sums(self, epoch: int, of: Callable[[Tenure], float]) -> dict[str, float]:
+        """Return the sums over a driver's workers, by role."""
+        found = dict.fromkeys(("generator", "trainer", "reward"), 0.0)
+        for tenure in self.tenures:
+            found[tenure.role] += of(tenure) if tenure.writer_epoch == epoch else 0.0
+        return found
+
+    def held(self, epoch: int, within: Span) -> dict[str, float]:
+        """Return what a driver's workers cost in a time, by role."""
+        return self.sums(epoch, lambda of: of.rate * _overlap(of.present, within))
+
+    def lost(self, epoch: int, within: Span) -> dict[str, float]:
+        """Return what those cost meanwhile that had no process."""
+        return self.sums(epoch, lambda of: of.rate * _overlap(within, *of.outages))
+
+
+def _overlap(within: Span, *spans: Span) -> float:
+    return sum(max(0.0, min(within[1], end) - max(within[0], begin)) for begin, end in spans)
+
+
+def note_worker(path: Path, writer_epoch: int, event: str, **of: Any) -> None:
+    """Append that a worker `joined`, `died` or `left`, and what it is and has.
+
+    A full disk must not end a run, so it is passed over.
+    """
+    with suppress(OSError), path.open("a") as file:
+        row = {"at": time(), "writer_epoch": writer_epoch, "event": event, **of}
+        file.write(json.dumps(row) + "\n")
+
+
+def read_workers(path: Path, prices: Mapping[Any, float]) -> Workers:
+    """Return the workers of all drivers; none of a run without the file.
+
+    Args:
+        prices: of an hour, by role, else by kind: `gpu`, or `cpu` for a core.
+    """
+    found, latest, rows = dict[Any, Tenure](), dict[int, float](), [*_rows(path)]
+    of_rows = [prices.get(r["role"], prices.get(("cpu", "gpu")[r["is_gpu"]], 0.0)) for r in rows]
+    for row, price in zip(rows, of_rows, strict=True):
+        at, epoch = row["at"], row["writer_epoch"]
+        rate = row["num_devices"] * (price / 3600 if any(of_rows) else 1.0)
+        key, new = (epoch, row["worker"]), Tenure(epoch, row["role"], rate, (at, inf), [])
+        known = found.setdefault(key, new)
+        latest[epoch] = at
+        if known.outages and known.outages[-1][1] == inf:
+            known.outages[-1] = known.outages[-1][0], at
+        if row["event"] == "died":
+            known.outages.append((at, inf))
+        if row["event"] == "left":
+            known.present = known.present[0], min(at, known.present[1])
+    return Workers([*found.values()], any(of_rows), latest)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError):  # the machine went down before the line was whole
+            yield json.loads(line)

@@ -1,0 +1,147 @@
+"""A surprise: eq. 3 of the paper does not bound the age of a token.
+
+The paper admits new work while floor((N - 1) / B) <= i + eta (arXiv 2505.24298, eq. 3), which
+bounds how many samples run ahead of the trainer. A completion that decodes for longer than a few
+steps is overtaken: the trainer takes what is complete, the version moves on, and the long one is
+trained when its first tokens are older than eta. Eq. 3 holds all the while. The longest completions
+are the oldest, so a bound on age that masks or drops tokens falls on them first.
+
+Measured in virtual time with the project's own controller and gate, before its mask: 16
+generators, batches of 256 in groups of 8, lognormal lengths of one mean and of three tails.
+Trajectories all of whose tokens are too old are not among these: the buffer discards them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from math import exp
+from typing import Any
+
+import numpy as np
+
+from areal_flow.cluster.placement import max_running_trajectories
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config import Recipe, TrainerSettings
+from areal_flow.controller.flow import Flow
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.gate import ControllerSettings
+from areal_flow.controller.ledger_row import Provenance
+from areal_flow.controller.schedules import run_async_schedule
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.types import Prompt, StepRequest, StepResult, as_tokens
+from benchmarks import harness
+from benchmarks.plots import draw_estimates
+from benchmarks.science.findings import Estimate, Finding, conclude
+from benchmarks.tailed_load import Lengths
+from benchmarks.virtual_cluster import Costs, VirtualCluster
+from tests.unit.virtual_time import run_in_virtual_time
+
+MEAN_TOKENS, CUT = 8_000, 65_536
+SIGMAS = (0.3, 1.0, 1.5)
+OPTIONS = {"seeds": [0, 1, 2], "etas": [1, 2, 4, 8], "steps": 40, "skip": 20}
+QUICK = {"seeds": [0, 1], "etas": [1, 2], "steps": 8, "skip": 4}
+NUM_GENERATORS, NUM_TRAINERS = 16, 5
+PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
+
+
+class AgeingCluster(VirtualCluster):
+    """Counts the tokens of each batch by age, before any is masked."""
+
+    def __init__(self, *arguments: Any, num_skipped: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.num_by_age: Counter[int] = Counter()
+        self._num_skipped = num_skipped
+
+    async def step(self, request: StepRequest) -> StepResult:
+        for identifier in request.trajectory_ids if request.step > self._num_skipped else ():
+            for version, length in self._spans[identifier]:
+                self.num_by_age[request.policy_version - version] += length
+        return await super().step(request)
+
+
+def recipe_of(eta: int, seed: int, num_steps: int) -> Recipe:
+    return Recipe(
+        num_steps=num_steps,
+        seed=seed,
+        controller=ControllerSettings(batch_size=256, group_size=8, max_staleness=eta),
+        generation=GenerationSettings(
+            max_new_tokens=CUT, max_model_len=CUT + 1024, max_num_seqs=64
+        ),
+        trainer=TrainerSettings(tokens_per_micro_batch=CUT + 1024),
+        cluster=ClusterSettings(num_generators=NUM_GENERATORS),
+    )
+
+
+async def count_ages(sigma: float, eta: int, seed: int, chosen: Any) -> Mapping[int, int]:
+    """Return the tokens of the measured batches by age, in versions."""
+    recipe = recipe_of(eta, seed, chosen.steps)
+    lengths = Lengths(round(MEAN_TOKENS * exp(-(sigma**2) / 2)), sigma, CUT)
+
+    def num_tokens(seed_of_member: int) -> int:
+        return int(lengths.draw(np.random.default_rng(seed_of_member)))
+
+    async def on_step(row: dict[str, Any]) -> None: ...
+
+    cluster = AgeingCluster(
+        recipe, Costs(), num_tokens, num_trainers=NUM_TRAINERS, num_skipped=chosen.skip
+    )
+    flow = Flow(
+        recipe,
+        FlowBackends(cluster, cluster, cluster, cluster, lambda index: PROMPT, on_step),
+        InitialState(),
+        Provenance(1, recipe.digest(), "code"),
+        max_running=max_running_trajectories(recipe, num_generators=NUM_GENERATORS),
+    )
+    try:
+        await run_async_schedule(flow)
+    finally:
+        await flow.close()
+    return cluster.num_by_age
+
+
+def measure(sigma: float, eta: int, seed: int, chosen: Any) -> tuple[float, int]:
+    """Return the share of tokens that are older than eta, and the greatest age."""
+    ages = run_in_virtual_time(count_ages(sigma, eta, seed, chosen))
+    older = sum(number for age, number in ages.items() if age > eta)
+    return older / sum(ages.values()), max(ages)
+
+
+def run(chosen: Any) -> Finding:
+    keys = [(sigma, eta) for sigma in SIGMAS for eta in chosen.etas]
+    calls = [(*key, seed, chosen) for key in keys for seed in chosen.seeds]
+    environment = {"OMP_NUM_THREADS": "1"}
+    turns = harness.in_processes(measure, calls, environment, num_processes=chosen.processes)
+    found = {
+        key: turns[at * len(chosen.seeds) : (at + 1) * len(chosen.seeds)]
+        for at, key in enumerate(keys)
+    }
+    shares = {key: Estimate.of([share for share, _ in turns]) for key, turns in found.items()}
+    rows = [
+        {
+            "sigma of lengths": f"{sigma:g}",
+            "eta": eta,
+            "tokens older than eta, %": shares[sigma, eta].text(2, 100),
+            "oldest token": max(oldest for _, oldest in found[sigma, eta]),
+        }
+        for sigma, eta in keys
+    ]
+    said = [
+        conclude(
+            f"sigma {sigma:g}, eta {eta}: share of tokens older than eta",
+            shares[sigma, eta],
+        )
+        for sigma in SIGMAS[1:]
+        for eta in chosen.etas
+    ]
+    lines = {
+        f"sigma {sigma:g}": {
+            f"{eta}": (100 * shares[sigma, eta].mean, 100 * shares[sigma, eta].half)
+            for eta in chosen.etas
+        }
+        for sigma in SIGMAS
+    }
+    draw = partial(draw_estimates, lines, x="eta", y="% of tokens older than eta")
+    title = f"Tokens that were given to the trainer, steps {chosen.skip + 1} to {chosen.steps}"
+    return Finding({title: rows}, said, draw)

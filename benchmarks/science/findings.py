@@ -1,0 +1,71 @@
+"""What an experiment found: estimates with intervals over seeds, and what may be concluded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from scipy.stats import t as student_t
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds, and half the width of its 95% interval by Student's t."""
+
+    mean: float
+    half: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Estimate:
+        """Of one value nothing is known: its interval is infinite."""
+        n = len(values)
+        if n < 2:
+            return Estimate(fmean(values), float("inf"))
+        quantile = float(student_t.ppf((1 + CONFIDENCE) / 2, n - 1))
+        return Estimate(fmean(values), quantile * stdev(values) / sqrt(n))
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    def text(self, num_decimals: int = 3, scale: float = 1.0) -> str:
+        mean, half = self.mean * scale, self.half * scale
+        return f"{mean:,.{num_decimals}f} ± {half:,.{num_decimals}f}"
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Return the mean of second minus first, by pairs: both have the same seeds in one order."""
+    return Estimate.of([b - a for a, b in zip(first, second, strict=True)])
+
+
+def conclude(what: str, of: Estimate, *, nothing: float = 0.0, num_decimals: int = 3) -> str:
+    """Return what an interval says of an effect: its direction, or that nothing can be concluded.
+
+    Args:
+        nothing: the value of no effect: 0 of a difference, 1 of a ratio.
+    """
+    sign = "" if nothing else "+"
+    mean, low, high = (f"{each:{sign}.{num_decimals}f}" for each in (of.mean, of.low, of.high))
+    found = f"{mean} (95%: {low} to {high})"
+    if of.low <= nothing <= of.high:
+        return f"{what}: {found}. **No conclusion**: the interval includes {nothing:g}."
+    return f"{what}: **{found}**."
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Rows by title; a row's keys are the columns."""
+    conclusions: Sequence[str]
+    draw: Callable[[Path], None]
+    """Writes the plot."""

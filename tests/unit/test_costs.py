@@ -1,0 +1,164 @@
+"""What a run's devices are charged for: against sums by hand, and complete to the last second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_flow.controller.costs import CostAccounting
+from areal_flow.controller.ledger_row import OBSERVED, REWARD_TASKS
+from areal_flow.errors import ConfigError
+from areal_flow.run.workers_file import Tenure, Workers, note_worker, read_workers
+from pipelines.costs import parse_prices
+
+
+def row(step: int, at: float, **columns: Any) -> dict[str, Any]:
+    """Return a ledger row of a step of ten seconds, in which nothing happened."""
+    names = ("wait", "read", "train", "stage", "generate")
+    kinds = ("trained", "masked", "discarded", "waiting")
+    return {
+        "step": step,
+        "writer_epoch": 1,
+        "committed_at": datetime.fromtimestamp(at, UTC),
+        "seconds_step": 10.0,
+        **{f"seconds_{name}": 0.0 for name in names},
+        **{f"num_{kind}_tokens": 0 for kind in kinds},
+        "metrics": {},
+        **columns,
+    }
+
+
+def workers(*tenures: Tenure) -> Workers:
+    return Workers(tenures, False, {of.writer_epoch: min(of.present[1], 130.0) for of in tenures})
+
+
+def tenure(role: str, rate: float = 1.0, begin: float = 95.0, end: float = 130.0) -> Tenure:
+    return Tenure(1, role, rate, (begin, end), [])
+
+
+WORKERS = workers(tenure("generator", rate=2.0), tenure("trainer"), tenure("reward"))
+
+
+def test_work_is_charged_to_tokens_when_they_are_consumed_and_the_rest_is_idle() -> None:
+    accounting = CostAccounting()
+    first = accounting.add(
+        row(
+            1,
+            110.0,
+            seconds_generate=5.0,
+            seconds_train=4.0,
+            num_trained_tokens=60,
+            num_masked_tokens=20,
+            num_waiting_tokens=20,
+            metrics={OBSERVED: 10.0, REWARD_TASKS: 1.0},
+        ),
+        WORKERS,
+    ).accounts
+    # Two generators, half of the time: ten device seconds for a hundred tokens.
+    of_generator = {
+        use: first["generator", use] for use in ("trained", "masked", "waiting", "idle")
+    }
+    assert of_generator == pytest.approx({"trained": 6, "masked": 2, "waiting": 2, "idle": 10})
+    assert (first["trainer", "trained"], first["trainer", "masked"]) == pytest.approx((3, 1))
+    assert (first["reward", "trained"], first["reward", "idle"]) == pytest.approx((0.6, 9))
+    second = accounting.add(
+        row(2, 120.0, num_discarded_tokens=20, metrics={OBSERVED: 10.0}), WORKERS
+    )
+    assert second.accounts["generator", "discarded"] == pytest.approx(2)
+    assert second.accounts["generator", "waiting"] == pytest.approx(-2), "older tokens are gone"
+    assert second.accounts["generator", "idle"] == pytest.approx(20)
+
+
+def test_each_step_and_the_whole_run_add_up_to_the_devices_time() -> None:
+    accounting = CostAccounting()
+    steps = [
+        accounting.add(row(n, 100.0 + 10 * n, num_trained_tokens=n, seconds_train=99.0), WORKERS)
+        for n in (1, 2)
+    ]
+    assert [sum(step.accounts.values()) for step in steps] == pytest.approx([40, 40])
+    whole = accounting.whole(WORKERS)
+    assert whole["generator", "outside"] == pytest.approx(2 * (5 + 10))
+    assert sum(whole.values()) == pytest.approx(4 * (130 - 95))
+
+
+def test_time_without_a_process_and_what_a_restored_trainer_repeats_are_lost() -> None:
+    broken = tenure("trainer")
+    broken.outages.append((102.0, 105.0))
+    found = CostAccounting().add(
+        row(1, 110.0, seconds_train=2.0, seconds_wait=1.0, num_trained_tokens=1), workers(broken)
+    )
+    uses = {use: found.accounts["trainer", use] for use in ("trained", "lost", "idle")}
+    assert uses == pytest.approx({"trained": 2, "lost": 3 + 4, "idle": 1})
+
+
+def test_what_another_driver_had_to_go_on_after_is_lost() -> None:
+    accounting = CostAccounting()
+    killed = tenure("trainer", end=inf)  # it wrote no end: known to live until its last event, 130
+    both = workers(killed, replace(tenure("trainer", begin=140.0, end=170.0), writer_epoch=2))
+    both = replace(both, latest={1: 130.0, 2: 170.0})
+    accounting.add(row(1, 110.0), both)
+    accounting.add(row(2, 160.0, writer_epoch=2), both)
+    whole = accounting.whole(both)
+    assert whole["trainer", "outside"] == pytest.approx(5 + 10), "first start, last end"
+    assert whole["trainer", "lost"] == pytest.approx(20 + 10), "after the last row, and the restart"
+
+
+def test_driver_that_ends_before_its_first_row_costs_its_workers_time() -> None:
+    whole = CostAccounting().whole(WORKERS)
+    assert (whole["generator", "outside"], sum(whole.values())) == pytest.approx((70, 140))
+
+
+def test_events_become_tenures_with_outages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "workers.jsonl", iter(range(100))
+    monkeypatch.setattr("areal_flow.run.workers_file.time", lambda: float(next(clock)))
+    note = partial(note_worker, path, 3, worker="generator-0", role="generator")
+    placed = {"num_devices": 0.5, "is_gpu": True}
+    for event in ("joined", "died", "joined", "died"):
+        note(event, **placed)
+    with path.open("a") as written:
+        written.write('{"at": 4.0, "wri\n')
+    note("left", **placed)
+    note("left", **placed)
+    found = read_workers(path, {})
+    (of,) = found.tenures
+    assert (of.present, of.outages) == ((0.0, 4.0), [(1.0, 2.0), (3.0, 4.0)])
+    assert found.held(3, (0.0, 10.0))["generator"] == 0.5 * 4
+    assert found.lost(3, (0.0, 10.0))["generator"] == 0.5 * (1 + 1)
+    assert found.held(2, (0.0, 10.0))["generator"] == 0, "of another driver"
+    assert not read_workers(tmp_path / "none", {}).tenures
+
+
+def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "workers.jsonl"
+    for role in ("generator", "trainer", "reward"):
+        of = {"worker": role, "role": role, "num_devices": 2, "is_gpu": role != "reward"}
+        note_worker(path, 1, "joined", **of)
+
+    def found(**prices: float) -> dict[str, float]:
+        return {of.role: of.rate for of in read_workers(path, prices).tenures}
+
+    assert found(gpu=3600.0, trainer=7200.0) == {"generator": 2.0, "trainer": 4.0, "reward": 0.0}
+    assert found() == {"generator": 2.0, "trainer": 2.0, "reward": 2.0}
+    assert read_workers(path, {"cpu": 1.0}).has_prices
+    assert not read_workers(path, {"cpu": 0.0}).has_prices
+
+
+def test_prices_are_parsed_and_a_wrong_one_is_named() -> None:
+    assert parse_prices(["2.5", "cpu=0.05", "trainer=H100-80GB"]) == {
+        "gpu": 2.5,
+        "cpu": 0.05,
+        "trainer": 2.5,
+    }
+    for wrong in ("-1", "inf", "abc", "tpu=1", "gpu=nan"):
+        with pytest.raises(ConfigError, match=f"--price {wrong}"):
+            parse_prices([wrong])

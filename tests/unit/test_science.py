@@ -1,0 +1,60 @@
+"""Experiments write pages: one runs in its quickest form, and intervals say what they may."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from benchmarks.science.__main__ import BEGIN, END, EXPERIMENTS, main
+from benchmarks.science.findings import Estimate, conclude, difference
+from tests.markdown import DOCS
+
+
+def test_quickest_experiment_writes_its_page_and_keeps_what_a_person_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["packing", "--quick", "--sequences", "6", "--to", str(tmp_path)]
+    main(options)
+    page = tmp_path / "packing.md"
+    first = page.read_text()
+    assert first.startswith("# Packing: trained tokens a second by lengths")
+    assert "- command: `nox -s science -- packing --quick --sequences 6`" in first
+    assert "- seeds: 0, 1" in first
+    assert "| sigma 1.5 | by lengths |" in first
+    assert "speed, by lengths over fixed" in capsys.readouterr().out
+    assert (tmp_path / "packing.png").stat().st_size < 60_000
+    page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nRemarks.\n")
+    main(options)
+    again = page.read_text()
+    assert again.startswith(f"# Mine\n\n{BEGIN}")
+    assert again.endswith(f"{END}\n\nRemarks.\n")
+    assert "old" not in again
+
+
+def test_unknown_experiment_is_refused() -> None:
+    with pytest.raises(SystemExit, match="one of staleness"):
+        main(["nothing"])
+
+
+def test_interval_is_students_and_one_seed_has_none() -> None:
+    found = Estimate.of([1.0, 2.0, 3.0])
+    assert (found.mean, found.half) == pytest.approx((2.0, 4.303 / 3**0.5), rel=1e-3)
+    assert Estimate.of([1.0]) == Estimate(1.0, inf)
+    assert difference([0.0, 10.0], [1.0, 11.0]) == Estimate(1.0, 0.0), "by pairs"
+
+
+def test_wide_interval_concludes_nothing() -> None:
+    assert "No conclusion" in conclude("effect", Estimate(0.1, 0.2))
+    assert "No conclusion" not in conclude("effect", Estimate(0.1, 0.05))
+    assert "No conclusion" in conclude("ratio", Estimate(1.1, 0.2), nothing=1.0)
+    assert "No conclusion" in conclude("one seed", Estimate.of([1.0]))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_a_page_and_a_small_plot(name: str) -> None:
+    page = (DOCS / "science" / f"{name}.md").read_text()
+    assert page.count(BEGIN) == page.count(END) == 1
+    assert "- seeds: " in page
+    assert (DOCS / "science" / f"{name}.png").stat().st_size < 60_000

@@ -12,7 +12,7 @@ nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in 
 nox -s bench [-- ARGS]     async against sync on the default job, as a table and JSON
 nox -s science -- NAME     a small experiment, and its page in docs/science
 nox -s trl                 TRL beside this project, in an environment that has it; not in CI
-nox -s gpu                 tests and the speed of a step of 1.5B on a GPU; not in CI
+nox -s gpu [-- ARGS]       all that a GPU shows, in 25 minutes, into docs/benchmarks.md; not in CI
 nox -s ui                  the MLflow UI on 127.0.0.1
 nox -s docs                the documentation as a site, links checked
 """
@@ -137,9 +137,8 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Hold engine and trainer to their contracts on a GPU, and measure steps of 1.5B there."""
-    run(session, "python", "-m", "pytest", "tests/gpu", "-rs")
-    run(session, "python", "-m", "benchmarks.gpu_step", *session.posargs)
+    """Test and measure on a GPU; arguments go to `benchmarks/gpu.py`, `--tiny` for a CPU."""
+    run(session, "python", "-m", "benchmarks.gpu", *session.posargs)
 
 
 @nox.session

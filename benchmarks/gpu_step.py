@@ -1,17 +1,18 @@
 """Training steps of a 1.5B-shaped policy on one GPU: tokens/s, TFLOP/s, share of its matrix rate.
 
-Random weights of Qwen2.5-1.5B's shapes, float32 masters, bfloat16 passes, layers recomputed. A step
+Random weights of Qwen2.5-1.5B's shapes, float32 masters, bfloat16 passes, compiled layers. A step
 is one update on one trajectory. Operations are those that `areal_flow/trainer/flops.py` counts; the
 rate is that of large matrices in the same process. Goal on a GPU: 45%.
 
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 
-Needs 50 GB of GPU memory. `--device cpu --layers 1 --lengths 256` tries it anywhere.
+Needs 50 GB of GPU memory. `--device cpu --layers 1 --hidden 128 --lengths 256` tries it anywhere.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import get_args
 
 import torch
 
@@ -25,7 +26,8 @@ from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 
 VOCABULARY = 151_936
-QWEN_1_5B = {"heads": 12, "key_value_heads": 2, "intermediate_size": 8960}
+HEAD_DIMENSION, GROUPED = 128, 6
+"""As Qwen2.5-1.5B has them: six heads share keys and values."""
 DTYPE = "bfloat16"
 
 
@@ -35,7 +37,8 @@ def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[st
     on_gpu = device.startswith("cuda")
     settings = StepSettings(algorithm, temperature=1.0, seed=0)
     num_prompt = num_tokens // 8
-    sequences = [random_trajectory(num_prompt, num_tokens - num_prompt, VOCABULARY)]
+    vocabulary = backend.policy.config.vocab_size
+    sequences = [random_trajectory(num_prompt, num_tokens - num_prompt, vocabulary)]
     shape = PolicyShape.of(backend.policy)
     assert shape is not None
 
@@ -59,26 +62,33 @@ def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[st
 
 
 def main() -> None:
-    numbers = {"lengths": [16_384, 32_768], "layers": 28, "steps": 3}
-    choices = {"activations": ("keep", "recompute", "offload")}
-    names = {"activations": "recompute", "device": "cuda"}
+    numbers = {"lengths": [16_384, 32_768], "layers": 28, "hidden": 1536, "steps": 3}
+    numbers["vocabulary"] = VOCABULARY
+    fields = TrainerSettings.model_fields
+    choices = {name: get_args(fields[name].annotation) for name in ("activations", "kernels")}
+    names = {"activations": "recompute", "kernels": "compiled", "device": "cuda"}
     chosen = harness.parse_options(__doc__, choices=choices, **numbers, **names)
     device = chosen.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         sys.exit("expected an NVIDIA GPU, found none; --device cpu tries it without")
-    shape = {**QWEN_1_5B, "max_position_embeddings": max(chosen.lengths)}
-    policy = random_policy(VOCABULARY, 1536, chosen.layers, device=device, **shape)
+    heads = max(1, chosen.hidden // HEAD_DIMENSION)
+    shape = {"heads": heads, "key_value_heads": max(1, heads // GROUPED)}
+    shape |= {"intermediate_size": 35 * chosen.hidden // 6, "max_position_embeddings": 32_768}
+    sizes = (chosen.vocabulary, chosen.hidden, chosen.layers)
+    policy = random_policy(*sizes, device=device, **shape)
     settings = TrainerSettings(
         device=device,
         dtype=DTYPE,
         activations=chosen.activations,
+        kernels=chosen.kernels,
         tokens_per_micro_batch=max(chosen.lengths),
     )
     backend = TrainerBackend(policy, settings)
     rows = [measure(backend, length, chosen.steps) for length in chosen.lengths]
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     rate = matrix_rate(device, DTYPE) / 1e12
-    title = f"{name}: {rate:,.1f} TFLOP/s of {DTYPE} matrices, {chosen.layers} layers"
+    title = f"Steps with `{chosen.activations}`, {chosen.layers} layers of width {chosen.hidden}"
+    title += f"; {name} multiplies {DTYPE} matrices at {rate:,.1f} TFLOP/s"
     harness.report(chosen.json, {title: rows})
 
 

@@ -82,6 +82,26 @@ def report(path: Path | None, tables: Mapping[str, Sequence[Mapping[str, Any]]])
         path.write_text(json.dumps({"machine": machine, "tables": tables}, indent=2) + "\n")
 
 
+def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return tables by title as they stand in `docs/benchmarks.md`."""
+    parts = []
+    for title, rows in tables.items():
+        names = [name.replace("_", " ") for name in rows[0]]
+        lines = [names, ["---"] * len(names), *(map(_text, row.values()) for row in rows)]
+        parts.append("\n".join([f"{title}:", "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    return "\n\n".join(parts)
+
+
+def write_between(path: Path, name: str, text: str) -> None:
+    """Replace what a file has between the lines `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        sys.exit(f"expected the lines {begin.strip()} and {end} in {path}, found neither or one")
+    path.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
+
+
 def _machine() -> dict[str, Any]:
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
@@ -141,11 +161,15 @@ def flags(settings: Mapping[str, object]) -> list[str]:
     return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
 
 
+def environment(**added: str) -> dict[str, str]:
+    """Return this process's, in which commands find this clone from anywhere."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **added}
+
+
 def output_of(command: Sequence[str], *, cwd: Path = ROOT, stdin: str = "", **added: str) -> str:
     """Return what a command prints, with `added` in its environment; if it fails, exit."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **added}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, input=stdin, capture_output=True, text=True
+        command, cwd=cwd, env=environment(**added), input=stdin, capture_output=True, text=True
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

@@ -2,9 +2,9 @@
 
 Each case is trained by a process of its own: two steps with full micro-batches. What it had after a
 step of a tiny policy (torch, its threads and imports) is taken off its peak. Freed memory goes back
-to the system at once.
+to the system at once. On a GPU the peak is what torch's allocator gave, in bfloat16 passes.
 
-    python -m benchmarks.memory [--hidden 256] [--layers 4] [--tokens 1024 4096] [--json FILE]
+    python -m benchmarks.memory [--hidden 256] [--layers 4] [--tokens 1024 4096] [--device cuda]
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ENVIRONMENT = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "keep": {},
+    "selective": {"activations": "selective"},
     "recompute": {"activations": "recompute"},
     "adapter": {"lora": {"rank": 8}},
 }
@@ -47,14 +48,15 @@ def config_of(hidden: int, layers: int) -> Any:
     )
 
 
-def recipe_of(case: str, tokens: int) -> Recipe:
-    trainer = {"tokens_per_micro_batch": tokens, **CASES[case]}
+def recipe_of(case: str, tokens: int, device: str = "cpu") -> Recipe:
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    trainer = {"tokens_per_micro_batch": tokens, "device": device, "dtype": dtype, **CASES[case]}
     return build_recipe({"trainer": trainer, "algorithm": {"num_minibatches": 1}}, source="")
 
 
 def train(recipe: Recipe, config: Any) -> None:
     rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
-    backend = rank.adopt(policy_from_config(config))
+    backend = rank.adopt(policy_from_config(config, device=recipe.trainer.device))
     for step in (1, 2):
         sequences = longest_sequences(longest_rows(recipe), num_batches=1)
         train_step(backend, sequences, step=step, settings=rank.settings)
@@ -63,19 +65,22 @@ def train(recipe: Recipe, config: Any) -> None:
 def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     """Return this process's peak in GB, without what it has of itself."""
     torch.set_num_threads(1)
-    train(recipe_of(case, 64), config_of(64, 1))
+    train(recipe_of(case, 64, chosen.device), config_of(64, 1))
     own = psutil.Process().memory_info().rss / 1e9
-    train(recipe_of(case, tokens), config_of(chosen.hidden, chosen.layers))
+    train(recipe_of(case, tokens, chosen.device), config_of(chosen.hidden, chosen.layers))
+    if chosen.device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(chosen.device) / 1e9
     return harness.peak_gb() - own
 
 
 def main() -> None:
-    chosen = harness.parse_options(__doc__, hidden=256, layers=4, tokens=[1024])
+    sizes = {"hidden": 256, "layers": 4, "tokens": [1024], "device": "cpu"}
+    chosen = harness.parse_options(__doc__, **sizes)
     rows = []
     for case in CASES:
         for tokens in chosen.tokens:
             config = config_of(chosen.hidden, chosen.layers)
-            (rank,) = trainer_memory(recipe_of(case, tokens), config)
+            (rank,) = trainer_memory(recipe_of(case, tokens, chosen.device), config)
             (measured,) = harness.in_processes(measure, [(case, tokens, chosen)], ENVIRONMENT)
             predicted = rank.peak_bytes / 1e9
             figures = {"predicted_gb": predicted, "measured_gb": measured}

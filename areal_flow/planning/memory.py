@@ -6,8 +6,8 @@ and no content; what the host computes (batches, advantages, plans) is real. A n
 host reads of a fake tensor is 1.
 
 For `trainer.device = "cuda"` attention and head are those of a GPU, although torch's build may be
-the CPU's; linear layers and AdamW are the plain and the fused one, and the allocator rounds to 512
-bytes. Not in the figures: CUDA's
+the CPU's; linear layers and AdamW are the plain and the fused one, layers are not compiled, and the
+allocator rounds to 512 bytes. Not in the figures: CUDA's
 context, libraries' workspaces and fragmentation, for which `RESERVED_BYTES` and `FRAGMENTATION` are
 left free.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
 from areal_flow.run.layout import RunLayout
+from areal_flow.trainer import activations
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.sequences import TrainingSequence
@@ -95,7 +97,7 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     if on_cuda:
         _undo_onednn(policy)
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
-    with fake_ranks(num_ranks) as ranks, _kernels_of(on_cuda), fake, device:
+    with fake_ranks(num_ranks) as ranks, _as_on(on_cuda), fake, device:
         rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
         if recipe.algorithm.needs_reference and not lora.rank:
             with unset_fake_temporarily(), torch.device("meta"):
@@ -220,13 +222,31 @@ class _FakeRanks(ConnectedRanks):
 
 
 @contextmanager
-def _kernels_of(on_cuda: bool) -> Iterator[None]:
-    """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU."""
+def _as_on(on_cuda: bool) -> Iterator[None]:
+    """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU.
+
+    What a GPU offloads is not there until it comes back.
+    """
     chosen, segments.has_kernels = segments.has_kernels, lambda device: on_cuda
+    offloaded = activations.offloaded
+    if on_cuda:
+        activations.offloaded = lambda settings: (
+            _Elsewhere() if settings.activations == "offload" else nullcontext()
+        )
     try:
         yield
     finally:
-        segments.has_kernels = chosen
+        segments.has_kernels, activations.offloaded = chosen, offloaded
+
+
+class _Elsewhere(saved_tensors_hooks):
+    """Keeps of a tensor what it takes to make another without content."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda tensor: (tensor.shape, tensor.stride(), tensor.dtype),
+            lambda kept: torch.empty_strided(*kept[:2], dtype=kept[2]),
+        )
 
 
 @contextmanager

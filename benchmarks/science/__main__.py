@@ -51,7 +51,8 @@ def write_page(folder: Path, name: str, doc: str, facts: Mapping[str, str], foun
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    head = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
+    names = " | ".join(name.replace("_", " ") for name in rows[0])
+    head = [f"| {names} |", "|" + "---|" * len(rows[0])]
     return head + [f"| {' | '.join(map(harness.text_of, row.values()))} |" for row in rows]
 
 

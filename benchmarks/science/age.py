@@ -9,6 +9,7 @@ are the oldest, so a bound on age that masks or drops tokens falls on them first
 Measured in virtual time with the project's own controller and gate, before its mask: 16
 generators, batches of 256 in groups of 8, lognormal lengths of one mean and of three tails.
 Trajectories all of whose tokens are too old are not among these: the buffer discards them.
+At eta 8 the generators' slots (1,024) bound what is in flight, not eq. 3 (2,304).
 """
 
 from __future__ import annotations
@@ -16,34 +17,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from math import exp
 from typing import Any
 
-import numpy as np
-
-from areal_flow.cluster.placement import max_running_trajectories
-from areal_flow.cluster.settings import ClusterSettings
-from areal_flow.config import Recipe, TrainerSettings
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.gate import ControllerSettings
-from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.types import Prompt, StepRequest, StepResult, as_tokens
+from areal_flow.types import StepRequest, StepResult
 from benchmarks import harness
 from benchmarks.plots import draw_estimates
+from benchmarks.science import virtual
 from benchmarks.science.findings import Estimate, Finding, conclude
-from benchmarks.tailed_load import Lengths
 from benchmarks.virtual_cluster import Costs, VirtualCluster
 from tests.unit.virtual_time import run_in_virtual_time
 
-MEAN_TOKENS, CUT = 8_000, 65_536
 SIGMAS = (0.3, 1.0, 1.5)
 OPTIONS = {"seeds": [0, 1, 2], "etas": [1, 2, 4, 8], "steps": 40, "skip": 20}
 QUICK = {"seeds": [0, 1], "etas": [1, 2], "steps": 8, "skip": 4}
 NUM_GENERATORS, NUM_TRAINERS = 16, 5
-PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 
 
 class AgeingCluster(VirtualCluster):
@@ -61,43 +49,12 @@ class AgeingCluster(VirtualCluster):
         return await super().step(request)
 
 
-def recipe_of(eta: int, seed: int, num_steps: int) -> Recipe:
-    return Recipe(
-        num_steps=num_steps,
-        seed=seed,
-        controller=ControllerSettings(batch_size=256, group_size=8, max_staleness=eta),
-        generation=GenerationSettings(
-            max_new_tokens=CUT, max_model_len=CUT + 1024, max_num_seqs=64
-        ),
-        trainer=TrainerSettings(tokens_per_micro_batch=CUT + 1024),
-        cluster=ClusterSettings(num_generators=NUM_GENERATORS),
-    )
-
-
 async def count_ages(sigma: float, eta: int, seed: int, chosen: Any) -> Mapping[int, int]:
     """Return the tokens of the measured batches by age, in versions."""
-    recipe = recipe_of(eta, seed, chosen.steps)
-    lengths = Lengths(round(MEAN_TOKENS * exp(-(sigma**2) / 2)), sigma, CUT)
-
-    def num_tokens(seed_of_member: int) -> int:
-        return int(lengths.draw(np.random.default_rng(seed_of_member)))
-
-    async def on_step(row: dict[str, Any]) -> None: ...
-
-    cluster = AgeingCluster(
-        recipe, Costs(), num_tokens, num_trainers=NUM_TRAINERS, num_skipped=chosen.skip
-    )
-    flow = Flow(
-        recipe,
-        FlowBackends(cluster, cluster, cluster, cluster, lambda index: PROMPT, on_step),
-        InitialState(),
-        Provenance(1, recipe.digest(), "code"),
-        max_running=max_running_trajectories(recipe, num_generators=NUM_GENERATORS),
-    )
-    try:
-        await run_async_schedule(flow)
-    finally:
-        await flow.close()
+    recipe = virtual.recipe_of(NUM_GENERATORS, eta=eta, seed=seed, num_steps=chosen.steps)
+    lengths, num = virtual.lengths_of(sigma), {"num_trainers": NUM_TRAINERS}
+    cluster = AgeingCluster(recipe, Costs(), lengths, num_skipped=chosen.skip, **num)
+    await virtual.run_flow(cluster, recipe, run_async_schedule)
     return cluster.num_by_age
 
 

@@ -1,56 +1,68 @@
-"""Async against sync: time and reward after equally many samples.
+"""Async against sync: the time of equally many samples.
 
-The default job from its fine-tuned policy, as `benchmarks/schedule.py` runs it, with a seed's
-prompts and samples. With two cores, sync generates on two generators and then trains with two
-threads; async has one generator beside one trainer, and a staleness of at most 2. Time is of a
-step, without the first ones, and reward the mean of the last steps.
+In virtual time, with the project's own controller and both schedules: batches of 256 in groups of
+8, completions of 8,000 tokens in the mean with a heavy tail. Both have the same GPUs and lengths.
+In async three of four GPUs generate and staleness is at most 8; in sync all generate, and then all
+train. `docs/benchmarks.md` has both on two real cores (`schedule`, `tails`). What staleness does to
+the reward after equally many samples is the page on staleness.
 """
 
 from __future__ import annotations
 
-import tempfile
-from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import draw_bars
-from benchmarks.schedule import NUM_GENERATORS, make_warm_model, measure
-from benchmarks.science.findings import Estimate, Finding, conclude, difference
+from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from benchmarks import harness
+from benchmarks.plots import draw_estimates
+from benchmarks.science import virtual
+from benchmarks.science.findings import Estimate, Finding, conclude
+from benchmarks.virtual_cluster import Costs, VirtualCluster
+from tests.unit.virtual_time import run_in_virtual_time
 
-OPTIONS = {"seeds": [0, 1, 2], "steps": 14, "skip": 6, "model": Path}
-QUICK = {"seeds": [0, 1], "steps": 3, "skip": 1}
-COLUMNS = ("step_s", "reward", "staleness", "generated_tokens_per_s")
+OPTIONS = {"seeds": [0, 1, 2], "gpus": [8, 16, 32], "sigma": 1.0, "steps": 24, "skip": 12}
+QUICK = {"seeds": [0, 1], "gpus": [8], "steps": 6, "skip": 3}
+ETA = 8
+SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
+
+
+def measure(schedule: str, num_gpus: int, seed: int, chosen: Any) -> float:
+    """Return the virtual seconds of a step."""
+    num_trainers = num_gpus // 4 if schedule == "async" else num_gpus
+    num_generators = num_gpus - num_trainers or num_gpus
+    recipe = virtual.recipe_of(num_generators, eta=ETA, seed=seed, num_steps=chosen.steps)
+
+    async def run() -> list[float]:
+        lengths = virtual.lengths_of(chosen.sigma)
+        cluster = VirtualCluster(recipe, Costs(), lengths, num_trainers=num_trainers)
+        return await virtual.run_flow(cluster, recipe, SCHEDULES[schedule])
+
+    moments: list[float] = run_in_virtual_time(run())
+    return (moments[-1] - moments[chosen.skip - 1]) / (chosen.steps - chosen.skip)
 
 
 def run(chosen: Any) -> Finding:
-    options = Namespace(steps=chosen.steps, skip=chosen.skip, sync_trainer="threads")
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in NUM_GENERATORS}
-    with tempfile.TemporaryDirectory(prefix="areal-flow-science-") as scratch:
-        cwd = Path(scratch)
-        model = (chosen.model or make_warm_model(cwd)).resolve()
-        for seed in chosen.seeds:
-            for schedule, turns in found.items():
-                settings = {"model": model, "seed": seed, "prompts.num-prompts": 4000}
-                turns.append(measure(cwd, schedule, settings, options))
-    of = {
-        name: {column: [turn[column] for turn in turns] for column in COLUMNS}
-        for name, turns in found.items()
-    }
-    ratios = [
-        sync / async_
-        for sync, async_ in zip(of["sync"]["step_s"], of["async"]["step_s"], strict=True)
-    ]
-    speed, reward = Estimate.of(ratios), difference(of["sync"]["reward"], of["async"]["reward"])
-    what = "time of a step, sync over async"
-    said = [
-        conclude(what, speed, nothing=1.0, num_decimals=2),
-        conclude("mean reward, async less sync", reward),
-    ]
+    keys = [(schedule, num) for schedule in SCHEDULES for num in chosen.gpus]
+    calls = [(*key, seed, chosen) for key in keys for seed in chosen.seeds]
+    environment = {"OMP_NUM_THREADS": "1"}
+    turns = iter(harness.in_processes(measure, calls, environment, num_processes=chosen.processes))
+    found = {key: [next(turns) for _ in chosen.seeds] for key in keys}
+    pairs = {num: zip(found["async", num], found["sync", num], strict=True) for num in chosen.gpus}
+    ratios = {num: Estimate.of([sync / async_ for async_, sync in of]) for num, of in pairs.items()}
     rows = [
-        {"schedule": name, **{column: Estimate.of(each).text() for column, each in columns.items()}}
-        for name, columns in of.items()
+        {
+            "GPUs": num,
+            "async, s a step": Estimate.of(found["async", num]).text(1),
+            "sync, s a step": Estimate.of(found["sync", num]).text(1),
+            "sync over async": ratios[num].text(2),
+        }
+        for num in chosen.gpus
     ]
-    bars = {f"seed {seed}": (each, 0.0) for seed, each in zip(chosen.seeds, ratios, strict=True)}
-    draw = partial(draw_bars, bars | {"mean": (speed.mean, speed.half)}, x=what, none=1.0)
-    return Finding({f"Means over steps {chosen.skip + 1} to {chosen.steps}": rows}, said, draw)
+    said = [
+        conclude(f"{num} GPUs: time of sync over async", ratio, nothing=1.0, num_decimals=2)
+        for num, ratio in ratios.items()
+    ]
+    lines = {"sync over async": {f"{num}": (of.mean, of.half) for num, of in ratios.items()}}
+    draw = partial(draw_estimates, lines, x="GPUs", y="time of sync over async")
+    title = f"Virtual seconds a step, steps {chosen.skip + 1} to {chosen.steps}"
+    return Finding({title: rows}, said, draw)

@@ -87,7 +87,7 @@ def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     parts = []
     for title, rows in tables.items():
         names = [name.replace("_", " ") for name in rows[0]]
-        lines = [names, ["---"] * len(names), *(map(_text, row.values()) for row in rows)]
+        lines = [names, ["---"] * len(names), *(map(text_of, row.values()) for row in rows)]
         parts.append("\n".join([f"{title}:", "", *(f"| {' | '.join(line)} |" for line in lines)]))
     return "\n\n".join(parts)
 

@@ -88,7 +88,7 @@ class ComparedStep:
     def repeats_bits(self) -> bool:
         """Return whether sums have the same order here each time: on a CPU, or where asked for."""
         here = json.loads(self.replayed.numeric_environment)
-        return here["device"] == "cpu" or here.get("kernels") == "deterministic"
+        return bool(here["device"] == "cpu" or here.get("kernels") == "deterministic")
 
     @property
     def tolerance(self) -> float:

@@ -29,7 +29,7 @@ def set_precision(settings: TrainerSettings) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # loads torch's compiler
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def compiles_layers(settings: TrainerSettings) -> bool:
@@ -49,4 +49,4 @@ def compile_layers(model: Any) -> None:
 
 @cache
 def _uncompiled_attention() -> Any:
-    return torch.compiler.disable(attend_by_layout)
+    return torch.compiler.disable(attend_by_layout)  # type: ignore[no-untyped-call]

@@ -30,7 +30,6 @@ from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,7 +215,7 @@ class _FakeRanks(ConnectedRanks):
         (own,) = tensors.values()
         return [own] * self.num_ranks
 
-    def mesh(self, num_consecutive: int) -> DeviceMesh:
+    def mesh(self, num_consecutive: int) -> Any:
         with unset_fake_temporarily():
             return super().mesh(num_consecutive)
 

@@ -3,8 +3,10 @@
 In virtual time, with the project's own controller and both schedules: batches of 256 in groups of
 8, completions of 8,000 tokens in the mean with a heavy tail. Both have the same GPUs and lengths.
 In async three of four GPUs generate and staleness is at most 8; in sync all generate, and then all
-train. `docs/benchmarks.md` has both on two real cores (`schedule`, `tails`). What staleness does to
-the reward after equally many samples is the page on staleness.
+train. Completions are cut at 65,536 tokens, and one that long takes 330 s alone: sync waits for the
+longest of each batch, however many GPUs there are. With the paper's cut, 27,648, `scaling` finds
+1.0 to 4.5, and on two real cores `schedule` and `tails` find 1.1 and 1.8 (`docs/benchmarks.md`).
+What staleness does to the reward after equally many samples is the page on staleness.
 """
 
 from __future__ import annotations

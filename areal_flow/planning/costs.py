@@ -37,8 +37,8 @@ REWARD_S = 0.05
 class Efficiencies:
     """What is reached of a card's rates, and what no rate explains.
 
-    The defaults are fitted to rows of the paper about 7B and to its ablations, not to those of
-    1.5B, which they predict (`benchmarks/paper.py`).
+    The defaults are assumed, but for `training`: 427.4 of 989 TFLOP/s (arXiv 2505.24298, Figure
+    6a).
     """
 
     memory: float = 0.6

@@ -1,9 +1,4 @@
-"""Step time and staleness of a run in closed form, for comparing many settings at once.
-
-Letters: B trajectories a step, T seconds a step, N outstanding trajectories, eta the bound on
-staleness. By Little's law a trajectory is outstanding for N T / B seconds, from submission until
-generators serve the weights that were trained on it.
-"""
+"""Step time of a run in closed form, for comparing many settings at once."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from math import inf
 import numpy as np
 
 from areal_flow.config import Recipe
-from areal_flow.controller.flow_setup import groups_in_flight, max_running_trajectories
+from areal_flow.controller.flow_setup import groups_in_flight
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths
 
@@ -31,8 +26,6 @@ class SteadyState:
     reward_s: float
     num_rows: float
     """That a generator decodes together."""
-    staleness_mean: float
-    """Of a token, in versions."""
 
 
 def steady_state(recipe: Recipe, costs: Costs, lengths: Lengths) -> SteadyState:
@@ -43,10 +36,9 @@ def steady_state(recipe: Recipe, costs: Costs, lengths: Lengths) -> SteadyState:
         num_rows = batch_size / recipe.cluster.num_generators
         generate_s = batch_generation_s(costs, lengths, num_rows, batch_size)
         step_s = max(generate_s, reward_s) + train_s + costs.load_s
-        return SteadyState(step_s, generate_s, train_s, reward_s, num_rows, 0.0)
+        return SteadyState(step_s, generate_s, train_s, reward_s, num_rows)
     step_s, generate_s, num_rows = _overlapped(recipe, costs, lengths, max(train_s, reward_s))
-    staleness = _staleness(recipe, costs, lengths, step_s, train_s, num_rows)
-    return SteadyState(step_s, generate_s, train_s, reward_s, num_rows, staleness)
+    return SteadyState(step_s, generate_s, train_s, reward_s, num_rows)
 
 
 def batch_generation_s(costs: Costs, lengths: Lengths, num_rows: float, batch_size: int) -> float:
@@ -56,7 +48,7 @@ def batch_generation_s(costs: Costs, lengths: Lengths, num_rows: float, batch_si
     steps = np.linspace(0.0, lengths.longest_of(batch_size), 513)
     ended = np.searchsorted(np.sort(lengths.completion_tokens), steps, side="left")
     rows = together * (1 - ended / len(lengths.completion_tokens))
-    seconds = costs.decode_s(1.0, 0.0) + rows * costs.row_s
+    seconds = costs.decode_step_s + rows * costs.row_s
     seconds = seconds + rows * (steps + lengths.prompt_tokens) * costs.cached_token_s
     return full_s + float(np.trapezoid(seconds, steps))
 
@@ -87,27 +79,3 @@ def _again_s(recipe: Recipe, costs: Costs, lengths: Lengths, num_rows: float) ->
     if recipe.generation.interruption != "interrupt":
         return 0.0
     return num_rows * lengths.decoding_tokens * costs.prefill_token_s
-
-
-def _staleness(
-    recipe: Recipe, costs: Costs, lengths: Lengths, step_s: float, train_s: float, num_rows: float
-) -> float:
-    """Return the mean of: updates between a token and the step that trains it.
-
-    A trajectory waits for its step from the end of its life backwards; its tokens are sampled while
-    its row decodes, after those that were queued before it.
-    """
-    controller, generators = recipe.controller, recipe.cluster.num_generators
-    bound = (controller.max_staleness + 1) * controller.batch_size
-    running = max_running_trajectories(recipe, num_generators=generators)
-    in_training = controller.batch_size * min(1.0, (train_s + costs.load_s) / step_s)
-    outstanding = min(bound, in_training + controller.batch_size + running)
-    until_step_s = (outstanding - in_training) / controller.batch_size * step_s
-    decode_s = costs.decode_s(num_rows, num_rows * lengths.decoding_tokens)
-    in_groups = lengths.mean_longest_of(controller.group_size) / lengths.mean
-    held = outstanding - in_training - generators * num_rows * in_groups
-    queued = max(0.0, min(held, running - generators * num_rows * in_groups))
-    elapsed_s = queued / controller.batch_size * step_s + lengths.decoding_tokens * decode_s
-    idle_s = max(0.0, step_s - train_s)
-    updates = (until_step_s - elapsed_s + costs.load_s - idle_s) / step_s + 0.5
-    return float(min(max(0.0, updates), controller.max_staleness))

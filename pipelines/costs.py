@@ -12,7 +12,7 @@ import polars as pl
 from areal_flow.cluster.settings import Priced
 from areal_flow.controller.costs import COLUMNS, ROLES, USES, CostAccounting, StepCost, by_use
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.planning.cards import PRICES
+from areal_flow.planning.cards import CARDS
 from areal_flow.run.workers_file import read_workers
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.queries import Run
@@ -105,10 +105,10 @@ def parse_prices(given: Sequence[str]) -> dict[str, float]:
     for text in given:
         kind, _, price = text.rpartition("=")
         with suppress(ValueError):
-            found[kind or "gpu"] = PRICES[price] if price in PRICES else float(price)
+            found[kind or "gpu"] = CARDS[price].price_per_hour if price in CARDS else float(price)
         if not 0 <= found.get(kind or "gpu", -1.0) < inf or (kind or "gpu") not in PRICED:
             raise ConfigError(
                 f"--price {text}: expected PRICE, or KIND=PRICE with one of {', '.join(PRICED)}; "
-                f"a price is 0 or more, or one of {', '.join(PRICES)}"
+                f"a price is 0 or more, or one of {', '.join(CARDS)}"
             )
     return found

@@ -12,6 +12,7 @@ from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import (
     Episode,
     GroupReceipt,
@@ -20,7 +21,6 @@ from areal_flow.types import (
     trajectory_id,
 )
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
-from tests.unit.virtual_time import run_in_virtual_time
 
 
 def group(index: int, *, version: int = 0, scored: bool = True, **receipt: Any) -> GroupReceipt:

@@ -10,6 +10,7 @@ from typing import Any
 
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config import Recipe
+from areal_flow.controller.flow_setup import groups_in_flight
 from areal_flow.errors import ConfigError
 
 ROLES = ("generator", "reward", "trainer")
@@ -203,20 +204,6 @@ def count_gpus() -> int:
 def trainer_name(rank: int) -> str:
     """Return the name of a trainer rank's worker and of its own Dask resource."""
     return f"trainer-{rank}"
-
-
-def groups_in_flight(recipe: Recipe) -> int:
-    """Return how many groups one generator holds: enough to fill its slots, and two that wait."""
-    return -(-recipe.generation.max_num_seqs // recipe.controller.group_size) + 2
-
-
-def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:
-    """Return how many trajectories may be on the cluster: those that run, and as many queued.
-
-    A queued group ages no tokens, and its generator starts it without the scheduler.
-    """
-    groups = 2 * groups_in_flight(recipe) * max(1, num_generators)
-    return groups * recipe.controller.group_size
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What a flow is made with beside its recipe: the state it begins in, and what does its work.
 
-`cluster` and `store` implement the protocols, `tests/flow_fakes.py` fakes them.
+`cluster` and `store` implement the protocols, `planning/simulator.py` in virtual time, and
+`tests/flow_fakes.py` fakes them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from areal_flow.config import Recipe
 from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.types import (
     Discard,
@@ -133,3 +135,17 @@ class FlowBackends:
     """Called with the row of each step that is committed and published."""
     usage: Callable[[], Mapping[str, float]] = dict
     """What the run's processes use now, as metrics of the step's row."""
+
+
+def groups_in_flight(recipe: Recipe) -> int:
+    """Return how many groups one generator holds: enough to fill its slots, and two that wait."""
+    return -(-recipe.generation.max_num_seqs // recipe.controller.group_size) + 2
+
+
+def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:
+    """Return how many trajectories may be on the cluster: those that run, and as many queued.
+
+    A queued group ages no tokens, and its generator starts it without the scheduler.
+    """
+    groups = 2 * groups_in_flight(recipe) * max(1, num_generators)
+    return groups * recipe.controller.group_size

@@ -71,25 +71,26 @@ class PolicyShape:
         numbers = self.num_weights * num_tokens + self.attention * num_pairs
         return 2.0 * (numbers + self.head * num_trained)
 
-    def step_flops(
-        self,
-        sequences: Sequence[TrainingSequence],
-        plan: Sequence[MinibatchPlan],
-        algorithm: ComposedAlgorithm,
-    ) -> float:
-        """Return the operations of a step: each pass forward, and twice as much backward.
-
-        The backward pass of an adapter is once as much.
-        """
+    def passes(self, algorithm: ComposedAlgorithm) -> float:
+        """Return how many forward passes a step is worth: a backward one is twice as much, that of
+        an adapter once."""
         passes = 3.0 if self.trains_weights else 2.0
         if algorithm.needs_proximal:
             passes += 1 - 1 / algorithm.num_minibatches
         passes += algorithm.needs_reference + algorithm.needs_minibatch_bound
         passes += algorithm.needs_kl and algorithm.needs_proximal
         passes += 4 * algorithm.needs_critic  # its values, and its update
+        return passes
+
+    def step_flops(
+        self,
+        sequences: Sequence[TrainingSequence],
+        plan: Sequence[MinibatchPlan],
+        algorithm: ComposedAlgorithm,
+    ) -> float:
         micro_batches = chain.from_iterable(chain.from_iterable(plan))
         rows = [[sequences[index] for index in micro] for micro in micro_batches]
-        return passes * self.forward_flops(rows)
+        return self.passes(algorithm) * self.forward_flops(rows)
 
 
 def _row_pairs(row: Sequence[TrainingSequence]) -> int:

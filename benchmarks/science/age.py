@@ -14,19 +14,13 @@ At eta 8 the generators' slots (1,024) bound what is in flight, not eq. 3 (2,304
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.types import StepRequest, StepResult
 from benchmarks import harness
 from benchmarks.plots import draw_estimates
 from benchmarks.science import virtual
 from benchmarks.science.findings import Estimate, Finding, conclude
-from benchmarks.virtual_cluster import Costs, VirtualCluster
-from tests.unit.virtual_time import run_in_virtual_time
 
 SIGMAS = (0.3, 1.0, 1.5)
 OPTIONS = {"seeds": [0, 1, 2], "etas": [1, 2, 4, 8], "steps": 40, "skip": 20}
@@ -34,35 +28,18 @@ QUICK = {"seeds": [0, 1], "etas": [1, 2], "steps": 8, "skip": 4}
 NUM_GENERATORS, NUM_TRAINERS = 16, 5
 
 
-class AgeingCluster(VirtualCluster):
-    """Counts the tokens of each batch by age, before any is masked."""
-
-    def __init__(self, *arguments: Any, num_skipped: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.num_by_age: Counter[int] = Counter()
-        self._num_skipped = num_skipped
-
-    async def step(self, request: StepRequest) -> StepResult:
-        for identifier in request.trajectory_ids if request.step > self._num_skipped else ():
-            for version, length in self._spans[identifier]:
-                self.num_by_age[request.policy_version - version] += length
-        return await super().step(request)
-
-
-async def count_ages(sigma: float, eta: int, seed: int, chosen: Any) -> Mapping[int, int]:
-    """Return the tokens of the measured batches by age, in versions."""
-    recipe = virtual.recipe_of(NUM_GENERATORS, eta=eta, seed=seed, num_steps=chosen.steps)
-    lengths, num = virtual.lengths_of(sigma), {"num_trainers": NUM_TRAINERS}
-    cluster = AgeingCluster(recipe, Costs(), lengths, num_skipped=chosen.skip, **num)
-    await virtual.run_flow(cluster, recipe, run_async_schedule)
-    return cluster.num_by_age
-
-
 def measure(sigma: float, eta: int, seed: int, chosen: Any) -> tuple[float, int]:
     """Return the share of tokens that are older than eta, and the greatest age."""
-    ages = run_in_virtual_time(count_ages(sigma, eta, seed, chosen))
-    older = sum(number for age, number in ages.items() if age > eta)
-    return older / sum(ages.values()), max(ages)
+    found = virtual.simulated(
+        num_generators=NUM_GENERATORS,
+        num_trainers=NUM_TRAINERS,
+        eta=eta,
+        seed=seed,
+        num_steps=chosen.steps,
+        num_skipped=chosen.skip,
+        sigma=sigma,
+    )
+    return sum(share for age, share in found.ages.items() if age > eta), max(found.ages)
 
 
 def run(chosen: Any) -> Finding:

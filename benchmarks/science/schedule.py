@@ -12,35 +12,34 @@ What staleness does to the reward after equally many samples is the page on stal
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from benchmarks import harness
 from benchmarks.plots import draw_estimates
 from benchmarks.science import virtual
 from benchmarks.science.findings import Estimate, Finding, conclude
-from benchmarks.virtual_cluster import Costs, VirtualCluster
-from tests.unit.virtual_time import run_in_virtual_time
 
 OPTIONS = {"seeds": [0, 1, 2], "gpus": [8, 16, 32], "sigma": 1.0, "steps": 24, "skip": 12}
 QUICK = {"seeds": [0, 1], "gpus": [8], "steps": 6, "skip": 3}
 ETA = 8
-SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
+SCHEDULES = ("async", "sync")
 
 
-def measure(schedule: str, num_gpus: int, seed: int, chosen: Any) -> float:
+def measure(schedule: Literal["async", "sync"], num_gpus: int, seed: int, chosen: Any) -> float:
     """Return the virtual seconds of a step."""
     num_trainers = num_gpus // 4 if schedule == "async" else num_gpus
     num_generators = num_gpus - num_trainers or num_gpus
-    recipe = virtual.recipe_of(num_generators, eta=ETA, seed=seed, num_steps=chosen.steps)
-
-    async def run() -> list[float]:
-        lengths = virtual.lengths_of(chosen.sigma)
-        cluster = VirtualCluster(recipe, Costs(), lengths, num_trainers=num_trainers)
-        return await virtual.run_flow(cluster, recipe, SCHEDULES[schedule])
-
-    moments: list[float] = run_in_virtual_time(run())
-    return (moments[-1] - moments[chosen.skip - 1]) / (chosen.steps - chosen.skip)
+    found = virtual.simulated(
+        num_generators=num_generators,
+        num_trainers=num_trainers,
+        eta=ETA,
+        seed=seed,
+        num_steps=chosen.steps,
+        num_skipped=chosen.skip,
+        sigma=chosen.sigma,
+        schedule=schedule,
+    )
+    return found.step_s
 
 
 def run(chosen: Any) -> Finding:

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from areal_flow.config.messages import OPTION
 from areal_flow.errors import ConfigError
@@ -116,26 +116,51 @@ def plan(
     placement: Flag = False,
     memory: Flag = False,
     gpu: str = "H100-80GB",
+    gpus: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    best_split: Flag = False,
+    from_: Annotated[str | None, Parameter(name="--from", metavar="RUN")] = None,
+    calibrate: Annotated[str | None, Parameter(metavar="RUN")] = None,
+    price: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     settings: Overrides | None = None,
     folders: Given,
 ) -> Report:
-    """Show what `train` would start or need, and start nothing.
+    """Show what `train` would start, need or take, and start nothing.
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
         placement: Which workers, where, and the command line or batch script of each kind.
         memory: Peak memory of each trainer rank at the longest rows, and whether it fits the card.
         gpu: The card, by name.
+        gpus: How long steps take on so many cards, how stale tokens are, what it costs, what helps.
+        best_split: With --gpus: the fastest split of the cards instead of the recipe's.
+        from_: With --gpus: lengths of prompts and completions are those of this run's log.
+        calibrate: With --gpus: cards reach what this run's workers reached, each on one of them.
+        price: With --gpus: of a card's hour, in US dollars.
     """
     from pipelines.jobs.job import DEFAULT_RECIPE, chosen_recipe
 
-    if placement == memory:
-        raise ConfigError("expected what to plan: --placement or --memory")
+    if placement + memory + (gpus is not None) != 1:
+        raise ConfigError("expected what to plan: --placement, --memory or --gpus N")
+    if gpus is None and (best_split or from_ or calibrate or price):
+        raise ConfigError("--best-split, --from, --calibrate and --price go with --gpus N")
     chosen = chosen_recipe(recipe or DEFAULT_RECIPE, nest(settings or {}), spelling=OPTION)[1]
     if memory:
         from pipelines.cli.memory_report import report_memory
 
         return report_memory(str(recipe or DEFAULT_RECIPE), chosen, card=gpu)
+    if gpus is not None:
+        from pipelines.cli.plan_report import report_plan
+
+        return report_plan(
+            str(recipe or DEFAULT_RECIPE),
+            chosen,
+            gpus=gpus,
+            gpu=gpu,
+            lengths_of=folders.find(from_).run if from_ else None,
+            calibrate_to=folders.find(calibrate).run if calibrate else None,
+            best_split=best_split,
+            price=price,
+        )
     return _report_placement(chosen, logs=folders.runs.resolve() / "NAME" / "jobs")
 
 

@@ -15,7 +15,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
-from areal_flow.cluster.placement import max_running_trajectories, place_workers
+from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.usage import usage
@@ -24,7 +24,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.controller.engine_gap import GapWatch
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState, max_running_trajectories
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.controller.schedules import (
     run_async_schedule,

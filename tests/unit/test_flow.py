@@ -19,6 +19,7 @@ from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError, TrainingError
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.types import (
     GroupReceipt,
@@ -29,7 +30,6 @@ from areal_flow.types import (
     trajectory_id,
 )
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
-from tests.unit.virtual_time import run_in_virtual_time
 
 
 def make_flow(

@@ -19,9 +19,9 @@ from areal_flow.controller.schedules import (
     run_until_first_ends,
 )
 from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import Episode, StepRequest, StepResult
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
-from tests.unit.virtual_time import run_in_virtual_time
 
 NUM_STEPS = 3
 RESTORE_S = 30.0

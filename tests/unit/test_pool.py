@@ -18,7 +18,7 @@ from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.errors import ConfigError, EngineError, RunError
-from tests.unit.virtual_time import run_in_virtual_time
+from areal_flow.planning.virtual_time import run_in_virtual_time
 
 
 class FakeScheduler:

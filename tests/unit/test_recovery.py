@@ -14,6 +14,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
 from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.types import (
@@ -26,7 +27,6 @@ from areal_flow.types import (
     trajectory_id,
 )
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
-from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
 GENESIS = genesis_row(PolicyHashes("w0", ""), provenance=PROVENANCE, numeric_environment="{}")

@@ -15,13 +15,13 @@ from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.replicas import connect_ranks
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
 from tests.unit.test_trainer import make_sequences, settings, state
-from tests.unit.virtual_time import run_in_virtual_time
 
 HASHES = PolicyHashes("weights", "served")
 

@@ -11,9 +11,9 @@ import pytest
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.weights_loading import ACKNOWLEDGE_TIMEOUT_S, DaskWeights
 from areal_flow.errors import WeightsError
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import ServedWeights
 from tests.fakes import MemoryWriter
-from tests.unit.virtual_time import run_in_virtual_time
 
 
 class FakeClient:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from selectors import SelectSelector
 from typing import Any
+
+
+class _NoWaiting(SelectSelector):
+    """Never waits for files or sockets, of which there are none."""
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Never sleeps; `time()` is the moment of the latest timer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_NoWaiting())
         self._now = 0.0
 
     def time(self) -> float:

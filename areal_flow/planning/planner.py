@@ -1,0 +1,164 @@
+"""What a run would take on so many cards: split, step time, staleness, money, and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.controller.bottleneck import Bottleneck, judge_speed
+from areal_flow.errors import ConfigError
+from areal_flow.planning.cards import Card
+from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Policy, costs_of
+from areal_flow.planning.lengths import Lengths
+from areal_flow.planning.simulator import Simulated, simulate
+from areal_flow.planning.steady_state import SteadyState, steady_state
+
+MEASURED_STEPS = {"async": 6, "sync": 2}
+MOST_SKIPPED = 12
+"""Steps until a simulated run is steady."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned."""
+
+    recipe: Recipe
+    policy: Policy
+    card: Card
+    num_gpus: int
+    lengths: Lengths
+    reached: Efficiencies = ASSUMED
+
+    def costs(self, recipe: Recipe) -> Costs:
+        return costs_of(recipe, self.policy, self.card, self.lengths, self.reached)
+
+    def steady(self, recipe: Recipe) -> SteadyState:
+        return steady_state(recipe, self.costs(recipe), self.lengths)
+
+    def splits(self) -> Iterator[Recipe]:
+        """Yield the recipe with each split of the cards that its settings allow."""
+        recipe = self.recipe
+        parts = recipe.generation.vllm.tensor_parallel_size
+        ranks = recipe.trainer.parallel.context_ranks
+        for trainers in range(ranks, self.num_gpus, ranks):
+            left = self.num_gpus - trainers
+            if left >= parts and left % parts == 0:
+                yield with_cluster(recipe, num_generators=left // parts, num_trainers=trainers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Job
+    recipe: Recipe
+    """With the split of the plan."""
+    simulated: Simulated
+    steady: SteadyState
+    best: Recipe
+    """With the split of the shortest steps."""
+    changes: dict[str, float]
+    """Single changes of the recipe, and the time of a step with each, over that without."""
+
+    @property
+    def num_generator_gpus(self) -> int:
+        return generator_gpus(self.recipe)
+
+    @property
+    def hours(self) -> float:
+        return self.recipe.num_steps * self.simulated.step_s / 3600
+
+    def cost(self, price_per_hour: float | None = None) -> float:
+        """Return US dollars to the last step, at a price of a card's hour."""
+        price = self.job.card.price_per_hour if price_per_hour is None else price_per_hour
+        return self.hours * self.job.num_gpus * price
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        simulated, steady = self.simulated, self.steady
+        if self.recipe.schedule == "sync" or not self.recipe.controller.max_staleness:
+            longest, total = self.steady.generate_s / simulated.step_s, steady.generate_s
+            text = f"Generation is waited for {longest:.0%} of a step: "
+            return Bottleneck(f"{text}{total:,.0f} s until the longest completion of a batch ends")
+        if steady.reward_s > max(steady.generate_s, steady.train_s):
+            found = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
+            return Bottleneck(found, "add reward workers: cluster.num_reward_workers")
+        waiting = 1 - min(1.0, steady.train_s / simulated.step_s)
+        return judge_speed(waiting, simulated.generators_busy, 0.0)
+
+
+def with_cluster(recipe: Recipe, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=settings)})
+
+
+def generator_gpus(recipe: Recipe) -> int:
+    return recipe.cluster.num_generators * recipe.generation.vllm.tensor_parallel_size
+
+
+def make_plan(job: Job, *, best: bool = False) -> Plan:
+    """Plan a job, with the split that its recipe has, or with the best one.
+
+    Raises:
+        ConfigError: no split of so many cards is possible.
+    """
+    splits = list(job.splits())
+    if not splits:
+        parts = job.recipe.generation.vllm.tensor_parallel_size
+        ranks = job.recipe.trainer.parallel.context_ranks
+        raise ConfigError(
+            f"--gpus {job.num_gpus}: expected at least {parts} for a generator "
+            f"(generation.vllm.tensor_parallel_size) and {ranks} for trainers "
+            "(trainer.parallel.context_ranks), in multiples of each"
+        )
+    fastest = min(splits, key=lambda recipe: job.steady(recipe).step_s)
+    wanted = generator_gpus(job.recipe) / (
+        generator_gpus(job.recipe) + job.recipe.cluster.num_trainers
+    )
+    chosen = (
+        fastest
+        if best
+        else min(splits, key=lambda recipe: abs(generator_gpus(recipe) / job.num_gpus - wanted))
+    )
+    simulated = simulated_run(chosen, job.costs(chosen), job.lengths)
+    return Plan(
+        job, chosen, simulated, job.steady(chosen), fastest, changes_of(job, chosen, fastest)
+    )
+
+
+def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
+    """Simulate steps of a recipe, once they are steady."""
+    is_sync = recipe.schedule == "sync"
+    skipped = 1 if is_sync else min(MOST_SKIPPED, recipe.controller.max_staleness + 4)
+    num_steps = skipped + MEASURED_STEPS[recipe.schedule]
+    measured = recipe.model_copy(update={"num_steps": num_steps})
+    return simulate(measured, costs, lengths, num_skipped=skipped)
+
+
+def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
+    """Return what single changes of a recipe would do to the time of its steps."""
+    now = job.steady(recipe).step_s
+    changed = {
+        f"{generator_gpus(fastest)} cards that generate and {fastest.cluster.num_trainers} that "
+        "train": fastest,
+        "schedule = async": recipe.model_copy(update={"schedule": "async"}),
+        "twice the reward workers": with_cluster(
+            recipe, num_reward_workers=2 * recipe.cluster.num_reward_workers
+        ),
+        **_setting(recipe, "controller", "max_staleness", 2 * recipe.controller.max_staleness or 1),
+        **_setting(recipe, "generation", "max_num_seqs", 2 * recipe.generation.max_num_seqs),
+        **_setting(recipe, "generation", "interruption", "keep"),
+        **_setting(recipe, "trainer", "activations", "keep"),
+    }
+    found = {name: job.steady(each).step_s / now for name, each in changed.items()}
+    more = replace(job, num_gpus=2 * job.num_gpus)
+    doubled = min((more.steady(each).step_s for each in more.splits()), default=inf)
+    found["twice the cards, split best"] = doubled / now
+    return {
+        name: ratio for name, ratio in sorted(found.items(), key=lambda f: f[1]) if ratio < 0.99
+    }
+
+
+def _setting(recipe: Recipe, section: str, name: str, value: Any) -> dict[str, Recipe]:
+    changed = getattr(recipe, section).model_copy(update={name: value})
+    return {f"{section}.{name} = {value}": recipe.model_copy(update={section: changed})}

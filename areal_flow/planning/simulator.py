@@ -1,0 +1,265 @@
+"""A run in virtual time: the controller and both schedules as they are, over costs that are stated.
+
+Not simulated: transfers of trajectories, the log, and scoring, but for a fixed time an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from areal_flow.algorithms.staleness import count_staleness
+from areal_flow.config import Recipe
+from areal_flow.controller.flow import Flow
+from areal_flow.controller.flow_setup import (
+    FlowBackends,
+    InitialState,
+    groups_in_flight,
+    max_running_trajectories,
+)
+from areal_flow.controller.ledger_row import Provenance
+from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.planning.costs import Costs
+from areal_flow.planning.lengths import Lengths
+from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
+from areal_flow.planning.virtual_time import run_in_virtual_time
+from areal_flow.step_metrics import NOTHING_TRAINED
+from areal_flow.types import (
+    Episode,
+    GroupReceipt,
+    PolicyHashes,
+    Prompt,
+    ServedWeights,
+    StepRequest,
+    StepResult,
+    TrajectoryReceipt,
+    as_tokens,
+    trajectory_id,
+)
+
+SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
+PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What may go wrong; nothing does by default."""
+
+    speeds: Sequence[float] = (1.0,)
+    """Of generators, one after the other and over again."""
+    failures_per_hour: float = 0.0
+    """Of each generator."""
+    restart_s: float = 120.0
+    slow_load_s: Callable[[int], float] = lambda generator: 0.0
+    """How much longer a generator takes to read new weights."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Means over the measured steps."""
+
+    step_s: float
+    train_s: float
+    generators_busy: float
+    """Of their time."""
+    staleness: dict[int, float] = field(repr=False)
+    """Shares of trained tokens by staleness, in versions."""
+    ages: dict[int, float] = field(repr=False)
+    """Shares of all tokens that the trainer was given, masked ones too."""
+    generated_tokens_per_s: float
+    trained_tokens_per_s: float
+    masked_fraction: float
+    num_failures: int = 0
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(age * share for age, share in self.staleness.items())
+
+    @property
+    def trainer_busy(self) -> float:
+        return self.train_s / self.step_s
+
+
+class Written(NamedTuple):
+    """A group that is written at once."""
+
+    receipt: GroupReceipt
+
+    async def write(self) -> GroupReceipt:
+        return self.receipt
+
+
+class VirtualCluster:
+    """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
+
+    def __init__(
+        self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: Troubles = Troubles()
+    ) -> None:
+        self._costs, self._lengths, self._troubles = costs, lengths, troubles
+        self._random = random.Random(troubles.seed)
+        speeds = troubles.speeds
+        how = {"prompt_tokens": lengths.prompt_tokens}
+        self.generators = [
+            VirtualGenerator(
+                costs,
+                interruption=recipe.generation.interruption,
+                speed=speeds[number % len(speeds)],
+                **how,
+            )
+            for number in range(recipe.cluster.num_generators)
+        ]
+        self._slots = asyncio.Semaphore(groups_in_flight(recipe) * len(self.generators))
+        self._spans: dict[str, Spans] = {}
+        self._num_committed = 0
+        self._scored_at = 0.0
+        self.staleness: list[Counter[int]] = []
+        self.ages: list[Counter[int]] = []
+        self.num_failures = 0
+        self.lock = asyncio.Lock()
+
+    async def roll_out(self, episode: Episode) -> Written:
+        async with self._slots:
+            generator = min(self.generators, key=lambda generator: generator.num_groups)
+            generator.num_groups += 1
+            try:
+                lengths = [self._lengths.of_seed(seed) for seed in episode.seeds]
+                members = await generator.complete(lengths)
+            finally:
+                generator.num_groups -= 1
+        await self._score(len(members))
+        index = episode.submission_index
+        receipts = tuple(
+            TrajectoryReceipt(trajectory_id(index, member), spans, float(member % 2), "stop")
+            for member, spans in enumerate(members)
+        )
+        self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
+        return Written(GroupReceipt(index, (), receipts))
+
+    async def _score(self, number: int) -> None:
+        """Wait until all reward workers, one after the other, are done with what came before."""
+        if self._costs.reward_s:
+            now = asyncio.get_running_loop().time()
+            self._scored_at = max(self._scored_at, now) + number * self._costs.reward_s
+            await asyncio.sleep(self._scored_at - now)
+
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
+        self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)
+        return self._num_committed
+
+    async def append(self, row: dict[str, object]) -> None: ...
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """Compute every token, masked ones too."""
+        spans = [self._spans.pop(identifier) for identifier in request.trajectory_ids]
+        counted = count_staleness(
+            spans, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
+        prompt = self._lengths.prompt_tokens
+        seconds = self._costs.train_s(
+            [prompt + sum(span.length for span in each) for each in spans]
+        )
+        await asyncio.sleep(seconds)
+        self.staleness.append(Counter(counted.num_trained_by_staleness))
+        ages = Counter[int]()
+        for version, length in (span for each in spans for span in each):
+            ages[request.policy_version - version] += length
+        self.ages.append(ages)
+        metrics = replace(
+            NOTHING_TRAINED,
+            num_trained_tokens=counted.num_trained,
+            num_masked_tokens=counted.num_masked,
+            staleness_mean=counted.staleness_mean,
+            seconds_train=seconds,
+        )
+        hashes = PolicyHashes(f"w{request.step}", f"s{request.step}")
+        return StepResult(request.step, hashes, metrics, "{}")
+
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
+
+    async def publish(self, version: int) -> None:
+        await asyncio.sleep(self._costs.publish_s)
+
+    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
+        waits = [self._load(number, version) for number in range(len(self.generators))]
+        await asyncio.gather(*waits)
+        return [ServedWeights(version, served_hash, self._costs.load_s, 0.0)] * len(waits)
+
+    async def _load(self, number: int, version: int) -> None:
+        await asyncio.sleep(self._costs.load_s + self._troubles.slow_load_s(number))
+        if version > self.generators[number].version:
+            await self.generators[number].load(version)
+
+    async def fail_now_and_then(self) -> None:
+        rate = self._troubles.failures_per_hour * len(self.generators) / 3600
+        while rate:
+            await asyncio.sleep(self._random.expovariate(rate))
+            self._random.choice(self.generators).fail(restart_s=self._troubles.restart_s)
+            self.num_failures += 1
+        await asyncio.Event().wait()
+
+
+def simulate(
+    recipe: Recipe,
+    costs: Costs,
+    lengths: Lengths,
+    *,
+    num_skipped: int,
+    troubles: Troubles = Troubles(),
+) -> Simulated:
+    """Run a recipe of so many generators in virtual time; measure all steps but the first ones."""
+    return run_in_virtual_time(_simulate(recipe, costs, lengths, troubles, num_skipped))
+
+
+async def _simulate(
+    recipe: Recipe, costs: Costs, lengths: Lengths, troubles: Troubles, num_skipped: int
+) -> Simulated:
+    cluster, loop = VirtualCluster(recipe, costs, lengths, troubles), asyncio.get_running_loop()
+    rows: deque[dict[str, Any]] = deque()
+
+    async def on_step(row: dict[str, Any]) -> None:
+        done = {"at": loop.time(), "busy": sum(each.busy_s for each in cluster.generators)}
+        rows.append(row | done | {"tokens": sum(each.num_tokens for each in cluster.generators)})
+
+    flow = Flow(
+        recipe,
+        FlowBackends(cluster, cluster, cluster, cluster, lambda index: PROMPT, on_step),
+        InitialState(),
+        Provenance(1, recipe.digest(), "code"),
+        max_running=max_running_trajectories(recipe, num_generators=len(cluster.generators)),
+    )
+    failing = asyncio.create_task(cluster.fail_now_and_then())
+    try:
+        await SCHEDULES[recipe.schedule](flow)
+    finally:
+        failing.cancel()
+        await flow.close()
+    return _measured(list(rows), cluster, num_skipped)
+
+
+def _measured(rows: list[dict[str, Any]], cluster: VirtualCluster, num_skipped: int) -> Simulated:
+    first, last, measured = rows[num_skipped - 1], rows[-1], rows[num_skipped:]
+    seconds = last["at"] - first["at"]
+    trained, masked = (
+        sum(row[f"num_{kind}_tokens"] for row in measured) for kind in ("trained", "masked")
+    )
+    return Simulated(
+        step_s=seconds / len(measured),
+        train_s=sum(row["seconds_train"] for row in measured) / len(measured),
+        generators_busy=(last["busy"] - first["busy"]) / seconds / len(cluster.generators),
+        staleness=_shares(cluster.staleness[num_skipped:]),
+        ages=_shares(cluster.ages[num_skipped:]),
+        generated_tokens_per_s=(last["tokens"] - first["tokens"]) / seconds,
+        trained_tokens_per_s=trained / seconds,
+        masked_fraction=masked / (trained + masked),
+        num_failures=cluster.num_failures,
+    )
+
+
+def _shares(counts: Sequence[Counter[int]]) -> dict[int, float]:
+    total = sum(counts, Counter[int]())
+    return {key: total[key] / total.total() for key in sorted(total)}

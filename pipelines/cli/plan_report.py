@@ -1,0 +1,134 @@
+"""`areal-flow plan --gpus N`: what a run would take on so many cards."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.planning.calibration import Calibration, calibrate
+from areal_flow.planning.cards import GIB, MemoryPlan, card_named, plan_memory
+from areal_flow.planning.costs import Policy
+from areal_flow.planning.lengths import Lengths, assumed_lengths, recorded_lengths
+from areal_flow.planning.memory import trainer_memory
+from areal_flow.planning.planner import Job, Plan, generator_gpus, make_plan
+from areal_flow.planning.shapes import model_config
+from areal_flow.run.layout import RunLayout
+from areal_flow.store.queries import Run
+from pipelines.console.tables import Report, Table
+
+
+def report_plan(
+    name: str,
+    recipe: Recipe,
+    *,
+    gpus: int,
+    gpu: str,
+    lengths_of: RunLayout | None,
+    calibrate_to: RunLayout | None,
+    best_split: bool,
+    price: float | None,
+) -> Report:
+    card = card_named(gpu)
+    policy = Policy.of(model_config(recipe.model))
+    lengths = (
+        lengths_of_run(lengths_of)
+        if lengths_of
+        else assumed_lengths(recipe.generation.max_new_tokens)
+    )
+    job = Job(recipe, policy, card, gpus, lengths)
+    found = None
+    if calibrate_to:
+        found = calibrate_run(calibrate_to, gpu=gpu)
+        job = replace(job, reached=found.reached)
+    plan = make_plan(job, best=best_split)
+    memory = plan_memory(
+        plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, card=gpu
+    )
+    data = {"recipe": name, "gpus": gpus, "gpu": gpu} | plan_data(plan, memory, price=price)
+    if found:
+        data["calibration"] = asdict(found)
+    return Report(data, _said(plan, memory, data, found), code=int(not memory.fits))
+
+
+def lengths_of_run(layout: RunLayout) -> Lengths:
+    """Read the tokens of a run's prompts and completions from its log."""
+    columns = ("prompt_tokens", "output_tokens")
+    rows = Run(layout.root).trajectories("polars", columns=columns)
+    prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
+    return recorded_lengths(prompts, completions, source=f"of the log of {layout.name}")
+
+
+def calibrate_run(layout: RunLayout, *, gpu: str) -> Calibration:
+    run = Run(layout.root)
+    steps = run.steps(where="step > 0").to_dict("records")
+    policy = Policy.of(model_config(str(layout.model)))
+    return calibrate(run.recipe, policy, card_named(gpu), lengths_of_run(layout), steps)
+
+
+def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[str, Any]:
+    simulated, generator = plan.simulated, memory.generator
+    rank = memory.ranks[0]
+    bottleneck = plan.bottleneck
+    return {
+        "schedule": plan.recipe.schedule,
+        "num_generator_gpus": plan.num_generator_gpus,
+        "num_trainer_gpus": plan.recipe.cluster.num_trainers,
+        "step_s": simulated.step_s,
+        "generated_tokens_per_second": simulated.generated_tokens_per_s,
+        "trained_tokens_per_second": simulated.trained_tokens_per_s,
+        "staleness_mean": simulated.staleness_mean,
+        "staleness": simulated.staleness,
+        "hours": plan.hours,
+        "cost": plan.cost(price),
+        "bottleneck": f"{bottleneck.text}. {bottleneck.remedy}".strip(". "),
+        "memory": {
+            "fits": memory.fits,
+            "card_gib": memory.card_bytes / GIB,
+            "trainer_rank_gib": rank.needed_bytes / GIB,
+            "generator_weights_gib": generator.weights_bytes / GIB if generator else None,
+            "generator_cache_tokens": generator.cache_tokens if generator else None,
+        },
+        "best_split": {
+            "num_generator_gpus": generator_gpus(plan.best),
+            "num_trainer_gpus": plan.best.cluster.num_trainers,
+        },
+        "changes": plan.changes,
+        "lengths": plan.job.lengths.source,
+        "reached": asdict(plan.job.reached),
+    }
+
+
+def _said(
+    plan: Plan, memory: MemoryPlan, data: dict[str, Any], found: Calibration | None
+) -> list[Any]:
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in plan.simulated.staleness.items())
+    recipe, kept = plan.recipe, data["memory"]
+    rows = {
+        "split": f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
+        "a step": f"{data['step_s']:,.1f} s ({plan.steady.generate_s:,.1f} s to generate a batch, "
+        f"{plan.steady.train_s:,.1f} s to train it)",
+        "tokens a second": f"{data['generated_tokens_per_second']:,.0f} generated, "
+        f"{data['trained_tokens_per_second']:,.0f} trained",
+        "staleness": f"{data['staleness_mean']:.2f} versions in the mean, of tokens {ages}",
+        f"to step {recipe.num_steps}": f"{data['hours']:,.1f} hours, "
+        f"{data['cost']:,.0f} US dollars",
+        "bottleneck": data["bottleneck"],
+        "memory": f"{kept['trainer_rank_gib']:.1f} of {kept['card_gib']:.1f} GiB for a trainer rank"
+        + (
+            f"; the cache of a generator holds {kept['generator_cache_tokens']:,} tokens"
+            if memory.generator
+            else ""
+        )
+        + ("" if memory.fits else ": DOES NOT FIT; `plan --memory` says what helps"),
+        "lengths": data["lengths"],
+    }
+    parts: list[Any] = [Table([{"": name, "plan": said} for name, said in rows.items()])]
+    changes = [
+        {"change": name, "a step": f"{ratio - 1:+.0%}"} for name, ratio in plan.changes.items()
+    ]
+    if changes:
+        parts.append(Table(changes, "What one change would give"))
+    if found:
+        parts.append(found.sentence)
+    return parts

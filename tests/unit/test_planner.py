@@ -1,0 +1,162 @@
+"""`areal-flow plan --gpus`: splits, words and numbers; calibration; the paper's rows in small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_flow.config import Recipe
+from areal_flow.errors import ConfigError, RunError
+from areal_flow.models.huggingface import AutoConfig
+from areal_flow.planning.calibration import calibrate
+from areal_flow.planning.cards import CARDS, card_named
+from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, costs_of
+from areal_flow.planning.lengths import assumed_lengths
+from areal_flow.planning.planner import Job, generator_gpus, make_plan, simulated_run, with_cluster
+from areal_flow.planning.shapes import model_config
+from benchmarks.paper import Setting
+from pipelines.cli.main import main
+from pipelines.jobs.job import chosen_recipe
+from tests.unit.test_memory_plan import SHAPE
+
+LENGTHS = assumed_lengths(2048, prompt_tokens=64.0)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return Policy.of(AutoConfig.for_model("qwen2", **SHAPE))
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    given = {
+        "controller": {"batch_size": 512},
+        "generation": {
+            "max_new_tokens": 2048,
+            "max_model_len": 2304,
+            "max_num_seqs": 64,
+            "device": "cuda",
+        },
+        "sft": {"num_steps": 0},
+        "cluster": {"num_generators": 3, "num_trainers": 1, "num_reward_workers": 8},
+        "prompts": {"source": "file", "path": "rows.jsonl"},
+    }
+    for section, values in sections.items():
+        given[section] = given.get(section, {}) | values
+    given["model"] = "a_model"
+    return chosen_recipe("arithmetic", given, spelling="{}")[1]
+
+
+def job_of(policy: Policy, num_gpus: int = 8, **sections: Any) -> Job:
+    return Job(recipe_of(**sections), policy, CARDS["H100-80GB"], num_gpus, LENGTHS)
+
+
+def test_a_split_is_the_recipes_unless_the_best_one_is_asked_for(policy: Policy) -> None:
+    job = job_of(policy)
+    plan = make_plan(job)
+    assert (plan.num_generator_gpus, plan.recipe.cluster.num_trainers) == (6, 2)
+    best = make_plan(job, best=True)
+    assert best.recipe == plan.best
+    steps = {generator_gpus(each): job.steady(each).step_s for each in job.splits()}
+    assert steps[best.num_generator_gpus] == min(steps.values())
+
+
+def test_splits_are_whole_generators_and_whole_rows_of_ranks(policy: Policy) -> None:
+    parallel = {"parallel": {"context_ranks": 2}}
+    two = {"vllm": {"tensor_parallel_size": 2}}
+    job = job_of(policy, trainer=parallel, generation=two, cluster={"num_trainers": 2})
+    found = [(each.cluster.num_generators, each.cluster.num_trainers) for each in job.splits()]
+    assert found == [(3, 2), (2, 4), (1, 6)]
+    with pytest.raises(ConfigError, match="at least 2 for a generator"):
+        make_plan(replace(job, num_gpus=3))
+
+
+def test_money_is_hours_of_all_cards_at_a_price(policy: Policy) -> None:
+    plan = make_plan(job_of(policy))
+    assert plan.hours == pytest.approx(plan.recipe.num_steps * plan.simulated.step_s / 3600)
+    assert plan.cost(3.0) == pytest.approx(plan.hours * 8 * 3)
+    assert plan.cost() == pytest.approx(plan.hours * 8 * CARDS["H100-80GB"].price_per_hour)
+
+
+def test_the_bottleneck_is_named_and_removing_it_helps_most(policy: Policy) -> None:
+    plan = make_plan(job_of(policy, cluster={"num_reward_workers": 1}))
+    assert "Scoring is the bottleneck" in plan.bottleneck.text
+    assert plan.changes["twice the reward workers"] < 0.7
+    sync = make_plan(job_of(policy)).job
+    sync = replace(sync, recipe=sync.recipe.model_copy(update={"schedule": "sync"}))
+    slow = make_plan(sync)
+    assert "the longest completion" in slow.bottleneck.text
+    assert slow.changes["schedule = async"] < 1
+
+
+def test_more_bandwidth_decodes_faster_and_more_ranks_train_faster(policy: Policy) -> None:
+    recipe, reached = recipe_of(), Efficiencies()
+    cards = [CARDS[name] for name in ("A100-80GB", "H200-141GB")]
+    slow, fast = (costs_of(recipe, policy, card, LENGTHS, reached) for card in cards)
+    assert fast.cached_token_s / slow.cached_token_s == pytest.approx(2.039 / 4.8)
+    ranks = with_cluster(recipe, num_trainers=4)
+    shared = costs_of(ranks, policy, cards[0], LENGTHS, reached)
+    assert shared.train_pair_s == pytest.approx(slow.train_pair_s / 4)
+
+
+def test_a_card_is_named_by_any_part_that_no_other_has() -> None:
+    assert card_named("4090") is CARDS["RTX4090-24GB"]
+    assert card_named("H200") is CARDS["H200-141GB"]
+    with pytest.raises(ConfigError, match="--gpu A100"):
+        card_named("A100")
+
+
+def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
+    recipe, card = recipe_of(), CARDS["H100-80GB"]
+    reached = Efficiencies(training=0.2, decode_step_s=0.02, trajectory_s=0.0)
+    made = simulated_run(recipe, costs_of(recipe, policy, card, LENGTHS, reached), LENGTHS)
+    generated = made.generated_tokens_per_s * made.step_s
+    row = {
+        "seconds_generate": made.generators_busy * 3 * made.step_s,
+        "num_generated_tokens": generated,
+        "seconds_read": 0.0,
+        "seconds_train": made.train_s,
+        "seconds_stage": 0.0,
+        "seconds_step": made.step_s,
+        "staleness_mean": made.staleness_mean,
+    }
+    found = calibrate(recipe, policy, card, LENGTHS, [row] * 12)
+    assert found.reached.training == pytest.approx(0.2, rel=0.05)
+    assert found.reached.decode_step_s == pytest.approx(0.02, rel=0.1)
+    assert found.predicted_step_s == pytest.approx(made.step_s, rel=0.05)
+    with pytest.raises(RunError, match="expected 8 steady steps"):
+        calibrate(recipe, policy, card, LENGTHS, [row] * 6)
+
+
+def test_the_model_has_the_papers_hours_of_sync() -> None:
+    """Table 1's 41.0 h, here with an eighth of batch and cards; async is not met yet."""
+    setting = Setting("1.5B", 16, eta=0, scale=8)
+    assert 250 * setting.simulated(ASSUMED).step_s / 3600 == pytest.approx(41.0, rel=0.1)
+
+
+@pytest.mark.parametrize("size", ["1.5B", "7B", "14B", "32B"])
+def test_shapes_of_the_distilled_family_are_known_by_name(size: str) -> None:
+    found = Policy.of(model_config(f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}"))
+    billions = {"1.5B": 1.78, "7B": 7.62, "14B": 14.8, "32B": 32.8}[size]
+    assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_command_prints_a_plan_as_one_object(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
+    settings = ["--controller.batch-size", "256", "--num-steps", "100", "--model", str(tmp_path)]
+    command = ["plan", "--gpus", "2", "--gpu", "H800-80GB", "--sft.num-steps", "0", *settings]
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["num_generator_gpus"] == data["num_trainer_gpus"] == 1
+    assert data["cost"] == pytest.approx(data["hours"] * 2 * 2.5)
+    assert data["memory"]["fits"]
+    assert {"step_s", "trained_tokens_per_second", "staleness_mean", "bottleneck"} < data.keys()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "1 cards generate, 1 train" in said
+    assert "bottleneck" in said
+    assert main(["plan", "--price", "2"]) == 2

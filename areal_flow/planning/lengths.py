@@ -82,4 +82,5 @@ def assumed_lengths(longest: int, *, mean: float = 0.0, prompt_tokens: float = 1
 def _normal_quantiles(places: NDArray[np.float64]) -> NDArray[np.float64]:
     from statistics import NormalDist
 
-    return np.vectorize(NormalDist().inv_cdf)(places)
+    found: NDArray[np.float64] = np.vectorize(NormalDist().inv_cdf)(places)
+    return found

@@ -84,4 +84,5 @@ def assumed_lengths(
 def _normal_quantiles(places: NDArray[np.float64]) -> NDArray[np.float64]:
     from statistics import NormalDist
 
-    return np.vectorize(NormalDist().inv_cdf)(places)
+    found: NDArray[np.float64] = np.vectorize(NormalDist().inv_cdf)(places)
+    return found

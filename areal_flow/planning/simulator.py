@@ -212,7 +212,8 @@ def simulate(
     troubles: Troubles = Troubles(),
 ) -> Simulated:
     """Run a recipe of so many generators in virtual time; measure all steps but the first ones."""
-    return run_in_virtual_time(_simulate(recipe, costs, lengths, troubles, num_skipped))
+    found: Simulated = run_in_virtual_time(_simulate(recipe, costs, lengths, troubles, num_skipped))
+    return found
 
 
 async def _simulate(

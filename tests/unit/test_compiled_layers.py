@@ -13,10 +13,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from areal_flow.trainer import activations, kernels, ranked_model
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, leave_ranks
+from areal_flow.trainer.replicas import ReplicaGroup, connect_ranks, leave_ranks
 from areal_flow.types import Rendezvous
 from tests.sharded_ranks import TRAININGS, Training, begin, take_step
 
+SLOW = pytest.mark.slow
 SELECTIVE = Training(trainer={"activations": "selective"})
 CASES = {
     **{name: TRAININGS[name] for name in ("plain", "recompute", "offload", "bfloat16")},
@@ -53,7 +54,13 @@ def steps_of(
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("plain", "selective", "critic") else SLOW)
+        for name in CASES
+    ],
+)
 def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,13 +72,14 @@ def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
     assert 4 <= counters["stats"]["unique_graphs"] <= (16 if name == "adapter" else 8)
 
 
+@SLOW
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_rows_of_weights_are_gathered_around_compiled_layers(
     activations: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     training = Training(trainer={"activations": activations})
     wanted = steps_of(training, monkeypatch, compiled=False)
-    one = ConnectedRanks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
+    one = connect_ranks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
     try:
         found = steps_of(training, monkeypatch, compiled=True, replicas=one)
     finally:

@@ -185,7 +185,7 @@ def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
     ("arguments", "message"),
     [
         (["--model", "deepseek-ai/unknown"], "whose shapes are known"),
-        (["--model", "Qwen2.5-7B", "--gpu", "H100"], "expected one of RTX4080-16GB"),
+        (["--model", "Qwen2.5-7B", "--gpu", "A100"], "expected one of RTX4080-16GB"),
     ],
 )
 def test_an_unknown_model_or_card_is_refused_with_those_that_are_known(

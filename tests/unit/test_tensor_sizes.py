@@ -64,9 +64,9 @@ def storage(tensor: Tensor) -> StorageWeakRef:
     ("algorithm", "trainer"),
     [
         ({}, {}),
-        ({"kl_coefficient": 0.1}, {"activations": "selective"}),
+        pytest.param({"kl_coefficient": 0.1}, {"activations": "selective"}, marks=pytest.mark.slow),
         ({"kl_coefficient": 0.1}, {"lora": {"rank": 4}}),
-        ({}, {"activations": "offload"}),
+        pytest.param({}, {"activations": "offload"}, marks=pytest.mark.slow),
     ],
     ids=["plain", "reference", "adapter", "offload"],
 )

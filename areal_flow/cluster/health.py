@@ -118,12 +118,12 @@ async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
-            _look(pool, detector, silent_after_s=settings.silent_after_s)
+            _look(pool, detector, settings)
         except Exception:
             logger.exception("the workers could not be looked at")
 
 
-def _look(pool: WorkerPool, detector: FailureDetector, *, silent_after_s: float) -> None:
+def _look(pool: WorkerPool, detector: FailureDetector, settings: ClusterSettings) -> None:
     # A worker has a process by its address, or by its name while it starts.
     watched = {
         record.address or record.name: record
@@ -138,7 +138,10 @@ def _look(pool: WorkerPool, detector: FailureDetector, *, silent_after_s: float)
         if silence.is_hung:
             pool.spawn(pool.kill(record, why=f"{SILENT} {record.silence_s:.0f} s"))
     ranks = {name: progress for name in watched if (progress := _progress(pool, name))}
-    for key, idle_s in hung_ranks(ranks, silent_after_s=silent_after_s).items():
+    found_hung = hung_ranks(
+        ranks, num_ranks=settings.num_trainers, silent_after_s=settings.silent_after_s
+    )
+    for key, idle_s in found_hung.items():
         pool.spawn(pool.kill(watched[key], why=f"{SILENT} {idle_s:.0f} s within a step"))
 
 

@@ -8,6 +8,7 @@ that is slow uses one; a rank that reads or writes files is not within a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,12 +58,22 @@ class StepClock:
 
 def _processor_s() -> float:
     """Return the processor time of this process and its children, which may compile for it."""
-    own = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
+    own, seconds = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # a child that has ended meanwhile
+            seconds += sum(process.cpu_times()[:2])
+    return seconds
 
 
-def hung_ranks(ranks: Mapping[str, StepProgress], *, silent_after_s: float) -> dict[str, float]:
-    """Return which ranks of a replica group hang, and for how many seconds. Pure."""
+def hung_ranks(
+    ranks: Mapping[str, StepProgress], *, num_ranks: int, silent_after_s: float
+) -> dict[str, float]:
+    """Return which ranks of a replica group hang, and for how many seconds. Pure.
+
+    Nothing is known unless all report: one that does not may be what the others wait for.
+    """
+    if len(ranks) < num_ranks:
+        return {}
     fewest = min((each.num_exchanges for each in ranks.values()), default=0)
     behind = {name: r.idle_s for name, r in ranks.items() if r.num_exchanges == fewest}
     return behind if min(behind.values(), default=0.0) > silent_after_s else {}

@@ -23,7 +23,7 @@ def measured(
     return docs.read_text(), json.loads(report.read_text())["tables"]
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_parts_fill_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tables = measured(
         tmp_path, monkeypatch, "tests", "step", "long_step", "memory", "generation"
@@ -41,7 +41,7 @@ def test_parts_fill_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(heads) == len(tables)
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_a_run_is_killed_resumed_audited_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

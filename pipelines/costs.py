@@ -10,10 +10,10 @@ from typing import Any, get_args
 import polars as pl
 
 from areal_flow.cluster.settings import Priced
-from areal_flow.controller.costs import COLUMNS, ROLES, USES, CostAccounting, StepCost, by_use
+from areal_flow.controller.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.planning.cards import CARDS
-from areal_flow.run.workers_file import read_workers
+from areal_flow.run.workers_file import ROLES, read_workers
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.queries import Run
 from pipelines.console.tables import Report, Table

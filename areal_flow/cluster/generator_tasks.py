@@ -172,7 +172,11 @@ class GeneratorRole:
 
 
 def weights_carrier(recipe: Recipe) -> Carrier:
-    """Return what carries a broadcast to an engine that has started, and that drains for none."""
+    """Return what carries a broadcast to an engine that has started.
+
+    From card to card an engine receives between two steps. One that drains first would keep the
+    trainer waiting, so its weights come through main memory.
+    """
     generation, cluster = recipe.generation, recipe.cluster
     is_ready = choose_engine(generation).name == "vllm" and generation.interruption != "drain"
     device = generation.device if is_ready and recipe.trainer.device == "cuda" else "cpu"

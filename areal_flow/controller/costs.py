@@ -20,9 +20,8 @@ from math import inf
 from typing import Any
 
 from areal_flow.controller.ledger_row import OBSERVED, REWARD_TASKS
-from areal_flow.run.workers_file import Span, Workers
+from areal_flow.run.workers_file import ROLES, Span, Workers
 
-ROLES = ("generator", "trainer", "reward")
 CONSUMED = ("trained", "masked", "discarded")
 USES = (*CONSUMED, "waiting", "lost", "idle", "outside")
 COLUMNS = [

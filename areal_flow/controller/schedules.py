@@ -25,6 +25,10 @@ async def run_barrier_schedule(flow: Flow) -> None:
     await run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
 
 
+SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
+"""By `schedule` of a recipe."""
+
+
 async def _train_until_done(flow: Flow) -> None:
     while await _train_next(flow):
         pass

@@ -22,7 +22,7 @@ from areal_flow.controller.flow_setup import (
     max_running_trajectories,
 )
 from areal_flow.controller.ledger_row import Provenance
-from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.controller.schedules import SCHEDULES
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
@@ -41,7 +41,6 @@ from areal_flow.types import (
     trajectory_id,
 )
 
-SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 
 

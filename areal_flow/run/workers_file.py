@@ -15,6 +15,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+ROLES = ("generator", "trainer", "reward")
 Span = tuple[float, float]
 
 
@@ -41,7 +42,7 @@ class Workers:
 
     def sums(self, epoch: int, of: Callable[[Tenure], float]) -> dict[str, float]:
         """Return the sums over a driver's workers, by role."""
-        found = dict.fromkeys(("generator", "trainer", "reward"), 0.0)
+        found = dict.fromkeys(ROLES, 0.0)
         for tenure in self.tenures:
             found[tenure.role] += of(tenure) if tenure.writer_epoch == epoch else 0.0
         return found

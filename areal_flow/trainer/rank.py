@@ -132,8 +132,7 @@ class TrainerRank:
         # From here until its weights are staged this rank holds no named weights: an error must not
         # leave changed weights under the parent's name.
         self._hashes = self._last = None
-        with self.replicas.within_step():
-            numbers = train_step(self.backend, sequences, step=request.step, settings=self.settings)
+        numbers = train_step(self.backend, sequences, step=request.step, settings=self.settings)
         self.numbers = numbers
         trained = perf_counter()
         hashes = self._stage(request.step)

@@ -145,14 +145,13 @@ class SftTrainer:
     def take_step(self) -> float:
         """Update the policy once; return the loss in nats, a token or a pair; NaN if skipped."""
         rate = self.learning_rate(self.step)
-        with self.backend.replicas.within_step():
-            found = train_step(
-                self.backend,
-                self._sequences(self._rows_of(self.step)),
-                step=self.step,
-                settings=self._of_step,
-                rate=rate,
-            )
+        found = train_step(
+            self.backend,
+            self._sequences(self._rows_of(self.step)),
+            step=self.step,
+            settings=self._of_step,
+            rate=rate,
+        )
         self.step += 1
         self._skipped.count(self.step, skipped=not found.losses)
         if not found.losses:

@@ -50,39 +50,42 @@ def train_step(
         sequences: the whole batch, on every rank.
         rate: of learning; without one, that of the backend's settings.
     """
-    rate = learning_rate(backend.settings, step) if rate is None else rate
-    passes, algorithm = backend.passes, settings.algorithm
-    max_tokens, num_ranks = backend.settings.tokens_per_micro_batch, passes.num_batches
-    plan = plan_micro_batches(
-        sequences, step=step, settings=settings, max_tokens=max_tokens, num_ranks=num_ranks
-    )
-    inputs = advantage_inputs(sequences)
-    critic = backend.critic if algorithm.needs_critic else None
-    if algorithm.needs_kl:
-        inputs = replace(inputs, kl_N=_divergences(backend, sequences, settings))
-    if critic:
-        inputs = replace(inputs, values_BL=critic.values(sequences))
-    advantages = list(algorithm.advantages(inputs))
-    weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
-    is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-    gap = EngineGap.of(passes.replicas.mine, backend.settings.device) if is_fresh else None
-    one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
-    minibatches = _minibatches(backend, weighted, plan, one)
-    numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages, plan=plan)
-    if inputs.kl_N is not None:
-        numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
-    for minibatch in minibatches:
-        found = backend.update(minibatch)
-        numbers.losses += found.losses
-        numbers.grad_norms += found.grad_norms
-        numbers.metrics = add_metrics(numbers.metrics, found.metrics)
-    num_skipped = len(minibatches) - len(numbers.losses)
-    if gap:
-        numbers.metrics |= passes.add_gap(gap)
-    numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
-    if critic:
-        numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
-    return numbers
+    with backend.replicas.within_step():
+        rate = learning_rate(backend.settings, step) if rate is None else rate
+        passes, algorithm = backend.passes, settings.algorithm
+        max_tokens, num_ranks = backend.settings.tokens_per_micro_batch, passes.num_batches
+        plan = plan_micro_batches(
+            sequences, step=step, settings=settings, max_tokens=max_tokens, num_ranks=num_ranks
+        )
+        inputs = advantage_inputs(sequences)
+        critic = backend.critic if algorithm.needs_critic else None
+        if algorithm.needs_kl:
+            inputs = replace(inputs, kl_N=_divergences(backend, sequences, settings))
+        if critic:
+            inputs = replace(inputs, values_BL=critic.values(sequences))
+        advantages = list(algorithm.advantages(inputs))
+        weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
+        is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
+        gap = EngineGap.of(passes.replicas.mine, backend.settings.device) if is_fresh else None
+        one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
+        minibatches = _minibatches(backend, weighted, plan, one)
+        numbers = UpdateNumbers(
+            metrics=advantage_moments(weighted), advantages=advantages, plan=plan
+        )
+        if inputs.kl_N is not None:
+            numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
+        for minibatch in minibatches:
+            found = backend.update(minibatch)
+            numbers.losses += found.losses
+            numbers.grad_norms += found.grad_norms
+            numbers.metrics = add_metrics(numbers.metrics, found.metrics)
+        num_skipped = len(minibatches) - len(numbers.losses)
+        if gap:
+            numbers.metrics |= passes.add_gap(gap)
+        numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
+        if critic:
+            numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
+        return numbers
 
 
 def _minibatches(

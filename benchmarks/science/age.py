@@ -31,12 +31,11 @@ NUM_GENERATORS, NUM_TRAINERS = 16, 5
 def measure(sigma: float, eta: int, seed: int, chosen: Any) -> tuple[float, int]:
     """Return the share of tokens that are older than eta, and the greatest age."""
     found = virtual.simulated(
+        chosen,
         num_generators=NUM_GENERATORS,
         num_trainers=NUM_TRAINERS,
         eta=eta,
         seed=seed,
-        num_steps=chosen.steps,
-        num_skipped=chosen.skip,
         sigma=sigma,
     )
     return sum(share for age, share in found.ages.items() if age > eta), max(found.ages)

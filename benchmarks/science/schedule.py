@@ -30,12 +30,11 @@ def measure(schedule: Literal["async", "sync"], num_gpus: int, seed: int, chosen
     num_trainers = num_gpus // 4 if schedule == "async" else num_gpus
     num_generators = num_gpus - num_trainers or num_gpus
     found = virtual.simulated(
+        chosen,
         num_generators=num_generators,
         num_trainers=num_trainers,
         eta=ETA,
         seed=seed,
-        num_steps=chosen.steps,
-        num_skipped=chosen.skip,
         sigma=chosen.sigma,
         schedule=schedule,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config import Recipe, TrainerSettings
@@ -20,18 +20,18 @@ TRAIN_TOKENS_PER_S = 25_000.0
 
 
 def simulated(
+    chosen: Any,
     *,
     num_generators: int,
     num_trainers: int,
     eta: int,
     seed: int,
-    num_steps: int,
-    num_skipped: int,
     sigma: float,
     schedule: Literal["async", "sync"] = "async",
 ) -> Simulated:
+    """Simulate an experiment's `steps`, of which the first `skip` are not measured."""
     recipe = Recipe(
-        num_steps=num_steps,
+        num_steps=chosen.steps,
         seed=seed,
         schedule=schedule,
         controller=ControllerSettings(batch_size=256, group_size=8, max_staleness=eta),
@@ -53,7 +53,7 @@ def simulated(
         publish_s=0.0,
         load_s=0.0,
     )
-    return simulate(recipe, costs, _lengths(sigma), num_skipped=num_skipped)
+    return simulate(recipe, costs, _lengths(sigma), num_skipped=chosen.skip)
 
 
 @cache

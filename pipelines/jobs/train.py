@@ -26,11 +26,7 @@ from areal_flow.controller.engine_gap import GapWatch
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState, max_running_trajectories
 from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.controller.schedules import (
-    run_async_schedule,
-    run_barrier_schedule,
-    run_until_first_ends,
-)
+from areal_flow.controller.schedules import SCHEDULES, run_until_first_ends
 from areal_flow.errors import RunError
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
@@ -54,8 +50,6 @@ from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 from pipelines.jobs.summary import print_summary, summarise
 from pipelines.workers import dashboard_text, reachable
-
-SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
 async def run_training(

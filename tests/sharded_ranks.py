@@ -59,12 +59,12 @@ from tests.policies import completion_rows, served_weights, small_policy
 from tests.unit.test_trainer import make_sequences
 
 ROOT = Path(__file__).parent.parent
-NUM_STEPS = 10
+NUM_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Training:
-    """Ten steps of a policy."""
+    """Steps of a policy."""
 
     algorithm: ComposedAlgorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -146,6 +146,7 @@ _STYLE = {
     "legend.frameon": False,
 }
 _LEGEND: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+_LEGEND_COLUMNS = 4
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _MOST_POINTS = 1000
 
@@ -157,7 +158,10 @@ def curves(
 ) -> str:
     """Return `draw_curves` as SVG."""
     with rc_context(_STYLE):
-        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+        figure = Figure(figsize=(4.6, 2.5))
+        # Fixed margins: to find those that fit takes longer than to draw the chart.
+        legend_rows = -(-(len(lines) + bool(held_out)) // _LEGEND_COLUMNS)
+        figure.subplots_adjust(left=0.12, right=0.98, bottom=0.19, top=1 - 0.08 * legend_rows)
         draw_curves(figure.add_subplot(), lines, steps, held_out)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
@@ -180,6 +184,7 @@ def draw_curves(
     every = max(1, len(steps) // _MOST_POINTS)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.ticklabel_format(axis="y", scilimits=(-2, 4))  # else a label may need more room
     for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
         thin = pl.Series(values, dtype=pl.Float64)
         strong = moving_means(thin)
@@ -190,7 +195,7 @@ def draw_curves(
         dots: dict[str, Any] = {"fmt": "o", "capsize": 3, "color": COLOURS[1]}
         axes.errorbar(at, means, [means - lows, highs - means], label="held-out, 95%", **dots)
     if len(lines) + bool(held_out) > 1:
-        axes.legend(**_LEGEND, ncols=4, columnspacing=1, handlelength=1.2)
+        axes.legend(**_LEGEND, ncols=_LEGEND_COLUMNS, columnspacing=1, handlelength=1.2)
 
 
 def draw_timeline(axes: Any, steps: Any, groups: Any) -> None:

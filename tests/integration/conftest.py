@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
                 num_steps=6,
                 prompts={"num_held_out": 8},
                 # Large batches in small micro-batches: the generator runs ahead of the trainer.
-                controller={"batch_size": 128},
+                controller={"batch_size": 64},
                 trainer={"tokens_per_micro_batch": 32, "learning_rate": 2e-3},
                 weights={"medium": "directory"},
                 rewards=[{"verifier": "tests.integration.verifiers:length_that_raises_at_times"}],

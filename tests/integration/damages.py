@@ -174,7 +174,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "the watermark goes back": ("watermark-order", edit_ledger(put(4, trajectory_watermark=1))),
     "the cursor goes back": ("cursor-order", edit_ledger(put(4, next_submission_index=1))),
     "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
-    "another recipe": ("config-hash", edit_recipe("batch_size = 128", "batch_size = 64")),
+    "another recipe": ("config-hash", edit_recipe("batch_size = 64", "batch_size = 32")),
     "a fork of another ledger": ("fork-recorded", other_fork),
     "not the policy that was forked": (
         "fork-genesis",

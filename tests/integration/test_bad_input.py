@@ -27,7 +27,13 @@ SMALL_GSM8K = [
 ]
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("directory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("tiny", marks=pytest.mark.slow),
+        pytest.param("directory", marks=pytest.mark.walk),
+    ],
+)
 def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     if model == "directory":
         model = str(write_model_directory(tmp_path / "model"))
@@ -131,7 +137,7 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert failed.reward_detail.str.contains("ZeroDivisionError").all()
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_judge_that_is_down_stops_the_run_with_the_cause_and_every_completion_is_kept(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,6 @@ from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
-from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from pipelines.workers import scheduler_of
 from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
@@ -90,6 +89,7 @@ def oldest_version(answers: list[dict[str, Any]]) -> int:
     return min(span["version"] for answer in answers for span in answer["version_spans"])
 
 
+@pytest.mark.slow
 def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
     tmp_path: Path,
 ) -> None:
@@ -172,33 +172,3 @@ def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run
     with pytest.raises(EngineError, match="no generator left: generator-0 is quarantined"):
         run_while(layout.root, elastic_recipe(), kill_one_then_the_other)
     check_accounting(layout)
-
-
-@pytest.mark.slow
-def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them(
-    tmp_path: Path,
-) -> None:
-    layout = RunLayout((tmp_path / "runs" / "g").resolve())
-    observed = Observed(layout)
-    heads: list[int] = []
-    committed: list[int] = []
-
-    async def lose_a_rank() -> None:
-        await step_reached(layout, 2)
-        leader, lost = [await observed.process(f"trainer-{rank}") for rank in range(2)]
-        committed.append(observed.num_committed())
-        os.kill(lost, signal.SIGKILL)
-        await observed.process("trainer-1", other_than=lost)
-        committed.append(observed.num_committed())
-        heads.append(observed.head())
-        await step_reached(layout, heads[0] + 2)
-        assert await observed.process("trainer-0") == leader
-
-    run_while(layout.root, elastic_recipe(num_generators=1, num_trainers=2), lose_a_rank)
-    check_accounting(layout)
-    check_generation_went_on(*committed, head=heads[0])
-    rows = areal_flow.open_run(layout.root).steps("arrow").sort_by("step").to_pylist()
-    assert len({row["weights_hash"] for row in rows}) == len(rows)
-    whole = replay_step(layout, step=rows[-1]["step"], from_checkpoint=0)
-    assert all(step.within_tolerance for step in (*whole.before, whole.compared))
-    assert not layout.forks.exists(), "ranks that replayed the log made the same bits"

@@ -164,8 +164,13 @@ def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.walk),
+    ],
+)
 def test_signal_stops_cleanly_and_says_how_to_resume(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -185,7 +190,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
         assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "512"]
@@ -233,7 +238,7 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
     check_accounting(layout)
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
     recipe = small_recipe(num_steps=10_000, max_minutes=0.6, sft={"num_steps": 0})
     layout = run_small(tmp_path / "timed", recipe)

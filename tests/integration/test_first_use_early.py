@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,9 @@ def test_context_and_chat_template_that_are_left_open_are_settled(chatting: RunL
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        ("works", "1 answer, "),
-        ("works", "s; reward 1"),
-        ("reads_json", ", then JSONDecodeError: "),
-        ("leaves_it_to_the_recipe", "s; reward none"),
+        ("works", r"1 answer, .* s; reward 1"),
+        pytest.param("reads_json", ", then JSONDecodeError: ", marks=pytest.mark.slow),
+        pytest.param("leaves_it_to_the_recipe", "s; reward none", marks=pytest.mark.slow),
     ],
 )
 def test_agent_is_tried_on_the_first_row(
@@ -230,17 +230,22 @@ def test_agent_is_tried_on_the_first_row(
 ) -> None:
     (line,) = tried_agent(chatting, agent, monkeypatch)
     assert line.startswith(f"Workflow agents:{agent}, tried on the first row")
-    assert said in line
+    assert re.search(said, line)
 
 
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
         ("raises", "KeyError: 'nothing' (at raises, agents.py, line 21)"),
-        ("asks_nothing", "the agent agents:asks_nothing had no answer from its base_url"),
-        ("praises", "expected a finite number as the reward, found 'well done: "),
-        ("exits", "exits (status 3) on the first prompt row"),
-        ("Shouts", "ValueError: no (at run, agents.py, line 35)"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("asks_nothing", "the agent agents:asks_nothing had no answer from its base_url"),
+                ("praises", "expected a finite number as the reward, found 'well done: "),
+                ("exits", "exits (status 3) on the first prompt row"),
+                ("Shouts", "ValueError: no (at run, agents.py, line 35)"),
+            )
+        ),
     ],
 )
 def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
@@ -251,6 +256,7 @@ def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
     assert said in str(refused.value)
 
 
+@pytest.mark.walk
 def test_command_tries_an_agent_before_the_cluster_starts(
     chatting: RunLayout, tmp_path: Path
 ) -> None:
@@ -289,6 +295,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     return folder, done.stdout, done.stderr
 
 
+@pytest.mark.walk
 def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]) -> None:
     _, said, warned = trained
     assert "Verifier own:fails_at_times, tried on the first row: " in said
@@ -297,6 +304,7 @@ def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]
     assert len(warned.splitlines()) < 30, warned
 
 
+@pytest.mark.walk
 def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
     trained: tuple[Path, str, str],
 ) -> None:
@@ -306,7 +314,7 @@ def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
     assert "2 steps in " in said
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]) -> None:
     folder, _, _ = trained
     done = cli("evaluate", "r", "--num-prompts", "8", cwd=folder)
@@ -317,6 +325,7 @@ def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]
     assert "00000002" not in done.stdout
 
 
+@pytest.mark.walk
 def test_exported_files_can_be_read_by_others(trained: tuple[Path, str, str], typed: Typed) -> None:
     folder, _, _ = trained
     done = typed("export", "r", "plain", cwd=folder)

@@ -17,7 +17,7 @@ from areal_flow.run.lease import hold_lease
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, done, small_arguments, started_cli
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.walk
 
 NUM_STEPS = 3
 

@@ -119,7 +119,7 @@ def take(cell: Cell, kind: str, content: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_first_steps_go_from_rows_to_curves_by_themselves(tmp_path: Path) -> None:
     notebook = nbformat.read(FIRST_STEPS, 4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
@@ -156,6 +156,7 @@ def state_of(folder: Path, name: str) -> tuple[str, str, RunLayout]:
     return observed_state(layout).state, str(status), layout
 
 
+@pytest.mark.slow
 def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     kernel: tuple[Kernel, Path],
 ) -> None:
@@ -209,7 +210,7 @@ def test_interrupt_of_an_evaluation_ends_it_in_few_lines(kernel: tuple[Kernel, P
     assert cell.error == ["KeyboardInterrupt: stopped at once by SIGINT"]
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_directory_of_hugging_face_is_trained_and_evaluated_without_a_warning(
     tmp_path: Path,
 ) -> None:
@@ -244,7 +245,7 @@ def test_mistake_is_shown_with_the_calls_of_the_user_alone(kernel: tuple[Kernel,
     assert len(message.splitlines()) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_signal_stops_a_script_after_its_step_and_the_script_goes_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     script = subprocess.Popen(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 
 import areal_flow
 from areal_flow.run.layout import RunLayout
@@ -37,6 +38,7 @@ def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
     assert "def brevity" in source.read_text()
 
 
+@pytest.mark.slow
 async def test_fine_tuned_trained_and_evaluated_in_a_running_event_loop(tmp_path: Path) -> None:
     """As a notebook's cell is; the tables are pandas's."""
     assert asyncio.get_running_loop().is_running()

@@ -138,7 +138,7 @@ def test_exported_model_is_plain_hugging_face(workspace: Path, typed: Typed) -> 
     assert "not empty" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     likeliest = ("--num-prompts", "40", "--temperature", "0", "--json")
     done = cli("evaluate", "models:/areal-flow@best", *likeliest, cwd=workspace)
@@ -148,6 +148,7 @@ def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     assert found["pass_rate_low"] <= found["pass_rate"] <= found["pass_rate_high"]
 
 
+@pytest.mark.slow
 def test_run_can_be_evaluated_on_a_file(workspace: Path) -> None:
     rows = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(20)]
     (workspace / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

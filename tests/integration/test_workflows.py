@@ -108,7 +108,7 @@ def test_conversations_are_evaluated_as_they_are_trained(conversations: RunLayou
     assert answers.completion.str.contains("longer").any()
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     tmp_path: Path,
 ) -> None:
@@ -137,6 +137,7 @@ def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     assert failed.reward_detail.str.contains("ValueError: expected 12 characters").all()
 
 
+@pytest.mark.slow
 def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replayed(
     tmp_path: Path,
 ) -> None:

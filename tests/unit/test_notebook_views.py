@@ -90,6 +90,7 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
     assert f"{COLOURS[3]}44; opacity: .45" in shown
 
 
+@pytest.mark.slow
 def test_explore_notebook_runs_over_the_newest_run(layout: RunLayout, tmp_path: Path) -> None:
     notebook = nbformat.read(EXPLORE, 4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"

@@ -26,12 +26,8 @@ from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.paged_decode import decode
-from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
-from areal_flow.models.policy import (
-    load_policy,
-    logits_at,
-    policy_from_config,
-)
+from areal_flow.models.paged_prefill import Chunk, PagedCache, prefill
+from areal_flow.models.policy import load_policy, logits_at, policy_from_config
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -161,7 +157,7 @@ def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
 
 def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     """Return logits of each sequence's last tokens, decoded after a joint prefill."""
-    cache = paged_cache(policy, num_pages=len(sequences), page_tokens=_PAGE_TOKENS)
+    cache = PagedCache(policy, num_pages=len(sequences), page_tokens=_PAGE_TOKENS)
     num_layers = policy.config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ModelError(

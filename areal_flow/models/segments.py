@@ -118,8 +118,7 @@ def choose_kernel(dtype: torch.dtype, widths: tuple[int, int], rule: AttentionRu
         dtype in (torch.bfloat16, torch.float16)
         and widths[0] == widths[1] <= VARLEN_MOST_WIDTH
         and widths[0] % 8 == 0
-        and rule.softcap is None
-        and rule.sinks is None
+        and rule.is_plain
     )
     return attend_by_varlen if flash else attend_by_flex
 

@@ -111,12 +111,9 @@ def policy_from_config(
 def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
     """Switch off what is random: a step's numbers must be those of its tokens, replayed.
 
-    Policies are trained in evaluation mode too: in training mode mixtures of experts may add noise
-    to their router's input.
+    Policies are trained in evaluation mode too: in training mode layers drop values, and mixtures
+    of experts may add noise to their router's input.
     """
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     swap_linear_layers(policy)
     return policy.to(device).eval()
 
@@ -143,10 +140,7 @@ def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
 def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return what `logits_of` makes logits of, at some positions of a packed row: `[M, H]`."""
     hidden_1TH = policy.get_decoder()(
-        input_ids=input_ids_1T,
-        position_ids=layout.position_ids,
-        use_cache=False,
-        layout=layout,
+        input_ids=input_ids_1T, position_ids=layout.position_ids, use_cache=False, layout=layout
     ).last_hidden_state
     hidden_TH: Tensor = hidden_1TH[0]
     return deterministic_gather(hidden_TH, GatherIndex.of(positions_M, len(hidden_TH)))

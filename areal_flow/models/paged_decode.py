@@ -24,9 +24,6 @@ from areal_flow.models.paged_prefill import PagedCache, Pages
 from areal_flow.models.policy import run_policy
 from areal_flow.models.transfer import to_device
 
-_Arguments = tuple[Pages | None, NDArray[np.int64], NDArray[np.int64]]
-"""Of a `_Part`."""
-
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""
 
@@ -73,15 +70,14 @@ class PagedDecodeLayout:
         pages_R = tables_SW[:, : held_SW.shape[1]][held_SW]
         ends_R = positions_S[rows_R] + 1 - ordinals_R * cache.page_tokens
         if share_pages:
-            parts, place_R = _shared_products(pages_R, rows_R, ends_R)
+            self._parts, place_R = _shared_products(pages_R, rows_R, ends_R, cache.device)
         else:
-            parts = [(pages_R, rows_R[:, None], ends_R[:, None])]
+            self._parts = [_Part(pages_R, rows_R[:, None], ends_R[:, None], cache.device)]
             place_R = np.arange(len(pages_R))
-        places_SW = np.full(held_SW.shape, sum(rows_PM.size for _, rows_PM, _ in parts))
+        places_SW = np.full(held_SW.shape, sum(part.num_places for part in self._parts))
         places_SW[held_SW] = place_R
         self._places_SW, self._place_R = tensor(places_SW), tensor(place_R)
         self._first_S = tensor(np.concatenate(([0], np.cumsum(last_S + 1)[:-1])))
-        self._parts = [_Part(*part, cache.device) for part in parts]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
@@ -107,14 +103,17 @@ class PagedDecodeLayout:
         return (weighted / totals_SH[:, None, :, None]).to(query.dtype)
 
     def _largest(self, scores: list[Tensor]) -> Tensor:
-        largest = [part.largest(each) for part, each in zip(self._parts, scores, strict=True)]
+        largest = [
+            part.by_place(each.amax(dim=-1, keepdim=True))
+            for part, each in zip(self._parts, scores, strict=True)
+        ]
         nothing_1H = largest[0].new_full((1, largest[0].shape[1]), float("-inf"))
         return torch.cat((*largest, nothing_1H))[self._places_SW].amax(dim=1)
 
 
 def _shared_products(
-    pages_R: Pages, rows_R: NDArray[np.int64], ends_R: NDArray[np.int64]
-) -> tuple[list[_Arguments], NDArray[np.int64]]:
+    pages_R: Pages, rows_R: NDArray[np.int64], ends_R: NDArray[np.int64], device: torch.device
+) -> tuple[list[_Part], NDArray[np.int64]]:
     """Return what reads each page once, and each pair's place in the results."""
     num_pages = int(pages_R.max()) + 1
     holders_P = np.bincount(pages_R, minlength=num_pages)
@@ -128,7 +127,7 @@ def _shared_products(
     if size:
         rows_P, ends_P = np.zeros((2, size), np.int64)
         rows_P[place_R[alone]], ends_P[place_R[alone]] = rows_R[alone], ends_R[alone]
-        parts.append((pages, rows_P[:, None], ends_P[:, None]))
+        parts.append(_Part(pages, rows_P[:, None], ends_P[:, None], device))
     if len(alone) < len(pages_R):
         shared = np.flatnonzero(~alone_R)
         shared = shared[np.argsort(pages_R[shared], kind="stable")]
@@ -138,7 +137,7 @@ def _shared_products(
         rows_PM, ends_PM = np.zeros((2, len(pages), int(holders.max())), np.int64)
         rows_PM[page, member], ends_PM[page, member] = rows_R[shared], ends_R[shared]
         place_R[shared] = size + page * rows_PM.shape[1] + member
-        parts.append((pages, rows_PM, ends_PM))
+        parts.append(_Part(pages, rows_PM, ends_PM, device))
     return parts, place_R
 
 
@@ -157,6 +156,7 @@ class _Part:
         Without `pages_P`, all pages from the first one on are read.
         """
         self._device = device
+        self.num_places = rows_PM.size
         self._num_pages, self._num_members = rows_PM.shape
         self._pages = slice(self._num_pages) if pages_P is None else to_device(pages_P, device)
         self._rows_R = to_device(rows_PM.flatten(), device)
@@ -169,13 +169,9 @@ class _Part:
         scale = rule.scale
         if rule.softcap is not None:
             scores, scale = torch.tanh(scores * (scale / rule.softcap)), rule.softcap
-        num_pages, num_groups, _, page_tokens = scores.shape
-        by_member = scores.view(num_pages, num_groups, self._num_members, -1, page_tokens)
-        return torch.add(self._hide(rule.window, page_tokens), by_member, alpha=scale).flatten(2, 3)
-
-    def largest(self, scores: Tensor) -> Tensor:
-        """Return the largest score of each place `[R, H]`."""
-        return self._by_place(scores.amax(dim=-1, keepdim=True))
+        by_member = torch.unflatten(scores, 2, (self._num_members, -1))
+        hidden = self._hide(rule.window, scores.shape[-1])
+        return torch.add(hidden, by_member, alpha=scale).flatten(2, 3)
 
     def sums(self, scores: Tensor, largest_SH: Tensor, values: Tensor) -> Tensor:
         """Return, for each place, sums of weights and of weighted values `[R, H + H * D]`."""
@@ -183,18 +179,17 @@ class _Part:
         weights = scores.sub_(largest).exp_()
         weighted = (weights.to(values.dtype) @ values[self._pages]).float()
         sums = weights.sum(dim=-1, keepdim=True)
-        return torch.cat([self._by_place(sums), self._by_place(weighted)], dim=1)
+        return torch.cat([self.by_place(sums), self.by_place(weighted)], dim=1)
 
     def _by_page(self, rows_SKGD: Tensor) -> Tensor:
         """Return `[P, K, M * G, D]`: what each page's rows bring."""
         brought = rows_SKGD.index_select(0, self._rows_R)
-        by_member = brought.view(self._num_pages, self._num_members, *brought.shape[1:])
+        by_member = torch.unflatten(brought, 0, (self._num_pages, self._num_members))
         return by_member.transpose(1, 2).flatten(2, 3)
 
-    def _by_place(self, found: Tensor) -> Tensor:
+    def by_place(self, found: Tensor) -> Tensor:
         """Return `[R, H * D]` of `[P, K, M * G, D]`."""
-        num_pages, num_groups, _, size = found.shape
-        by_member = found.view(num_pages, num_groups, self._num_members, -1, size)
+        by_member = torch.unflatten(found, 2, (self._num_members, -1))
         return by_member.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _hide(self, window: int | None, page_tokens: int) -> Tensor:

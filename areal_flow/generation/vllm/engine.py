@@ -189,19 +189,14 @@ def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:
 
 
 async def start_vllm_engine(
-    model: Path, settings: GenerationSettings, reader: WeightsReader
-) -> ThreadedEngine:
-    make_core = CoreProcess if settings.device == "cuda" else InProcessCore
-    return await start_engine(model, settings, reader, make_core)
-
-
-async def start_engine(
     model: Path,
     settings: GenerationSettings,
     reader: WeightsReader,
-    make_core: Callable[[VllmConfig], VLLMCore],
+    *,
+    make_core: Callable[[VllmConfig], VLLMCore] | None = None,
 ) -> ThreadedEngine:
     require_vllm_serves(model, settings)
+    make_core = make_core or (CoreProcess if settings.device == "cuda" else InProcessCore)
     core = await asyncio.to_thread(_make_core, model, settings, make_core)
     try:
         engine = await asyncio.to_thread(_load_weights, core, model, settings, reader)

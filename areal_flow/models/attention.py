@@ -107,12 +107,8 @@ def attend_by_layout(
             f"{type(module).__name__} is not told the arguments of its model's forward"
         )
     _refuse_what_no_layout_does(module, {"a mask of the model's own": attention_mask, **others})
-    rule = AttentionRule(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return layout.attend(module.layer_idx, query, key, value, rule), None
 
 

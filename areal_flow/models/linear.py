@@ -63,12 +63,8 @@ class OneDnnLinear(nn.Linear):
         if not is_plain or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         rows_RK = input.reshape(-1, self.in_features)
-        if torch.is_grad_enabled():
-            outputs_RN: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                rows_RK, self.weight, self.bias
-            )
-        else:
-            outputs_RN = linear(rows_RK, self.weight, self.bias)
+        multiply: Any = _Linear.apply if torch.is_grad_enabled() else linear
+        outputs_RN: Tensor = multiply(rows_RK, self.weight, self.bias)
         return outputs_RN.view(*input.shape[:-1], self.out_features)
 
 

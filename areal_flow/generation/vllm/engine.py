@@ -64,7 +64,7 @@ class VLLMEngine:
 
     def cancel(self, request_id: str) -> None:
         running = self._scheduler.running.items()
-        names = [_name(*each) for each in running if each[1].request.request_id == request_id]
+        names = [str(slot) for slot, each in running if each.request.request_id == request_id]
         self._scheduler.cancel(request_id)
         self._llm.abort_request(names)
 
@@ -83,7 +83,7 @@ class VLLMEngine:
         if not running:
             return []
         for output in self._llm.step():
-            member = running[_slot(output.request_id)]
+            member = running[int(output.request_id)]
             self._take_tokens(output.outputs[0], member)
             if output.finished:
                 self._end(output.outputs[0], member)
@@ -105,7 +105,7 @@ class VLLMEngine:
         parameters = _parameters(request.sampling, seed)
         if request.on_token:
             parameters.output_kind = RequestOutputKind.CUMULATIVE
-        self._llm.add_request(_name(slot, member), prompt, parameters)
+        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes names unique itself
         return True
 
     def _switch_weights(self) -> None:
@@ -146,24 +146,14 @@ class VLLMEngine:
 
     def _end(self, output: CompletionOutput, member: SampledSequence) -> None:
         is_certain = member.distribution.temperature == 0  # then vLLM's are those of temperature 1
-        member.logprobs = array(
-            "f", [0.0] * len(member.tokens) if is_certain else output.logprobs.logprobs
-        )
+        logprobs = [0.0] * len(member.tokens) if is_certain else output.logprobs.logprobs
+        member.logprobs = array("f", logprobs)
         if self.settings.interruption == "keep":
             member.spans[0][1] = len(member.tokens)
         else:
             spans = output.weight_versions
             member.spans = [[int(span.version), span.end - span.start] for span in spans]
         member.finish_reason = output.finish_reason
-
-
-def _name(slot: int, member: SampledSequence) -> str:
-    """Return what vLLM calls a running completion."""
-    return f"{slot}/{member.request.request_id}"
-
-
-def _slot(name: str) -> int:
-    return int(name.partition("/")[0])
 
 
 def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:

@@ -131,6 +131,6 @@ class Unfolding:
         rows_RHD = deterministic_gather(packed_THD, self.gather)
         parts = torch.split(rows_RHD, [rows * length for rows, length in self.shapes])
         return [
-            part.unflatten(0, shape).transpose(1, 2)
+            torch.unflatten(part, 0, shape).transpose(1, 2)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]

@@ -108,7 +108,7 @@ def attend_by_layout(
         )
     _refuse_what_no_layout_does(module, {"a mask of the model's own": attention_mask, **others})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    rule = AttentionRule(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return layout.attend(module.layer_idx, query, key, value, rule), None
 
 

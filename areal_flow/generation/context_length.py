@@ -13,7 +13,6 @@ CACHE_SHARE = 0.5
 """Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
 LEAST = 128
 """Where memory seems to have room for less, it is tried with this many tokens."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
@@ -48,7 +47,7 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
         rooms["generation.kv_cache_tokens"] = generation.kv_cache_tokens
     elif choose_engine(generation).name == "torch" and generation.device == "cpu":
         num_sequences = generation.max_num_seqs * max(1, recipe.cluster.num_generators)
-        token_bytes = cached_numbers(config) * DTYPE_BYTES[generation.dtype]
+        token_bytes = cached_numbers(config) * (2 if generation.dtype == "bfloat16" else 4)
         num_tokens = int(CACHE_SHARE * memory_bytes / token_bytes / num_sequences)
         rooms[f"memory for {num_sequences} sequences at a time"] = max(LEAST, num_tokens)
     return rooms

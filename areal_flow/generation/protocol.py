@@ -141,14 +141,9 @@ class GenerationSettings(Settings):
         return self
 
     def num_pages(self, page_tokens: int, *, room: float) -> int:
-        """Return how many pages of keys and values an engine has.
-
-        Args:
-            room: how many memory has room for; those of one sequence must fit.
-        """
-        longest = (
-            -(-self.max_model_len // page_tokens) + 1
-        )  # its prompt may end in a page of its own
+        """Return an engine's pages; memory has room for `room`, and one sequence's must fit."""
+        # Its prompt may end in a page of its own.
+        longest = -(-self.max_model_len // page_tokens) + 1
         if self.kv_cache_tokens:
             return max(longest, -(-self.kv_cache_tokens // page_tokens))
         return max(longest, int(min(longest * self.max_num_seqs, room)))

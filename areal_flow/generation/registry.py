@@ -12,12 +12,7 @@ from typing import NamedTuple
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import EngineFactory, GenerationSettings
-from areal_flow.generation.vllm.support import (
-    installed_vllm,
-    require_vllm,
-    require_vllm_promises,
-    require_vllm_serves,
-)
+from areal_flow.generation.vllm.support import installed_vllm, require_vllm, require_vllm_serves
 from areal_flow.run.code_version import how_to_install
 from areal_flow.settings import import_function
 
@@ -67,8 +62,7 @@ def require_engine(name: str) -> None:
 def require_installed(settings: GenerationSettings) -> None:
     name, reason = choose_engine(settings)
     if name == "vllm":
-        require_vllm_promises(settings)
-        require_vllm(settings.device)
+        require_vllm(settings)
     elif chosen := settings.vllm.model_dump(exclude_defaults=True):
         raise ConfigError(
             f"generation.vllm.{', '.join(chosen)}: expected the engine 'vllm', found {name!r} "

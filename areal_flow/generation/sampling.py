@@ -113,22 +113,17 @@ def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         return certain_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
     logprobs_SV = (logits_SV.float() / sampling.temperature).log_softmax(dim=1)
     if sampling.min_p > 0:
-        logprobs_SV = _keep_min_p(logprobs_SV, sampling.min_p)
+        largest_S1 = logprobs_SV.amax(dim=1, keepdim=True)
+        logprobs_SV = _keep_from(logprobs_SV, largest_S1 + log(sampling.min_p))
     if sampling.top_k:
-        logprobs_SV = _keep_top_k(logprobs_SV, sampling.top_k)
+        kept = min(sampling.top_k, logprobs_SV.shape[1])
+        logprobs_SV = _keep_from(logprobs_SV, logprobs_SV.topk(kept, dim=1).values[:, -1:])
     if sampling.top_p < 1:
         logprobs_SV = _keep_top_p(logprobs_SV, sampling.top_p)
     return logprobs_SV
 
 
-def _keep_min_p(logprobs_SV: Tensor, min_p: float) -> Tensor:
-    threshold_S1 = logprobs_SV.amax(dim=1, keepdim=True) + log(min_p)
-    return logprobs_SV.masked_fill(logprobs_SV < threshold_S1, float("-inf")).log_softmax(dim=1)
-
-
-def _keep_top_k(logprobs_SV: Tensor, top_k: int) -> Tensor:
-    kept = min(top_k, logprobs_SV.shape[1])
-    threshold_S1 = logprobs_SV.topk(kept, dim=1).values[:, -1:]
+def _keep_from(logprobs_SV: Tensor, threshold_S1: Tensor) -> Tensor:
     return logprobs_SV.masked_fill(logprobs_SV < threshold_S1, float("-inf")).log_softmax(dim=1)
 
 

@@ -90,8 +90,16 @@ def require_room(request: GroupRequest, max_model_len: int) -> None:
 class SlotScheduler:
     """Continuous batching over a fixed number of slots, first come first served."""
 
-    def __init__(self, max_num_seqs: int, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        tokenizer: Tokenizer | None = None,
+        *,
+        finds_stop_strings: bool = True,
+    ) -> None:
+        """Without `finds_stop_strings` the engine itself ends completions at them."""
         self._tokenizer = tokenizer
+        self._finds_stop_strings = finds_stop_strings
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[SampledSequence] = deque()
         self._distributions: dict[Sampling, Sampling] = {}
@@ -107,7 +115,7 @@ class SlotScheduler:
         drawn = request.sampling.distribution
         drawn = self._distributions.setdefault(drawn, drawn)
         members = [SampledSequence(request, index, drawn) for index in range(len(request.seeds))]
-        if request.sampling.stop_strings:
+        if request.sampling.stop_strings and self._finds_stop_strings:
             if self._tokenizer is None:
                 raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")
             for member in members:

@@ -27,7 +27,7 @@ from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.paged_decode import decode
-from areal_flow.models.paged_prefill import fill_pages, page_tokens_for, paged_cache, prefill
+from areal_flow.models.paged_prefill import PagedCache, fill_pages, page_tokens_for, prefill
 from areal_flow.models.policy import assign_tensors, empty_policy
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import Completion, GroupRequest
@@ -75,7 +75,7 @@ class TorchEngine:
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
         with torch.inference_mode():
-            self._cache = paged_cache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
+            self._cache = PagedCache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
 
     def add(self, request: GroupRequest) -> None:
         require_room(request, self.settings.max_model_len)

@@ -28,8 +28,6 @@ ATTENTION_NAME = "areal_flow"
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """Keyword arguments of models whose content a layout has already."""
 
-_CALLED = {"attention_mask": "a mask of the model's own"}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
@@ -40,9 +38,12 @@ class AttentionRule:
     """A token sees itself and the `window - 1` tokens before it; None: all before it."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None: they stay."""
-
     sinks: Tensor | None = None
     """Of each head `[H]`, a score that takes part in the softmax, and has no value."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
 
     def weights(self, scores: Tensor, hidden: Tensor) -> Tensor:
         """Return float32 attention weights of raw scores; `hidden` masks keys, and broadcasts."""
@@ -66,6 +67,9 @@ def pass_dtype(tensor: Tensor) -> torch.dtype:
 class AttentionLayout(Protocol):
     """Decides which keys and values each query of a layer attends to."""
 
+    position_ids: Tensor
+    """Of each token within its sequence, `[N, T]`."""
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
@@ -77,8 +81,6 @@ class RowLayout(AttentionLayout, Protocol):
 
     places: Sequence[NDArray[np.int64]]
     """Where each sequence's tokens lie in the whole row."""
-    position_ids: Tensor
-    """Of each token within its sequence, `[1, T]`."""
 
 
 def attend_by_layout(
@@ -104,19 +106,15 @@ def attend_by_layout(
         raise ModelError(
             f"{type(module).__name__} is not told the arguments of its model's forward"
         )
-    _refuse_what_no_layout_does(module, {"attention_mask": attention_mask, **others})
-    rule = AttentionRule(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    _refuse_what_no_layout_does(module, {"a mask of the model's own": attention_mask, **others})
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return layout.attend(module.layer_idx, query, key, value, rule), None
 
 
 def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> None:
     asked = [
-        _CALLED.get(name, name)
+        name
         for name, value in arguments.items()
         if name not in _HARMLESS and value is not None and value is not False
     ]
@@ -140,16 +138,8 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRu
     `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """
     length = query.shape[2]
-    is_plain = rule.softcap is None and rule.sinks is None
-    if is_plain and (rule.window is None or rule.window >= length):
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=rule.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    if rule.is_plain and (rule.window is None or rule.window >= length):
+        return _fused(query, key, value, rule, is_causal=True)
     steps_1L = torch.arange(length, device=query.device)[None, :]
     return attend_where_visible(query, key, value, steps_1L, rule)
 
@@ -166,25 +156,15 @@ def attend_where_visible(
     hidden_N1QL = (keys_L > queries_NQ1)[:, None]
     if rule.window is not None:
         hidden_N1QL |= (keys_L <= queries_NQ1 - rule.window)[:, None]
-    if rule.softcap is None and rule.sinks is None:
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=~hidden_N1QL,
-            scale=rule.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    if rule.is_plain:
+        return _fused(query, key, value, rule, attn_mask=~hidden_N1QL)
     repeats = query.shape[1] // key.shape[1]
     keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     return rule.weights(query @ keys.transpose(2, 3), hidden_N1QL).to(query.dtype) @ values
 
 
-class KeyValues(dict[int, tuple[Tensor, Tensor]]):
-    """Rows from their first tokens on: keeps keys and values of a pass, `[N, K, L, D]` by layer."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        self[layer] = (key, value)
-        return attend_causally(query, key, value, rule).transpose(1, 2)
+def _fused(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, **mask: Any) -> Tensor:
+    repeats = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, scale=rule.scale, enable_gqa=repeats, **mask
+    )

@@ -91,22 +91,6 @@ with _hidden("sklearn", "scipy", "accelerate"), _uncompiled(), _unsharded():
     from transformers.utils import logging
     from transformers.utils.chat_template_utils import render_jinja_template
 
-__all__ = [
-    "AttentionInterface",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForSequenceClassification",
-    "AutoTokenizer",
-    "BaseModelOutputWithPast",
-    "GradientCheckpointingLayer",
-    "TokenizersBackend",
-    "conversion_mapping",
-    "core_model_loading",
-    "render_jinja_template",
-    "revert_weight_conversion",
-    "without_progress_bars",
-]
-
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:

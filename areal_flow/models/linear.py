@@ -31,8 +31,7 @@ def swap_linear_layers(model: nn.Module) -> None:
     if not onednn_is_faster():
         return
     for module in model.modules():
-        is_wide = type(module) is nn.Linear and min(module.weight.shape) >= LEAST_WIDTH
-        if is_wide:
+        if type(module) is nn.Linear and min(module.weight.shape) >= LEAST_WIDTH:
             module.__class__ = OneDnnLinear
 
 
@@ -60,24 +59,13 @@ class OneDnnLinear(nn.Linear):
     """A linear layer whose products are oneDNN's where they are large float32 ones on the CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_plain_float32(input):
+        is_plain = input.dtype == torch.float32 and input.device.type == "cpu"
+        if not is_plain or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         rows_RK = input.reshape(-1, self.in_features)
-        if torch.is_grad_enabled():
-            outputs_RN: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                rows_RK, self.weight, self.bias
-            )
-        else:
-            outputs_RN = linear(rows_RK, self.weight, self.bias)
+        multiply: Any = _Linear.apply if torch.is_grad_enabled() else linear
+        outputs_RN: Tensor = multiply(rows_RK, self.weight, self.bias)
         return outputs_RN.view(*input.shape[:-1], self.out_features)
-
-
-def _is_plain_float32(tensor: Tensor) -> bool:
-    return (
-        tensor.dtype == torch.float32
-        and tensor.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-    )
 
 
 def linear(rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

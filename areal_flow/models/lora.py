@@ -41,8 +41,7 @@ def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
 def drawn_adapter(policy: Any, settings: LoraSettings, *, seed: int) -> dict[str, Tensor]:
     """Return an adapter's tensors as `add_adapter` draws them, by stored name.
 
-    Args:
-        policy: without an adapter and on the meta device. It is used up.
+    The policy, on the meta device and without an adapter, is used up.
     """
     for module in policy.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -106,8 +105,7 @@ def without_adapter(policy: Any) -> Iterator[None]:
 
 def adapter_description(settings: LoraSettings, *, base: str) -> dict[str, Any]:
     """Return the content of `adapter_config.json`, by which `peft` loads an adapter."""
-    config = _config(settings).to_dict()
-    return {**config, "base_model_name_or_path": base, "inference_mode": True}
+    return {**_config(settings).to_dict(), "base_model_name_or_path": base, "inference_mode": True}
 
 
 def _config(settings: LoraSettings) -> Any:

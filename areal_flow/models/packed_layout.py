@@ -7,7 +7,7 @@ dimension, R padded tokens of all groups, O tokens of all sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,68 +74,63 @@ class PackedLayout:
         for places_L in self.places:
             position_T[places_L] = np.arange(len(places_L))
         self.position_ids = to_device(position_T[None, :], device)
-        self._segments: Segments | None = None
-        self._unfolding: Unfolding | None = None
+        self._rows: Segments | Unfolding | None = None
         if segments.has_kernels(torch.device(device)):
-            self._segments = Segments.of(self.places, device)
+            self._rows = Segments.of(self.places, device)
         elif len(self.places) > 1:
-            self._unfolding = Unfolding.of(self.places, device)
+            self._rows = Unfolding(self.places, device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        if self._segments is not None:
-            query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-            return self._segments.attend(query, key, value, rule)[None]
-        if self._unfolding is None:
+        if self._rows is None:
             return attend_causally(query, key, value, rule).transpose(1, 2)
-        unfolded = (self._unfolding.rows_of(packed) for packed in (query, key, value))
-        attended = [
-            attend_causally(query_NHLD, key_NKLD, value_NKLD, rule).transpose(1, 2).flatten(0, 1)
-            for query_NHLD, key_NKLD, value_NKLD in zip(*unfolded, strict=True)
-        ]
-        rows_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return rows_RHD.index_select(0, self._unfolding.scatter_T)[None]
+        query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+        return self._rows.attend(query, key, value, rule)[None]
 
 
-@dataclass(frozen=True, slots=True)
 class Unfolding:
     """How a packed row becomes rows of one sequence each, and how their gradients come back."""
 
-    shapes: Sequence[tuple[int, int]]
-    """`(N, L)` of each group of sequences."""
-    gather: GatherIndex
-    """Of each padded token of all groups, its place in the row; padding has the first one's, and
-    gives no gradient."""
-    scatter_T: Tensor
-    """Of each token of the row: where its first sequence has it among the `R`."""
-
-    @classmethod
-    def of(
-        cls, places: Sequence[NDArray[np.int64]], device: torch.device | str = "cpu"
-    ) -> Unfolding:
+    def __init__(
+        self, places: Sequence[NDArray[np.int64]], device: torch.device | str = "cpu"
+    ) -> None:
         lengths = np.array([len(places_L) for places_L in places])
-        shapes, gathered, is_real = [], [], []
+        self.shapes: list[tuple[int, int]] = []
+        """`(N, L)` of each group of sequences."""
+        gathered, is_real = [], []
         for group in group_by_length(lengths.tolist()):
             real_NL = np.arange(lengths[group].max()) < lengths[group][:, None]
             gather_NL = np.zeros(real_NL.shape, np.int64)
             gather_NL[real_NL] = np.concatenate([places[row] for row in group])
             gathered.append(gather_NL.ravel())
             is_real.append(real_NL.ravel())
-            shapes.append(real_NL.shape)
+            self.shapes.append(real_NL.shape)
         gather_R = np.concatenate(gathered)
         real_R = np.flatnonzero(np.concatenate(is_real))
         owners_O = real_R[np.argsort(gather_R[real_R], kind="stable")]
         first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
-        arrays = (owners_O[first_T], gather_R, owners_O, first_T)
-        scatter_T, *gather = (to_device(array, device) for array in arrays)
-        return cls(shapes, GatherIndex(*gather), scatter_T)
+        tensor = partial(to_device, device=device)
+        # Padding has the place of the row's first token, and gives no gradient.
+        self.gather = GatherIndex(tensor(gather_R), tensor(owners_O), tensor(first_T))
+        self.scatter_T = tensor(owners_O[first_T])
+        """Of each token of the row: where its first sequence has it among the `R`."""
 
-    def rows_of(self, packed: Tensor) -> list[Tensor]:
-        """Return the rows `[N, H, L, D]` of each group, of a packed row `[1, H, T, D]`."""
-        rows_RHD = deterministic_gather(packed[0].transpose(0, 1), self.gather)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Return values `[T, H, D]` for `query [T, H, D]`, and for keys and values `[T, K, D]`."""
+        unfolded = (self.rows_of(packed) for packed in (query, key, value))
+        attended = [
+            attend_causally(query_NHLD, key_NKLD, value_NKLD, rule).transpose(1, 2).flatten(0, 1)
+            for query_NHLD, key_NKLD, value_NKLD in zip(*unfolded, strict=True)
+        ]
+        rows_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return rows_RHD.index_select(0, self.scatter_T)
+
+    def rows_of(self, packed_THD: Tensor) -> list[Tensor]:
+        """Return the rows `[N, H, L, D]` of each group."""
+        rows_RHD = deterministic_gather(packed_THD, self.gather)
         parts = torch.split(rows_RHD, [rows * length for rows, length in self.shapes])
         return [
-            part.view(*shape, *part.shape[1:]).transpose(1, 2)
+            torch.unflatten(part, 0, shape).transpose(1, 2)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]

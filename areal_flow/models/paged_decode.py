@@ -10,7 +10,7 @@ dimension, C columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.nn.functional import embedding_bag
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.paged_prefill import PagedCache, Pages
 from areal_flow.models.policy import run_policy
+from areal_flow.models.transfer import to_device
 
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""
@@ -37,10 +38,8 @@ def decode(
     share_pages: bool = True,
 ) -> Tensor:
     """Write one token to every row's pages and return the logits `[S, V]` after it."""
-    positions_S1 = torch.from_numpy(positions_S).to(policy.device)[:, None]
-    input_ids_S1 = torch.from_numpy(tokens_S).to(policy.device)[:, None]
     layout = PagedDecodeLayout(cache, tables_SW, positions_S, share_pages=share_pages)
-    return run_policy(policy, input_ids_S1, positions_S1, layout, 1)[:, 0]
+    return run_policy(policy, to_device(tokens_S[:, None], cache.device), layout, 1)[:, 0]
 
 
 class PagedDecodeLayout:
@@ -52,53 +51,48 @@ class PagedDecodeLayout:
         tables_SW: Pages,
         positions_S: NDArray[np.int64],
         *,
-        share_pages: bool = True,
+        share_pages: bool,
     ) -> None:
         """Find what each row of pages reads.
 
         With `share_pages` pages are read where they are, once for all rows that share them.
         Without, a row's sums do not depend on which other rows there are.
         """
-        self.cache = cache
-        self._num_rows = len(positions_S)
+        self._layers = cache.layers
+        tensor = partial(to_device, device=cache.device)
+        self.position_ids = tensor(positions_S[:, None])
         last_S = positions_S // cache.page_tokens
-        self._page_S = self._tensor(tables_SW[np.arange(self._num_rows), last_S])
-        self._offset_S = self._tensor(positions_S % cache.page_tokens)
+        page_S = tables_SW[np.arange(len(last_S)), last_S]
+        offset_S = positions_S % cache.page_tokens
+        self._written_S = (tensor(page_S), slice(None), tensor(offset_S))
         held_SW = np.arange(last_S.max() + 1) <= last_S[:, None]
         rows_R, ordinals_R = held_SW.nonzero()
         pages_R = tables_SW[:, : held_SW.shape[1]][held_SW]
         ends_R = positions_S[rows_R] + 1 - ordinals_R * cache.page_tokens
         if share_pages:
-            self._parts, place_R = _shared_products(pages_R, rows_R, ends_R)
+            self._parts, place_R = _shared_products(pages_R, rows_R, ends_R, cache.device)
         else:
+            self._parts = [_Part(pages_R, rows_R[:, None], ends_R[:, None], cache.device)]
             place_R = np.arange(len(pages_R))
-            self._parts = [_Part(pages_R, rows_R[:, None], ends_R[:, None])]
-        num_places = sum(part.rows_PM.size for part in self._parts)
-        places_SW = np.full(held_SW.shape, num_places)
+        places_SW = np.full(held_SW.shape, sum(part.num_places for part in self._parts))
         places_SW[held_SW] = place_R
-        self._places_SW = self._tensor(places_SW)
-        self._place_R = self._tensor(place_R)
-        self._first_S = self._tensor(np.concatenate(([0], np.cumsum(last_S + 1)[:-1])))
-        self._read = [_ReadPart(part, cache.device) for part in self._parts]
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.device)
+        self._places_SW, self._place_R = tensor(places_SW), tensor(place_R)
+        self._first_S = tensor(np.concatenate(([0], np.cumsum(last_S + 1)[:-1])))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
-            cached[self._page_S, :, self._offset_S] = new[:, :, 0]
-        keys, values = self.cache.layers[layer]
+        keys, values = self._layers[layer]
+        keys[self._written_S], values[self._written_S] = key[:, :, 0], value[:, :, 0]
         num_rows, num_heads = query.shape[:2]
         query_SKGD = query.view(num_rows, key.shape[1], -1, query.shape[-1])
-        scores = [part.scores(query_SKGD, keys, rule) for part in self._read]
+        scores = [part.scores(query_SKGD, keys, rule) for part in self._parts]
         largest_SH = self._largest(scores)
         if rule.sinks is not None:
             largest_SH = torch.maximum(largest_SH, rule.sinks.float())
         sums = [
             part.sums(each, largest_SH, values)
-            for part, each in zip(self._read, scores, strict=True)
+            for part, each in zip(self._parts, scores, strict=True)
         ]
         sums_RC = sums[0] if len(sums) == 1 else torch.cat(sums)
         sums_SC = embedding_bag(self._place_R, sums_RC, self._first_S, mode="sum")
@@ -109,28 +103,18 @@ class PagedDecodeLayout:
         return (weighted / totals_SH[:, None, :, None]).to(query.dtype)
 
     def _largest(self, scores: list[Tensor]) -> Tensor:
-        largest = [part.largest(each) for part, each in zip(self._read, scores, strict=True)]
+        largest = [
+            part.by_place(each.amax(dim=-1, keepdim=True))
+            for part, each in zip(self._parts, scores, strict=True)
+        ]
         nothing_1H = largest[0].new_full((1, largest[0].shape[1]), float("-inf"))
         return torch.cat((*largest, nothing_1H))[self._places_SW].amax(dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Pages that are read in one product, each with as many rows as hold it, padded to M.
-
-    `ends_PM` is how many tokens of the page its row has; 0 or less for padding.
-    """
-
-    pages_P: Pages | None
-    """None: all pages from the first one on."""
-    rows_PM: NDArray[np.int64]
-    ends_PM: NDArray[np.int64]
-
-
 def _shared_products(
-    pages_R: Pages, rows_R: NDArray[np.int64], ends_R: NDArray[np.int64]
+    pages_R: Pages, rows_R: NDArray[np.int64], ends_R: NDArray[np.int64], device: torch.device
 ) -> tuple[list[_Part], NDArray[np.int64]]:
-    """Return the products that read each page once, and each pair's place in their results."""
+    """Return what reads each page once, and each pair's place in the results."""
     num_pages = int(pages_R.max()) + 1
     holders_P = np.bincount(pages_R, minlength=num_pages)
     alone_R = holders_P[pages_R] == 1
@@ -143,7 +127,7 @@ def _shared_products(
     if size:
         rows_P, ends_P = np.zeros((2, size), np.int64)
         rows_P[place_R[alone]], ends_P[place_R[alone]] = rows_R[alone], ends_R[alone]
-        parts.append(_Part(pages, rows_P[:, None], ends_P[:, None]))
+        parts.append(_Part(pages, rows_P[:, None], ends_P[:, None], device))
     if len(alone) < len(pages_R):
         shared = np.flatnonzero(~alone_R)
         shared = shared[np.argsort(pages_R[shared], kind="stable")]
@@ -153,64 +137,59 @@ def _shared_products(
         rows_PM, ends_PM = np.zeros((2, len(pages), int(holders.max())), np.int64)
         rows_PM[page, member], ends_PM[page, member] = rows_R[shared], ends_R[shared]
         place_R[shared] = size + page * rows_PM.shape[1] + member
-        parts.append(_Part(pages, rows_PM, ends_PM))
+        parts.append(_Part(pages, rows_PM, ends_PM, device))
     return parts, place_R
 
 
-class _ReadPart:
-    """The products of one part: scores, then sums of values."""
+class _Part:
+    """Pages that are read in one product, each with as many rows as hold it, padded to M."""
 
-    def __init__(self, part: _Part, device: torch.device) -> None:
+    def __init__(
+        self,
+        pages_P: Pages | None,
+        rows_PM: NDArray[np.int64],
+        ends_PM: NDArray[np.int64],
+        device: torch.device,
+    ) -> None:
+        """`ends_PM` is how many tokens of a page its row has; 0 or less for padding.
+
+        Without `pages_P`, all pages from the first one on are read.
+        """
         self._device = device
-        self._pages = None if part.pages_P is None else self._tensor(part.pages_P)
-        self._num_pages, self._num_members = part.rows_PM.shape
-        self._rows_R = self._tensor(part.rows_PM.flatten())
-        self._ends_PM = part.ends_PM
+        self.num_places = rows_PM.size
+        self._num_pages, self._num_members = rows_PM.shape
+        self._pages = slice(self._num_pages) if pages_P is None else to_device(pages_P, device)
+        self._rows_R = to_device(rows_PM.flatten(), device)
+        self._ends_PM = ends_PM
         self._hidden: dict[int | None, Tensor] = {}
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     def scores(self, query_SKGD: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:
         """Return float32 scores `[P, K, M * G, page_tokens]`, those of hidden keys -inf."""
-        scores = (self._by_page(query_SKGD) @ self._read(keys).transpose(2, 3)).float()
+        scores = (self._by_page(query_SKGD) @ keys[self._pages].transpose(2, 3)).float()
         scale = rule.scale
         if rule.softcap is not None:
             scores, scale = torch.tanh(scores * (scale / rule.softcap)), rule.softcap
-        num_pages, num_groups, _, page_tokens = scores.shape
-        by_member = scores.view(num_pages, num_groups, self._num_members, -1, page_tokens)
-        return torch.add(self._hide(rule.window, page_tokens), by_member, alpha=scale).flatten(2, 3)
-
-    def largest(self, scores: Tensor) -> Tensor:
-        """Return the largest score of each place `[R, H]`."""
-        return self._by_place(scores.amax(dim=-1, keepdim=True))
+        by_member = torch.unflatten(scores, 2, (self._num_members, -1))
+        hidden = self._hide(rule.window, scores.shape[-1])
+        return torch.add(hidden, by_member, alpha=scale).flatten(2, 3)
 
     def sums(self, scores: Tensor, largest_SH: Tensor, values: Tensor) -> Tensor:
         """Return, for each place, sums of weights and of weighted values `[R, H + H * D]`."""
         largest = self._by_page(largest_SH.view(len(largest_SH), scores.shape[1], -1, 1))
         weights = scores.sub_(largest).exp_()
-        weighted = (weights.to(values.dtype) @ self._read(values)).float()
-        return torch.cat(
-            [
-                self._by_place(weights.sum(dim=-1, keepdim=True)),
-                self._by_place(weighted),
-            ],
-            dim=1,
-        )
-
-    def _read(self, pages: Tensor) -> Tensor:
-        return pages[: self._num_pages] if self._pages is None else pages[self._pages]
+        weighted = (weights.to(values.dtype) @ values[self._pages]).float()
+        sums = weights.sum(dim=-1, keepdim=True)
+        return torch.cat([self.by_place(sums), self.by_place(weighted)], dim=1)
 
     def _by_page(self, rows_SKGD: Tensor) -> Tensor:
         """Return `[P, K, M * G, D]`: what each page's rows bring."""
         brought = rows_SKGD.index_select(0, self._rows_R)
-        by_member = brought.view(self._num_pages, self._num_members, *brought.shape[1:])
+        by_member = torch.unflatten(brought, 0, (self._num_pages, self._num_members))
         return by_member.transpose(1, 2).flatten(2, 3)
 
-    def _by_place(self, found: Tensor) -> Tensor:
+    def by_place(self, found: Tensor) -> Tensor:
         """Return `[R, H * D]` of `[P, K, M * G, D]`."""
-        num_pages, num_groups, _, size = found.shape
-        by_member = found.view(num_pages, num_groups, self._num_members, -1, size)
+        by_member = torch.unflatten(found, 2, (self._num_members, -1))
         return by_member.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _hide(self, window: int | None, page_tokens: int) -> Tensor:
@@ -221,5 +200,5 @@ class _ReadPart:
             if window is not None:
                 hidden |= steps < ends_PM1 - window
             bias = np.where(hidden, np.float32("-inf"), np.float32(0))
-            self._hidden[window] = self._tensor(bias[:, None, :, None, :])
+            self._hidden[window] = to_device(bias[:, None, :, None, :], self._device)
         return self._hidden[window]

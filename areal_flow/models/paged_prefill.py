@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.models import segments
-from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
+from areal_flow.models.attention import AttentionRule, attend_causally, attend_where_visible
 from areal_flow.models.policy import run_policy
 from areal_flow.models.segments import Segments
+from areal_flow.models.transfer import to_device
 
 
 def page_tokens_for(max_model_len: int) -> int:
@@ -42,19 +44,36 @@ _SHORT = 32
 
 Pages = NDArray[np.int64]
 
+Places = tuple[Tensor, slice, Tensor]
+"""The page of each token, all heads, and its place in the page: an index of a layer's pages."""
+
 
 class PagedCache:
     """Keys and values of `P` pages, allocated once: `[P, K, page_tokens, D]` by layer."""
 
-    def __init__(
-        self, like: KeyValues, *, num_pages: int, page_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, policy: Any, *, num_pages: int, page_tokens: int) -> None:
+        """Run a policy over one token to know its layers."""
         self.page_tokens = page_tokens
-        self.layers = {
-            layer: [t.new_zeros((num_pages, t.shape[1], page_tokens, t.shape[3])) for t in pair]
-            for layer, pair in like.items()
-        }
-        self.device = device
+        self.device = policy.device
+        self.layers: dict[int, list[Tensor]] = {}
+        self._num_pages = num_pages
+        self.position_ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        run_policy(policy, self.position_ids, self, 1)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        self.layers[layer] = [
+            each.new_zeros((self._num_pages, each.shape[1], self.page_tokens, each.shape[3]))
+            for each in (key, value)
+        ]
+        return attend_causally(query, key, value, rule).transpose(1, 2)
+
+    def places(self, tokens: Sequence[tuple[Pages, NDArray[np.int64]]]) -> Places:
+        """Return where tokens are in a layer's pages, by sequences' pages and their positions."""
+        page_U = np.concatenate([pages[at // self.page_tokens] for pages, at in tokens])
+        offset_U = np.concatenate([at % self.page_tokens for _, at in tokens])
+        return to_device(page_U, self.device), slice(None), to_device(offset_U, self.device)
 
     def copy_page(self, source: int, targets: list[int], num_tokens: int) -> None:
         for pair in self.layers.values():
@@ -79,28 +98,17 @@ class Chunk:
         return self.start + len(self.tokens)
 
 
-def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
-    one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
-    like = KeyValues()
-    run_policy(policy, one_11, one_11, like, 1)
-    return PagedCache(like, num_pages=num_pages, page_tokens=page_tokens, device=policy.device)
-
-
 def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
     """Write chunks of sequences to their pages; return logits `[N, V]` after each last token."""
-    return _prefill(policy, chunks, ChunkLayout(cache, chunks))
+    layout = ChunkLayout(cache, chunks)
+    return run_policy(policy, layout.input_ids, layout, layout.last_N)[0]
 
 
 def fill_pages(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
     """As `prefill`, without the logits, and so without most of the last layer."""
+    layout = ChunkLayout(cache, chunks, needs_logits=False)
     with suppress(_PagesAreFilled):
-        _prefill(policy, chunks, ChunkLayout(cache, chunks, needs_logits=False))
-
-
-def _prefill(policy: Any, chunks: Sequence[Chunk], layout: ChunkLayout) -> Tensor:
-    packed_T = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks]))
-    input_ids_1T = packed_T.to(policy.device)[None, :]
-    return run_policy(policy, input_ids_1T, layout.position_ids, layout, layout.last_N)[0]
+        run_policy(policy, layout.input_ids, layout, layout.last_N)
 
 
 class _PagesAreFilled(Exception):
@@ -118,102 +126,83 @@ class ChunkLayout:
         self, cache: PagedCache, chunks: Sequence[Chunk], *, needs_logits: bool = True
     ) -> None:
         """Without `needs_logits` a pass ends by `_PagesAreFilled` after its last values."""
-        self.cache = cache
+        self._layers = cache.layers
         self._ends_after = None if needs_logits else max(cache.layers)
+        tensor = partial(to_device, device=cache.device)
         positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-        paged = [
-            chunk.pages[at // cache.page_tokens]
-            for chunk, at in zip(chunks, positions, strict=True)
-        ]
-        position_T = np.concatenate(positions)
-        self.position_ids = self._tensor(position_T)[None, :]
         ends = np.cumsum([len(at) for at in positions])
-        self.last_N = self._tensor(ends - 1)
-        starts = ends - [len(at) for at in positions]
-        copied = [
-            (copy[at // cache.page_tokens], np.arange(begin, begin + len(at)))
-            for chunk, at, begin in zip(chunks, positions, starts, strict=True)
-            for copy in chunk.copies
-        ]
-        from_U = np.concatenate([np.arange(len(position_T)), *(tokens for _, tokens in copied)])
-        self._page_U = self._tensor(np.concatenate([*paged, *(pages for pages, _ in copied)]))
-        self._offset_U = self._tensor(position_T[from_U] % cache.page_tokens)
-        self._from_U = self._tensor(from_U) if copied else slice(None)
+        rows = [np.arange(end - len(at), end) for at, end in zip(positions, ends, strict=True)]
+        self.input_ids = tensor(np.concatenate([chunk.tokens for chunk in chunks])[None])
+        self.position_ids = tensor(np.concatenate(positions)[None])
+        self.last_N = tensor(ends - 1)
+        holders = [(of, i) for i, each in enumerate(chunks) for of in (each.pages, *each.copies)]
+        self._written_U = cache.places([(pages, positions[i]) for pages, i in holders])
+        from_U = np.concatenate([rows[i] for _, i in holders])
+        self._from_U = tensor(from_U) if len(holders) > len(chunks) else slice(None)
         self._segments: Segments | None = None
         if segments.has_kernels(cache.device):
-            self._segments, self._seen_K = self._by_segment(chunks)
+            lengths = [len(at) for at in positions], [chunk.end for chunk in chunks]
+            self._segments = Segments(*lengths, cache.device)
+            self._seen_K = cache.places([(chunk.pages, np.arange(chunk.end)) for chunk in chunks])
         else:
             self._batches = [
-                self._batch([chunks[i] for i in batch], starts[batch]) for batch in _batches(chunks)
+                _ChunkBatch([chunks[i] for i in batch], [rows[i] for i in batch], cache)
+                for batch in _batches(chunks)
             ]
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.device)
-
-    def _by_segment(self, chunks: Sequence[Chunk]) -> tuple[Segments, tuple[Tensor, slice, Tensor]]:
-        """Return the segments of chunks, and where in the pages the keys of all of them are."""
-        lengths = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
-        at = [np.arange(chunk.end) for chunk in chunks]
-        pages = [
-            chunk.pages[each // self.cache.page_tokens]
-            for chunk, each in zip(chunks, at, strict=True)
-        ]
-        offset_K = self._tensor(np.concatenate(at) % self.cache.page_tokens)
-        seen_K = (self._tensor(np.concatenate(pages)), slice(None), offset_K)
-        return Segments(*lengths, self.cache.device), seen_K
-
-    def _batch(self, chunks: list[Chunk], starts_N: NDArray[np.int64]) -> _ChunkBatch:
-        lengths_N1 = np.array([[len(chunk.tokens)] for chunk in chunks])
-        steps_Q = np.arange(lengths_N1.max())
-        page_tokens = self.cache.page_tokens
-        width = -(-max(chunk.end for chunk in chunks) // page_tokens)
-        pages_NW = np.zeros((len(chunks), width), np.int64)
-        for row_W, chunk in zip(pages_NW, chunks, strict=True):
-            held = -(-chunk.end // page_tokens)
-            row_W[:held] = chunk.pages[:held]
-        gather_NQ = starts_N[:, None] + np.minimum(steps_Q, lengths_N1 - 1)
-        positions_NQ = np.array([[chunk.start] for chunk in chunks]) + steps_Q
-        real_NQ = steps_Q < lengths_N1
-        real = real_NQ.flatten().nonzero()[0]
-        return _ChunkBatch(*map(self._tensor, (pages_NW, gather_NQ, positions_NQ, real)))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
-            cached[self._page_U, :, self._offset_U] = new[0].transpose(0, 1)[self._from_U]
+        pair = self._layers[layer]
+        for cached, new in zip(pair, (key, value), strict=True):
+            cached[self._written_U] = new[0].transpose(0, 1)[self._from_U]
         if layer == self._ends_after:
             raise _PagesAreFilled
         packed_THD = query[0].transpose(0, 1)
         if self._segments is not None:
-            keys, values = (pages[self._seen_K] for pages in self.cache.layers[layer])
+            keys, values = (pages[self._seen_K] for pages in pair)
             return self._segments.attend(packed_THD, keys, values, rule)[None]
         attended_THD = value.new_empty((*packed_THD.shape[:2], value.shape[-1]))
         for batch in self._batches:
-            keys, values = (batch.unpaged(pages) for pages in self.cache.layers[layer])
-            gather = batch.gather_NQ.flatten()
-            rows = packed_THD.index_select(0, gather)
-            rows = rows.view(*batch.gather_NQ.shape, *rows.shape[1:])
-            found = attend_where_visible(
-                rows.transpose(1, 2), keys, values, batch.positions_NQ, rule
-            )
-            real = found.transpose(1, 2).flatten(0, 1).index_select(0, batch.real)
-            attended_THD.index_copy_(0, gather[batch.real], real)
+            batch.attend(packed_THD, pair, rule, into_THD=attended_THD)
         return attended_THD[None]
 
 
-@dataclass(frozen=True, slots=True)
 class _ChunkBatch:
-    """Chunks of similar length: where their pages, their tokens and their real tokens are."""
+    """Chunks of similar length, padded to each other."""
 
-    pages_NW: Tensor
-    gather_NQ: Tensor
-    positions_NQ: Tensor
-    real: Tensor
+    def __init__(
+        self, chunks: Sequence[Chunk], rows: Sequence[NDArray[np.int64]], cache: PagedCache
+    ) -> None:
+        """`rows` has the places of each chunk's tokens among those of all batches."""
+        held = [-(-chunk.end // cache.page_tokens) for chunk in chunks]
+        pages_NW = np.zeros((len(chunks), max(held)), np.int64)
+        for row_W, chunk, num_pages in zip(pages_NW, chunks, held, strict=True):
+            row_W[:num_pages] = chunk.pages[:num_pages]
+        lengths_N1 = np.array([[len(each)] for each in rows])
+        steps_Q = np.arange(lengths_N1.max())
+        gather_NQ = np.array([[each[0]] for each in rows]) + np.minimum(steps_Q, lengths_N1 - 1)
+        positions_NQ = np.array([[chunk.start] for chunk in chunks]) + steps_Q
+        real = np.flatnonzero(steps_Q < lengths_N1)
+        arrays = pages_NW, gather_NQ, positions_NQ, real
+        self._pages_NW, self._gather_NQ, self._positions_NQ, self._real = (
+            to_device(array, cache.device) for array in arrays
+        )
 
-    def unpaged(self, pages: Tensor) -> Tensor:
-        gathered = pages.index_select(0, self.pages_NW.flatten())
-        by_chunk = gathered.view(*self.pages_NW.shape, *gathered.shape[1:])
+    def attend(
+        self, packed_THD: Tensor, cached: Sequence[Tensor], rule: AttentionRule, *, into_THD: Tensor
+    ) -> None:
+        keys, values = (self._unpaged(pages) for pages in cached)
+        gather = self._gather_NQ.flatten()
+        rows = packed_THD.index_select(0, gather)
+        rows = rows.view(*self._gather_NQ.shape, *rows.shape[1:]).transpose(1, 2)
+        found = attend_where_visible(rows, keys, values, self._positions_NQ, rule)
+        real = found.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
+        into_THD.index_copy_(0, gather[self._real], real)
+
+    def _unpaged(self, pages: Tensor) -> Tensor:
+        gathered = pages.index_select(0, self._pages_NW.flatten())
+        by_chunk = gathered.view(*self._pages_NW.shape, *gathered.shape[1:])
         return by_chunk.transpose(1, 2).flatten(2, 3)
 
 

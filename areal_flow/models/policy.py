@@ -67,7 +67,8 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
     with_adapter = empty_policy(directory)
     try:
         add_adapter(with_adapter, read_lora_settings(directory))
-        tensors = read_weight_files(directory)
+        files = [load_file(file) for file in weight_files(directory)]
+        tensors = {name: tensor for file in files for name, tensor in file.items()}
         assign_tensors(with_adapter, tensors)
     except (OSError, ValueError, SafetensorError, WeightsError) as error:
         raise ModelError(
@@ -83,12 +84,6 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
     with torch.device("meta"):
         add_adapter(empty_policy(directory, device="meta"), settings)
-
-
-def read_weight_files(directory: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by name as stored: an adapter beside what it adapts."""
-    files = [load_file(file) for file in weight_files(directory)]
-    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def read_lora_settings(directory: Path) -> LoraSettings:
@@ -116,12 +111,9 @@ def policy_from_config(
 def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
     """Switch off what is random: a step's numbers must be those of its tokens, replayed.
 
-    Policies are trained in evaluation mode too: in training mode mixtures of experts may add noise
-    to their router's input.
+    Policies are trained in evaluation mode too: in training mode layers drop values, and mixtures
+    of experts may add noise to their router's input.
     """
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     swap_linear_layers(policy)
     return policy.to(device).eval()
 
@@ -142,32 +134,25 @@ def fill_buffers(policy: Any) -> None:
 
 def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return the logits `[M, V]` of a packed row at some of its positions."""
-    return run_policy(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
+    return run_policy(policy, input_ids_1T, layout, positions_M)[0]
 
 
 def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return what `logits_of` makes logits of, at some positions of a packed row: `[M, H]`."""
     hidden_1TH = policy.get_decoder()(
-        input_ids=input_ids_1T,
-        position_ids=layout.position_ids,
-        use_cache=False,
-        layout=layout,
+        input_ids=input_ids_1T, position_ids=layout.position_ids, use_cache=False, layout=layout
     ).last_hidden_state
     hidden_TH: Tensor = hidden_1TH[0]
     return deterministic_gather(hidden_TH, GatherIndex.of(positions_M, len(hidden_TH)))
 
 
 def run_policy(
-    policy: Any,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    layout: AttentionLayout,
-    kept: Tensor | int,
+    policy: Any, input_ids: Tensor, layout: AttentionLayout, kept: Tensor | int
 ) -> Tensor:
     """Return a policy's logits at the positions that are kept: some of a row, or the last ones."""
     logits: Tensor = policy(
         input_ids=input_ids,
-        position_ids=position_ids,
+        position_ids=layout.position_ids,
         use_cache=False,
         layout=layout,
         logits_to_keep=kept,

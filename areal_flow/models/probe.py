@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,8 @@ from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.paged_decode import decode
-from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
-from areal_flow.models.policy import (
-    load_policy,
-    logits_at,
-    policy_from_config,
-)
+from areal_flow.models.paged_prefill import Chunk, PagedCache, prefill
+from areal_flow.models.policy import load_policy, logits_at, policy_from_config
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -102,14 +97,11 @@ def _compare(config: Any) -> None:
     if "logits_to_keep" not in inspect.signature(policy.forward).parameters:
         raise ModelError("its forward cannot be asked for the logits of some positions")
     _sharpen(policy)
-    sequences = [
-        torch.randint(_VOCABULARY, (length + _NUM_DECODED,)).tolist() for length in _PREFIX_LENGTHS
-    ]
+    lengths = [length + _NUM_DECODED for length in _PREFIX_LENGTHS]
+    sequences = [torch.randint(_VOCABULARY, (length,)) for length in lengths]
     passes = {"packed": _packed(policy, sequences), "decoded": _decoded(policy, sequences)}
     policy.set_attn_implementation("eager")
-    expected = [
-        policy(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences
-    ]
+    expected = [policy(input_ids=ids_T[None], use_cache=False).logits[0] for ids_T in sequences]
     for name, found in passes.items():
         difference = max(
             float((f_TV.log_softmax(-1) - e_TV[-len(f_TV) :].log_softmax(-1)).abs().max())
@@ -150,18 +142,16 @@ def _sharpen(policy: Any) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
+def _packed(policy: Any, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Return logits `[T, V]` of each sequence, from one row with all of them."""
-    lengths = [len(tokens) for tokens in sequences]
-    layout = PackedLayout(lengths)
-    row_1T = torch.tensor([list(chain(*sequences))])
-    logits_TV = logits_at(policy, row_1T, layout, torch.arange(row_1T.shape[1]))
+    lengths, row_T = [len(ids_T) for ids_T in sequences], torch.cat([*sequences])
+    logits_TV = logits_at(policy, row_T[None], PackedLayout(lengths), torch.arange(len(row_T)))
     return list(torch.split(logits_TV, lengths))
 
 
-def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
+def _decoded(policy: Any, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Return logits of each sequence's last tokens, decoded after a joint prefill."""
-    cache = paged_cache(policy, num_pages=len(sequences), page_tokens=_PAGE_TOKENS)
+    cache = PagedCache(policy, num_pages=len(sequences), page_tokens=_PAGE_TOKENS)
     num_layers = policy.config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ModelError(
@@ -169,13 +159,14 @@ def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
             "than the attention that transformers lets us choose"
         )
     tables_SW = np.arange(len(sequences))[:, None]
-    prefixes = [np.array(tokens[:-_NUM_DECODED]) for tokens in sequences]
-    chunks = [Chunk(*each) for each in zip(prefixes, [0] * len(prefixes), tables_SW, strict=True)]
-    prefill(policy, cache, chunks)
+    prefixes = [ids_T[:-_NUM_DECODED].numpy() for ids_T in sequences]
+    prefill(
+        policy, cache, [Chunk(of, 0, pages) for of, pages in zip(prefixes, tables_SW, strict=True)]
+    )
     found = []
     for left in range(_NUM_DECODED, 0, -1):
-        tokens_S = np.array([tokens[-left] for tokens in sequences])
-        positions_S = np.array([len(tokens) - left for tokens in sequences])
+        tokens_S = np.array([int(ids_T[-left]) for ids_T in sequences])
+        positions_S = np.array([len(ids_T) - left for ids_T in sequences])
         found.append(decode(policy, cache, tokens_S, positions_S, tables_SW))
     return list(torch.stack(found, dim=1))
 

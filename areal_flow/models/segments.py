@@ -101,10 +101,7 @@ class Segments:
             first_Q, last_Q = self._first_Q, self._last_Q
             if window is not None:
                 first_Q = np.maximum(first_Q, last_Q - (window - 1))
-            num_keys = int(last_Q[-1]) + 1
-            self._block_masks[window] = _block_mask(
-                first_Q, last_Q, num_keys, self.query_ends.device
-            )
+            self._block_masks[window] = _block_mask(first_Q, last_Q, self.query_ends.device)
         return self._block_masks[window]
 
 
@@ -118,8 +115,7 @@ def choose_kernel(dtype: torch.dtype, widths: tuple[int, int], rule: AttentionRu
         dtype in (torch.bfloat16, torch.float16)
         and widths[0] == widths[1] <= VARLEN_MOST_WIDTH
         and widths[0] % 8 == 0
-        and rule.softcap is None
-        and rule.sinks is None
+        and rule.is_plain
     )
     return attend_by_varlen if flash else attend_by_flex
 
@@ -189,12 +185,7 @@ def _soft_capped(softcap: float) -> Callable[..., Tensor]:
     return capped
 
 
-def _block_mask(
-    first_Q: NDArray[np.int64],
-    last_Q: NDArray[np.int64],
-    num_keys: int,
-    device: torch.device,
-) -> Any:
+def _block_mask(first_Q: NDArray[np.int64], last_Q: NDArray[np.int64], device: torch.device) -> Any:
     """Return a mask of queries that see the keys from their first to their last one.
 
     A block of queries and keys counts if a query may see a key of it, and counts as full, and needs
@@ -202,6 +193,7 @@ def _block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    num_keys = int(last_Q[-1]) + 1
     at, begins = np.arange(0, len(first_Q), BLOCK), np.arange(0, num_keys, BLOCK)
     first_seen, last_seen = np.minimum.reduceat(first_Q, at), np.maximum.reduceat(last_Q, at)
     seen = (begins + BLOCK > first_seen[:, None]) & (begins <= last_seen[:, None])

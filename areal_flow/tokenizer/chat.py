@@ -63,22 +63,13 @@ class ChatTemplate:
         return str(rendered)
 
     def next_turn(self, content: str, *, ended_by: str, role: str = "user") -> str:
-        """Return the text between an answer and the next one when the user or a tool says
-        something.
-
-        `ended_by` is the text of the token that ended the answer, which is not repeated.
-        """
+        """Return the text between two answers, in which the user or a tool says something."""
         messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
         template = self._with_tools if role == "tool" else self
         return template.following(messages, 1, ended_by=ended_by)
 
     def following(
-        self,
-        messages: Sequence[Message],
-        at: int,
-        *,
-        ended_by: str,
-        tools: Sequence[Tool] = (),
+        self, messages: Sequence[Message], at: int, *, ended_by: str, tools: Sequence[Tool] = ()
     ) -> str:
         """Return the text between the answer at `at`, which is not read, and the next one.
 
@@ -108,18 +99,16 @@ class ChatTemplate:
     @cached_property
     def _rewrites(self) -> str:
         """How an answer is shown once another message follows, if not as it was given."""
-        first = self.render([_said("user", "?")])
+        asked = _said("user", "?")
+        first = self.render([asked])
         for answer in _ANSWERS:
-            whole = self._asked_again(answer, "??")
+            whole = self.render([asked, _said("assistant", answer), _said("user", "??")])
             if not whole.removeprefix(first).lstrip().startswith(answer):
                 return (
                     "the chat template rewrites earlier answers, and the policy must read what it "
                     f"wrote: expected {first + answer!r} before another message, found {whole!r}"
                 )
         return ""
-
-    def _asked_again(self, answer: str, content: str, role: str = "user") -> str:
-        return self.render((_said("user", "?"), _said("assistant", answer), _said(role, content)))
 
     @cached_property
     def call_start(self) -> str:

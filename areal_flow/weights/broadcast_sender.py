@@ -174,12 +174,15 @@ def broadcast(
 
 
 def _delta_bytes(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what to send to a reader that has `base`; None where that is not less than all."""
     import torch
     from safetensors.torch import save
 
-    from areal_flow.weights.delta import labelled_parts, smaller_delta
+    from areal_flow.weights import delta as deltas
 
-    delta = smaller_delta(base, weights)
-    if delta is None:
+    if not (deltas.is_delta_candidate(weights) and deltas.are_alike(base, weights)):
         return None
-    return torch.frombuffer(bytearray(save(labelled_parts(delta))), dtype=torch.uint8)
+    delta = deltas.make_delta(base, weights)
+    if not deltas.is_smaller(delta, weights):
+        return None
+    return torch.frombuffer(bytearray(save(deltas.labelled_parts(delta))), dtype=torch.uint8)

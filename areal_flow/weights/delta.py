@@ -56,16 +56,6 @@ def is_delta_candidate(tensors: Mapping[str, Tensor]) -> bool:
     return all(tensor.element_size() <= 2 for tensor in tensors.values())
 
 
-def smaller_delta(
-    base: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-) -> dict[str, TensorDelta] | None:
-    """Return what to ship to a reader that has `base`; None where that is not less than all."""
-    if not (is_delta_candidate(weights) and are_alike(base, weights)):
-        return None
-    delta = make_delta(base, weights)
-    return delta if is_smaller(delta, weights) else None
-
-
 def is_smaller(
     delta: Mapping[str, TensorDelta], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
 ) -> bool:

@@ -64,20 +64,17 @@ class DirectoryReader:
     def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
         """Do as `load`, and return the hash that was found, too."""
         try:
-            return self._load(version)
+            tensors, expected, found = self.read(version)
+            if found != expected:
+                raise WeightsError(
+                    f"version {version}: expected weights with hash {expected}, found {found} in "
+                    f"{published(self.root, version)}: files were changed after they were published"
+                )
         except WeightsError:
             if self._held is None:
                 raise
             self._held = None  # the engine changed what it was given, or a fork replaced a version
-            return self._load(version)
-
-    def _load(self, version: int) -> tuple[dict[str, Tensor], str]:
-        tensors, expected, found = self.read(version)
-        if found != expected:
-            raise WeightsError(
-                f"version {version}: expected weights with hash {expected}, found {found} in "
-                f"{published(self.root, version)}: the files were changed after they were published"
-            )
+            return self.load_with_hash(version)
         return tensors, found
 
     def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:

@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention, varlen
 from areal_flow.models import segments
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
+from areal_flow.models.paged_prefill import Chunk, PagedCache, prefill
 from areal_flow.models.probe import probe_config
 from areal_flow.models.segments import (
     BLOCK,
@@ -299,7 +299,7 @@ def test_chunks_that_follow_pages_attend_by_kernels_as_by_rows(
     policy = small_policy()
 
     def logits() -> Tensor:
-        cache = paged_cache(policy, num_pages=5, page_tokens=4)
+        cache = PagedCache(policy, num_pages=5, page_tokens=4)
         pages, other, third = np.array([3, 0, 1]), np.array([3, 4]), np.array([2])
         prefill(policy, cache, [Chunk(np.arange(1, 6), 0, pages)])
         chunks = [

@@ -85,8 +85,8 @@ def test_numbers_and_gradients_are_those_of_sequences_alone(
 
 def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
     places = [np.array([0, 1, 2]), np.array([0, 1, 3, 4]), np.array([5])]
-    unfolding = Unfolding.of(places)
-    packed = torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True)
+    unfolding = Unfolding(places)
+    packed = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
     real = [torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)]
 
     def unfolded(packed: torch.Tensor) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def test_a_prompt_in_common_is_computed_once() -> None:
 
 
 def test_one_sequence_alone_is_not_unfolded() -> None:
-    assert PackedLayout([7])._unfolding is None
+    assert PackedLayout([7])._rows is None
 
 
 def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:

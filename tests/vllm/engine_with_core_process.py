@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from areal_flow.generation.vllm.core import CoreProcess
-from areal_flow.generation.vllm.engine import start_engine
+from areal_flow.generation.vllm.engine import start_vllm_engine
 from tests.fakes import MemoryReader
 from tests.vllm.models import SETTINGS, published
 
 if __name__ == "__main__":
     model = Path(sys.argv[1])
     reader = MemoryReader(published(model))
-    engine = asyncio.run(start_engine(model, SETTINGS, reader, CoreProcess))
+    engine = asyncio.run(start_vllm_engine(model, SETTINGS, reader, make_core=CoreProcess))
     print("started", flush=True)
     time.sleep(600)

@@ -19,7 +19,7 @@ import pytest
 
 from areal_flow.errors import EngineError, WeightsError
 from areal_flow.generation.vllm.core import CoreProcess
-from areal_flow.generation.vllm.engine import start_engine
+from areal_flow.generation.vllm.engine import start_vllm_engine
 from areal_flow.types import GroupRequest, Sampling, as_tokens
 from tests.fakes import MemoryReader
 from tests.policies import write_model_directory
@@ -76,7 +76,7 @@ def test_core_process_is_gone_after_a_kill_9_of_its_worker(model: Path, moment: 
 @pytest.mark.parametrize("waits_for", ["tokens", "weights"])
 async def test_dead_core_answers_at_once_and_leaves_nothing(model: Path, waits_for: str) -> None:
     others, reader = cores(os.getpid()), MemoryReader(published(model))
-    engine = await start_engine(model, SETTINGS, reader, CoreProcess)
+    engine = await start_vllm_engine(model, SETTINGS, reader, make_core=CoreProcess)
     (core,) = (each for each in cores(os.getpid()) if each not in others)
     request = GroupRequest("r", as_tokens([5, 6, 7]), (1,), Sampling(60))
     core.send_signal(signal.SIGSTOP)
@@ -104,5 +104,5 @@ async def test_core_process_ends_with_its_engine_also_with_one_that_never_served
 
     others = cores(os.getpid())
     with pytest.raises(WeightsError, match="nothing was published"):
-        await start_engine(model, SETTINGS, Nothing(published(model)), CoreProcess)
+        await start_vllm_engine(model, SETTINGS, Nothing(published(model)), make_core=CoreProcess)
     wait_until(lambda: cores(os.getpid()) == others, seconds=10)

@@ -160,10 +160,7 @@ def _compile_nothing_on_cpu(config: VllmConfig) -> None:
     """
     if config.device_config.device_type == "cpu":
         torch._dynamo.config.disable = True
-        transformers_models.Base._decorate_cls_for_torch_compile = _leave_as_it_is
-
-
-def _leave_as_it_is(*_arguments: Any, **_keywords: Any) -> None: ...
+        transformers_models.Base._decorate_cls_for_torch_compile = lambda *_, **__: None
 
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
@@ -198,5 +195,4 @@ def find_stop_strings(llm: LLMEngine, model: Path) -> None:
 
     The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
     """
-    tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
-    llm.output_processor.tokenizer = tokenizer
+    llm.output_processor.tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.scheduler import require_room
+from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.vllm.core import (
     CoreProcess,
@@ -32,7 +29,7 @@ from areal_flow.generation.vllm.core import (
 )
 from areal_flow.generation.vllm.support import is_seeded, require_vllm_serves
 from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
-from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
+from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.card_transfer import CardTransfer
 from areal_flow.weights.channel import WeightsReader
 
@@ -42,25 +39,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
-
-
-@dataclass(slots=True)
-class _Group:
-    """A request, and the completions that it has so far, by the index of their seed."""
-
-    request: GroupRequest
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Member:
-    """One completion that vLLM runs, and the policy version that it started on."""
-
-    request_id: str
-    index: int
-    version: int
-    num_reported: int = 0
-    """Tokens that `GroupRequest.on_token` has had."""
 
 
 class VLLMEngine:
@@ -76,82 +54,59 @@ class VLLMEngine:
         self.settings = settings
         self._core, self._llm = core, core.llm
         self._served = served
-        self._groups: dict[str, _Group] = {}
-        self._waiting: deque[tuple[str, int]] = deque()
-        """Request and seed of each completion that has not started."""
-        self._running: dict[str, _Member] = {}
-        """By vLLM's name of the request."""
+        self._scheduler = SlotScheduler(settings.max_num_seqs, finds_stop_strings=False)
         self._pending: tuple[Mapping[str, Tensor] | CardTransfer, int] | None = (tensors, version)
         self._switch_weights()
 
     def add(self, request: GroupRequest) -> None:
-        if not len(request.prompt_tokens):
-            raise EngineError(f"request {request.request_id} has an empty prompt")
-        if request.request_id in self._groups:
-            raise EngineError(f"request {request.request_id} is running already")
         require_room(request, self.settings.max_model_len)
-        self._groups[request.request_id] = _Group(request)
-        self._waiting.extend((request.request_id, index) for index in range(len(request.seeds)))
+        self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        self._groups.pop(request_id, None)
-        self._waiting = deque(each for each in self._waiting if each[0] != request_id)
-        names = [name for name, each in self._running.items() if each.request_id == request_id]
-        for name in names:
-            del self._running[name]
+        running = self._scheduler.running.items()
+        names = [str(slot) for slot, each in running if each.request.request_id == request_id]
+        self._scheduler.cancel(request_id)
         self._llm.abort_request(names)
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._pending)
+        return self._scheduler.has_work() or self._pending is not None
 
     def occupancy(self) -> dict[str, float]:
-        return {"batch_size": len(self._running), "queue_length": len(self._waiting)}
+        return self._scheduler.occupancy()
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        if self._pending and not self._running:
+        running = self._scheduler.running
+        if self._pending and not running:
             self._switch_weights()
         if not self._pending:
-            self._admit()
-        if not self._running:
+            self._scheduler.admit(self._start)
+        if not running:
             return []
-        complete = []
         for output in self._llm.step():
-            member = self._running[output.request_id]
-            group = self._groups[member.request_id]
-            if on_token := group.request.on_token:
-                for token in output.outputs[0].token_ids[member.num_reported :]:
-                    on_token(member.index, token)
-                member.num_reported = len(output.outputs[0].token_ids)
-            if not output.finished:
-                continue
-            del self._running[output.request_id]
-            group.completions[member.index] = self._completion(output.outputs[0], member)
-            if len(group.completions) == len(group.request.seeds):
-                del self._groups[member.request_id]
-                in_order = [group.completions[index] for index in range(len(group.completions))]
-                complete.append((member.request_id, in_order))
-        return complete
+            member = running[int(output.request_id)]
+            self._take_tokens(output.outputs[0], member)
+            if output.finished:
+                self._end(output.outputs[0], member)
+        return self._scheduler.finish()
 
     def load_weights(self, tensors: Mapping[str, Tensor] | CardTransfer, *, version: int) -> None:
         self._pending = (tensors, version)
         if self.settings.interruption != "drain":
             self._switch_weights()
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.settings.max_num_seqs:
-            request_id, index = self._waiting.popleft()
-            request = self._groups[request_id].request
-            name = f"{request_id}/{index}"
-            prompt = {
-                "prompt_token_ids": request.prompt_tokens.tolist(),
-                "cache_salt": str(self.version),
-            }
-            self._running[name] = _Member(request_id, index, self.version)
-            seed = request.seeds[index] if is_seeded(self.settings) else None
-            parameters = _parameters(request.sampling, seed)
-            if request.on_token:
-                parameters.output_kind = RequestOutputKind.CUMULATIVE
-            self._llm.add_request(name, prompt, parameters)
+    def _start(self, slot: int, member: SampledSequence) -> bool:
+        request = member.request
+        prompt = {
+            "prompt_token_ids": request.prompt_tokens.tolist(),
+            "cache_salt": str(self.version),
+        }
+        member.spans = [[self.version, 0]]
+        seed = request.seeds[member.index] if is_seeded(self.settings) else None
+        parameters = _parameters(request.sampling, seed)
+        if request.on_token:
+            parameters.output_kind = RequestOutputKind.CUMULATIVE
+        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes names unique itself
+        return True
 
     def _switch_weights(self) -> None:
         """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
@@ -183,21 +138,22 @@ class VLLMEngine:
     def _call_workers(self, method: str, *arguments: Any) -> None:
         self._core.call("collective_rpc", method, None, arguments)
 
-    def _completion(self, output: CompletionOutput, member: _Member) -> Completion:
-        sampling = self._groups[member.request_id].request.sampling
-        tokens = np.array(output.token_ids, np.int32)
-        logprobs = np.array(output.logprobs.logprobs, np.float32)
-        if sampling.temperature == 0:  # vLLM's are those of temperature 1
-            logprobs = np.zeros_like(logprobs)
-        spans: tuple[VersionSpan, ...]
+    def _take_tokens(self, output: CompletionOutput, member: SampledSequence) -> None:
+        for token in output.token_ids[len(member.tokens) :]:
+            if member.request.on_token:
+                member.request.on_token(member.index, token)
+            member.tokens.append(token)
+
+    def _end(self, output: CompletionOutput, member: SampledSequence) -> None:
+        is_certain = member.distribution.temperature == 0  # then vLLM's are those of temperature 1
+        logprobs = [0.0] * len(member.tokens) if is_certain else output.logprobs.logprobs
+        member.logprobs = array("f", logprobs)
         if self.settings.interruption == "keep":
-            spans = (VersionSpan(member.version, len(tokens)),)
+            member.spans[0][1] = len(member.tokens)
         else:
-            spans = tuple(
-                VersionSpan(int(span.version), span.end - span.start)
-                for span in output.weight_versions
-            )
-        return Completion(tokens, logprobs, spans, output.finish_reason)
+            spans = output.weight_versions
+            member.spans = [[int(span.version), span.end - span.start] for span in spans]
+        member.finish_reason = output.finish_reason
 
 
 def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:
@@ -223,19 +179,14 @@ def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:
 
 
 async def start_vllm_engine(
-    model: Path, settings: GenerationSettings, reader: WeightsReader
-) -> ThreadedEngine:
-    make_core = CoreProcess if settings.device == "cuda" else InProcessCore
-    return await start_engine(model, settings, reader, make_core)
-
-
-async def start_engine(
     model: Path,
     settings: GenerationSettings,
     reader: WeightsReader,
-    make_core: Callable[[VllmConfig], VLLMCore],
+    *,
+    make_core: Callable[[VllmConfig], VLLMCore] | None = None,
 ) -> ThreadedEngine:
     require_vllm_serves(model, settings)
+    make_core = make_core or (CoreProcess if settings.device == "cuda" else InProcessCore)
     core = await asyncio.to_thread(_make_core, model, settings, make_core)
     try:
         engine = await asyncio.to_thread(_load_weights, core, model, settings, reader)

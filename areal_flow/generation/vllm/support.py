@@ -19,8 +19,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU kernels were compiled for."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Settings that only mixtures of experts have, whose weights vLLM cannot load again on the CPU."""
-
-
 BLOCK_TOKENS = 32
 """Tokens of one page of keys and values on the CPU, where vLLM needs a multiple of 32."""
 
@@ -43,11 +41,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
 
-    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither.
-
-    Args:
-        unique_seed: of the engine's own random numbers, which no other engine may have: generators
-            with equal ones would draw alike.
+    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither. Engines with
+    equal `unique_seed` would draw alike.
     """
     on_gpu = settings.device == "cuda"
     # The trainer's logits are float32: rounded to bfloat16 they are another policy's. vLLM's
@@ -82,30 +77,26 @@ def installed_vllm(device: str) -> str | None:
         return None
 
 
-def require_vllm(device: str) -> None:
+def require_vllm(settings: GenerationSettings) -> None:
+    device = settings.device
+    if settings.batch_invariant and device == "cpu":
+        raise ConfigError(
+            "generation.batch_invariant = true: expected the engine 'torch' on the CPU, found "
+            "'vllm', whose numbers depend there on what else it decodes; set generation.engine to "
+            "'torch'"
+        )
     if not is_linux():
         raise ConfigError(
             f"generation.engine = 'vllm': expected Linux, found {system_name()}: use 'torch'"
         )
     if installed_vllm(device):
         return
-    advice = {
-        "cpu": f"`nox -s tests_vllm` installs {BUILDS['cpu']}=={VERSION} the way that works",
-        "cuda": how_to_install("vllm"),
-    }
+    on_cpu = f"`nox -s tests_vllm` installs {BUILDS['cpu']}=={VERSION} the way that works"
     raise ConfigError(
         f"generation.engine = 'vllm' with generation.device = {device!r} needs the package "
-        f"{BUILDS[device]}, which is not installed: {advice[device]}; or use 'torch'"
+        f"{BUILDS[device]}, which is not installed: "
+        f"{on_cpu if device == 'cpu' else how_to_install('vllm')}; or use 'torch'"
     )
-
-
-def require_vllm_promises(settings: GenerationSettings) -> None:
-    if settings.batch_invariant and settings.device == "cpu":
-        raise ConfigError(
-            "generation.batch_invariant = true: expected the engine 'torch' on the CPU, found "
-            "'vllm', whose numbers depend there on what else it decodes; set generation.engine to "
-            "'torch'"
-        )
 
 
 def require_vllm_serves(model: Path, settings: GenerationSettings) -> None:
@@ -117,13 +108,15 @@ def require_vllm_serves(model: Path, settings: GenerationSettings) -> None:
             f"generation.vllm.tensor_parallel_size ({num_gpus}) must divide the "
             f"{config['num_attention_heads']} attention heads of {model}/config.json"
         )
-    if settings.device == "cpu" and any(config.get(name) for name in EXPERTS):
+    if settings.device != "cpu":
+        return
+    if any(config.get(name) for name in EXPERTS):
         raise ConfigError(
             f"generation.engine = 'vllm': on the CPU vLLM cannot serve new weights of a mixture of "
             f"experts, found one in {model}/config.json: set generation.engine to 'torch'"
         )
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if settings.device == "cpu" and head_size not in CPU_HEAD_SIZES:
+    if head_size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"generation.engine = 'vllm': expected attention heads as wide as one of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} on the CPU, found {head_size} in "

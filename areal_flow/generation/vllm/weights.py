@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.errors import ModelError, WeightsError
+from areal_flow.errors import ModelError
 from areal_flow.generation.protocol import EngineCore, GenerationSettings
 from areal_flow.models.huggingface import revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
@@ -35,20 +35,10 @@ class ServedTensors:
             self._policy = empty_policy(model, device="meta")
         self.tied: dict[str, str] = dict(self._policy.all_tied_weights_keys)
         """Names that are not stored, each with the one that it shares a tensor with."""
-        self._shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in self._policy.state_dict().items()
-            if name not in self.tied
-        }
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the policy's weights by their names in a checkpoint, which are vLLM's."""
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if odd := sorted(name for name, _ in found.items() ^ self._shapes.items()):
-            raise WeightsError(
-                f"expected the model's {len(self._shapes)} tensors, found {len(found)}; not in "
-                f"both, or of another shape: {', '.join(dict.fromkeys(odd[:8]))}"
-            )
+        assign_tensors(self._policy, tensors)  # names and shapes alone: it is on the meta device
         return dict(revert_weight_conversion(self._policy, dict(tensors)))
 
 

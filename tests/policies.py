@@ -85,7 +85,6 @@ def completion_rows(num: int, *, num_completions: int = 1) -> CompletionRows:
     return CompletionRows(
         np.array(tokens, np.int32),
         np.ones(len(tokens), np.bool_),
-        np.cumsum(lengths) - lengths,
         np.array(prompt_lengths),
         np.array(lengths),
         num_completions,

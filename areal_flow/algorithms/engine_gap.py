@@ -6,14 +6,12 @@ staleness, all of it is numerics. Letters: T trained tokens of a micro-batch, K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from areal_flow.algorithms.objective import kl_to_reference
-from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.step_metrics import ENGINE_GAP
 
 if TYPE_CHECKING:
@@ -29,25 +27,12 @@ larger."""
 PERCENTILE = 0.99
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGap:
-    """Sums over the micro-batches of a step, by rank; nothing waits for them before its end."""
+def no_gap(ranks: Iterable[int], device: str) -> dict[int, Tensor]:
+    """Return the sums of no token, for each rank to add its micro-batches' to."""
+    import torch  # here: recipes are read without torch
 
-    sums_K: dict[int, Tensor]
-
-    @staticmethod
-    def of(ranks: Sequence[int], device: str) -> EngineGap:
-        import torch  # here: recipes are read without torch
-
-        zeros_K = torch.zeros(NUM_MOMENTS + NUM_BINS, dtype=torch.float64, device=device)
-        return EngineGap({rank: zeros_K.clone() for rank in ranks})
-
-    def add(self, rank: int, inputs: LossInputs) -> None:
-        """Add a micro-batch; its proximal log-probabilities are of the policy before the step."""
-        fresh_T = inputs.versions_T == inputs.policy_version
-        self.sums_K[rank] += gap_sums(
-            inputs.proximal_logprobs_T, inputs.behavior_logprobs_T, fresh_T
-        )
+    shape = NUM_MOMENTS + NUM_BINS
+    return {rank: torch.zeros(shape, dtype=torch.float64, device=device) for rank in ranks}
 
 
 def gap_sums(trainer_T: Tensor, engine_T: Tensor, fresh_T: Tensor) -> Tensor:

@@ -51,13 +51,10 @@ def detached_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor
 
     To watch the entropy must not cost another copy of `[T, V]`.
     """
-    rows_TV = logits_TV.detach()
-    entropies_T = rows_TV.new_empty(len(rows_TV)).float()
-    num_rows = max(1, CHUNK_NUMBERS // rows_TV.shape[1])
-    for chunk in range(0, len(rows_TV), num_rows):
-        part = slice(chunk, chunk + num_rows)
-        entropies_T[part] = next_token_entropies(rows_TV[part], temperature=temperature)
-    return entropies_T
+    import torch  # here: recipes are read without it
+
+    chunks = logits_TV.detach().split(max(1, CHUNK_NUMBERS // logits_TV.shape[1]))
+    return torch.cat([next_token_entropies(chunk, temperature=temperature) for chunk in chunks])
 
 
 def bounded_exp(log_ratio_T: Tensor) -> Tensor:
@@ -88,9 +85,8 @@ def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> T
 
 
 def sequence_means(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    zeros_S = values_T.new_zeros(num_sequences)
-    lengths_S = zeros_S.index_add(0, sequence_T, values_T.new_ones(sequence_T.numel()))
-    return zeros_S.index_add(0, sequence_T, values_T) / lengths_S.clamp(min=1)
+    lengths_S = sequence_sums(values_T.new_ones(len(values_T)), sequence_T, num_sequences)
+    return sequence_sums(values_T, sequence_T, num_sequences) / lengths_S.clamp(min=1)
 
 
 def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 
 def pack_first_fit_decreasing(
@@ -30,51 +30,24 @@ def pack_first_fit_decreasing(
             f"holds {max_tokens}: raise trainer.tokens_per_micro_batch"
         )
     micro_batches: list[list[int]] = []
-    open_ones = OpenMicroBatches(max_tokens, min(lengths, default=0))
+    filled: list[tuple[int, int, int]] = []
+    """Of each micro-batch how many sequences, their tokens and its number, sorted."""
     for index in longest_first:
-        enough = len(micro_batches) >= min_micro_batches
-        chosen = open_ones.with_room(lengths[index]) if enough else None
-        if chosen is None:
-            chosen = 0, len(micro_batches)
+        place = len(filled)
+        if len(micro_batches) >= min_micro_batches:
+            place = _first_with_room(filled, max_tokens - lengths[index])
+        if place == len(filled):
+            filled.append((0, 0, len(micro_batches)))
             micro_batches.append([])
-        num_tokens, number = chosen
+        num_sequences, num_tokens, number = filled.pop(place)
         micro_batches[number].append(index)
-        open_ones.add(len(micro_batches[number]), num_tokens + lengths[index], number)
+        insort(filled, (num_sequences + 1, num_tokens + lengths[index], number))
     return micro_batches
 
 
-class OpenMicroBatches:
-    """Micro-batches by their numbers of sequences, and those of a number by their tokens.
-
-    Of as many sequences only the one with the fewest tokens may be chosen: if it has no room, no
-    other has. So a choice looks at one micro-batch for each number of sequences.
-    """
-
-    def __init__(self, max_tokens: int, shortest: int) -> None:
-        self._max_tokens = max_tokens
-        self._shortest = shortest
-        self._by_size: list[list[tuple[int, int]]] = [[]]
-        self._smallest = 0
-        """Those with fewer sequences have no room for any."""
-
-    def add(self, num_sequences: int, num_tokens: int, number: int) -> None:
-        """Offer a micro-batch with one sequence more than before."""
-        if num_sequences == len(self._by_size):
-            self._by_size.append([])
-        heappush(self._by_size[num_sequences], (num_tokens, number))
-        self._smallest = min(self._smallest, num_sequences)
-
-    def with_room(self, length: int) -> tuple[int, int] | None:
-        """Take out the one to choose for a sequence; return its tokens and its number."""
-        while self._smallest < len(self._by_size) and not self._has_room(
-            self._smallest, self._shortest
-        ):
-            self._smallest += 1
-        for size in range(self._smallest, len(self._by_size)):
-            if self._has_room(size, length):
-                return heappop(self._by_size[size])
-        return None
-
-    def _has_room(self, size: int, length: int) -> bool:
-        heap = self._by_size[size]
-        return bool(heap) and heap[0][0] + length <= self._max_tokens
+def _first_with_room(filled: Sequence[tuple[int, int, int]], most_tokens: int) -> int:
+    """Look at one of each number of sequences: if the one with fewest tokens is full, all are."""
+    place = 0
+    while place < len(filled) and filled[place][1] > most_tokens:
+        place = bisect(filled, (filled[place][0] + 1,), lo=place)
+    return place

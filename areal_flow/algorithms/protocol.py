@@ -7,8 +7,8 @@ trajectories of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,12 +120,6 @@ class Metric:
             return total**2 / ((self.weight or 1.0) * float(self.squares) or 1.0)
         return total / (self.weight or 1.0)
 
-    def neutral(self) -> Metric:
-        """Return the metric that leaves others of its kind as they are when it is added."""
-        if self.weight is None:
-            return self
-        return Metric(0.0, 0.0, None if self.squares is None else 0.0)
-
     def add(self, other: Metric) -> Metric:
         if self.weight is None or other.weight is None:
             return Metric(max(float(self.total), float(other.total)), None)
@@ -163,16 +157,15 @@ def read_from_device(found: Sequence[Mapping[str, Metric]]) -> list[dict[str, Me
     import torch  # here: recipes are read without it
 
     each = [metric for metrics in found for metric in metrics.values()]
-    pairs = [(metric.total, metric.squares) for metric in each]
-    tensors = [n for pair in pairs for n in pair if isinstance(n, torch.Tensor)]
-    numbers = iter(torch.stack(tensors).cpu().tolist() if tensors else ())
+    numbers = [number for metric in each for number in (metric.total, metric.squares)]
+    tensors = [number for number in numbers if isinstance(number, torch.Tensor)]
+    values = iter(torch.stack(tensors).cpu().tolist() if tensors else ())
 
-    def read(number: float | Tensor) -> float:
-        return next(numbers) if isinstance(number, torch.Tensor) else number
+    def read(number: float | Tensor | None) -> Any:
+        return next(values) if isinstance(number, torch.Tensor) else number
 
     def of(metric: Metric) -> Metric:
-        total, squares = read(metric.total), metric.squares
-        return Metric(total, metric.weight, None if squares is None else read(squares))
+        return replace(metric, total=read(metric.total), squares=read(metric.squares))
 
     return [{name: of(metric) for name, metric in metrics.items()} for metrics in found]
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from areal_flow.config import TrainerSettings
@@ -46,7 +47,7 @@ def choose_activations(model: Any, settings: TrainerSettings) -> None:
     """
     contexts: Any
     if settings.activations == "recompute":
-        contexts = _nothing_kept
+        contexts = noop_context_fn
     elif settings.activations == "selective" and not compiles_layers(settings):
         contexts = partial(create_selective_checkpoint_contexts, _policy)
     else:
@@ -69,18 +70,8 @@ def offloaded(settings: TrainerSettings) -> AbstractContextManager[object]:
 def _recomputed(forward: Callable[..., Any], contexts: Any, *given: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():  # where selected results would be kept for nothing
         return forward(*given, **named)
-    return checkpoint(
-        forward,
-        *given,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=contexts,
-        **named,
-    )
-
-
-def _nothing_kept() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    return nullcontext(), nullcontext()
+    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    return checkpoint(forward, *given, **how, **named)
 
 
 def _policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:

@@ -45,7 +45,6 @@ class TrainerBackend:
     def __init__(
         self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
     ) -> None:
-        """Take a policy, whose parameters may be on the meta device: weights are loaded later."""
         self.settings = settings
         self.replicas = replicas or ReplicaGroup()
         set_precision(settings)
@@ -78,13 +77,7 @@ class TrainerBackend:
         self.has_reference = True
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:
-        """Make one optimizer update; all ranks make the same.
-
-        Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
-
-        Raises:
-            TrainerLost: another rank left meanwhile. Nothing may be computed any more.
-        """
+        """Make one optimizer update as `TrainedModel.update` does; all ranks make the same."""
         bound = self.passes.minibatch_bound(minibatch)
         return self._trained.update(
             self.passes,
@@ -125,21 +118,13 @@ class TrainerBackend:
         return copied_rows(self._trained.tensors()), copied_rows(optimizer)
 
     def load_weights(self, weights: Rows) -> None:
-        """Begin with weights, and with a critic of their layers.
-
-        Raises:
-            WeightsError: they are of another policy.
-        """
+        """Begin with weights, and with a critic of their layers."""
         self._trained.load(weights)
         if self.critic:
             self.critic.load({})
 
     def load(self, weights: Rows, optimizer: Rows) -> None:
-        """Continue from what `save` returned on all ranks, however many there were.
-
-        Raises:
-            WeightsError: it is of another policy.
-        """
+        """Continue from what `save` returned on all ranks, however many there were."""
         self.load_weights(weights)
         own = {n: optimizer[n] for n in optimizer if n != RNG_STATE and not n.startswith(PREFIX)}
         self._trained.load_optimizer(own)

@@ -39,13 +39,7 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.durable import force_to_disk
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.tensor_rows import (
-    Rows,
-    TensorRows,
-    rows_in_files,
-    rows_of,
-    write_rows,
-)
+from areal_flow.trainer.tensor_rows import Rows, TensorRows, rows_in_files, write_rows
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -69,8 +63,8 @@ class Snapshot:
 def take_snapshot(
     backend: TrainerBackend, description: CheckpointState, lora: LoraSettings | None = None
 ) -> Snapshot:
-    replicas = backend.replicas
-    random_state = rows_of(torch.get_rng_state(), whole=replicas.leads)
+    replicas, state = backend.replicas, torch.get_rng_state()
+    random_state = TensorRows(state if replicas.leads else state[:0], tuple(state.shape))
     return Snapshot(
         *backend.save(), description, random_state, lora or LoraSettings(), attempt=replicas.name
     )

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, distributed
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
@@ -40,11 +40,13 @@ class ContextParallel:
     def __call__(self, function: Any, /, micro: MicroBatch, **keywords: Any) -> Any:
         num_padding = -micro.input_ids_1T.shape[1] % self._group.size()
         tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
-        places = [*micro.layout.places, *_padding(micro.input_ids_1T.shape[1], num_padding)]
-        lengths = [len(each) for each in places]
-        row = PackedLayout(lengths, tokens_1T.device, places=places)
+        places = [*micro.layout.places]
+        if num_padding:
+            places.append(np.arange(micro.input_ids_1T.shape[1], tokens_1T.shape[1]))
+        row = PackedLayout([len(each) for each in places], tokens_1T.device, places=places)
         layout = ContextLayout(row, self._group)
-        inside_M = _within(micro.predicting, layout.slice)
+        inside_M = micro.predicting >= layout.slice.start
+        inside_M &= micro.predicting < layout.slice.stop
         own_M = to_device(np.flatnonzero(inside_M), tokens_1T.device)
         own = replace(
             micro,
@@ -57,9 +59,7 @@ class ContextParallel:
         )
         with raise_trainer_lost():
             found = self._run(function, own, **keywords)
-            if isinstance(found, Tensor):
-                return self._whole(found, own_M, len(inside_M))
-            return tuple(self._whole(each, own_M, len(inside_M)) for each in found)
+            return tree_map(lambda each: self._whole(each, own_M, len(inside_M)), found)
 
     def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
         """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""
@@ -90,20 +90,17 @@ class ContextLayout:
         if rule.sinks is not None:
             own_heads = own_slice(query.shape[1], self._group)
             rule = replace(rule, sinks=rule.sinks[own_heads])
-        query, key, value = (self._some_heads(each[0]) for each in (query, keys, values))
-        return self._own_tokens(self._row.attend(layer, query, key, value, rule)[0])
+        query, key, value = (self._exchanged(each[0]) for each in (query, keys, values))
+        return self._exchanged(self._row.attend(layer, query, key, value, rule)[0])
 
-    def _some_heads(self, slice_HtD: Tensor) -> Tensor:
-        """Return `[1, H / P, T, D]` of all tokens, for a slice `[H, t, D]` of all heads."""
-        length, width = slice_HtD.shape[1:]
-        parts = slice_HtD.reshape(self._group.size(), -1, length, width)
-        received = exchange(parts, self._group)
-        return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
+    def _exchanged(self, slice_XyD: Tensor) -> Tensor:
+        """Return `[1, X / P, P y, D]`: all ranks' y of a rank's own part of X.
 
-    def _own_tokens(self, some_THD: Tensor) -> Tensor:
-        """Return `[1, t, H, D]` of all heads, for all tokens `[T, H / P, D]` of some heads."""
-        num_heads, width = some_THD.shape[1:]
-        parts = some_THD.reshape(self._group.size(), -1, num_heads, width)
+        From `[H, t, D]`, of all heads, are made some heads of all tokens; from `[T, H / P, D]`, of
+        all tokens, a rank's own tokens of all heads.
+        """
+        length, width = slice_XyD.shape[1:]
+        parts = slice_XyD.reshape(self._group.size(), -1, length, width)
         received = exchange(parts, self._group)
         return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
 
@@ -114,26 +111,14 @@ def own_slice(total: int, group: Any) -> slice:
 
 
 def exchange(parts: Tensor, group: Any) -> Tensor:
-    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one."""
-    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return received
+    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one.
 
+    Its gradient is the same exchange, back.
+    """
+    from torch.distributed import _functional_collectives as collectives  # that few need
 
-class _Exchange(torch.autograd.Function):
-    """Its gradient is the same exchange, back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        sent = parts.contiguous()
-        received = torch.empty_like(sent)
-        distributed.all_to_all_single(received, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return exchange(gradient, ctx.group), None
+    received = collectives.all_to_all_single(parts.contiguous(), None, None, group)
+    return collectives.wait_tensor(received)
 
 
 def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
@@ -153,12 +138,3 @@ def check_heads(policy: Any, num_ranks: int) -> None:
             f"{heads} attention heads, and a divisor or a multiple of its {key_values} key-value "
             "heads; choose such a number"
         )
-
-
-def _padding(num_tokens: int, num_padding: int) -> list[NDArray[np.int64]]:
-    return [np.arange(num_tokens, num_tokens + num_padding)] if num_padding else []
-
-
-def _within(positions_M: NDArray[np.int64], tokens: slice) -> NDArray[np.bool_]:
-    inside_M: NDArray[np.bool_] = (positions_M >= tokens.start) & (positions_M < tokens.stop)
-    return inside_M

@@ -141,25 +141,21 @@ def inspect_trajectories(
 ) -> tuple[InspectedTrajectory, ...]:
     """Put together what a step was asked for and what it made, of each trajectory."""
     bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
-    changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
-    together = zip(
-        request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
-    )
     found = []
-    for identifier, sequence, proximal, outcome, change in together:
+    for index, sequence in enumerate(sequences):
         spans = sequence.version_spans
         versions = tuple(version for version, length in spans for _ in range(length))
         trajectory = InspectedTrajectory(
-            trajectory_id=identifier,
+            trajectory_id=request.trajectory_ids[index],
             reward=sequence.reward,
             tokens=tuple(sequence.output_tokens.tolist()),
             versions=versions,
             too_old=tuple(not fresh_enough(version, **bound) for version in versions),
             staleness_max=max((request.policy_version - span.version for span in spans), default=0),
             behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
-            proximal_logprobs=proximal,
-            replayed=outcome,
-            changed=change,
+            proximal_logprobs=proximal_logprobs[index],
+            replayed=replayed[index],
+            changed=changed[index] if changed else None,
         )
         found.append(trajectory)
     return tuple(found)

@@ -136,9 +136,7 @@ def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float,
     return tuple(((total - trained) / np.maximum(total, 1)).tolist())
 
 
-def masked_fractions(
-    rows: Sequence[Mapping[str, Any]], sequences: Sequence[TrainingSequence]
-) -> dict[str, float]:
+def masked_fractions(rows: Rows, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
     """Return which share of the completions' tokens is the environment's, and which too old."""
     num_tokens = max(1, sum(len(s.trained) for s in sequences))
     num_chosen = sum(int(np.count_nonzero(row["loss_mask"])) for row in rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from inspect import unwrap
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from torch.optim import Optimizer
 
 from areal_flow.config import TrainerSettings
 from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.ranked_model import whole
+from areal_flow.trainer.tensor_rows import is_sharded, local_rows
 
 KEY = "momentum_buffer"
 
@@ -42,8 +43,8 @@ class PolicyMuon:
     def _update_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Of rows on several ranks each rank updates the whole matrix, and keeps its own rows."""
         assert parameter.grad is not None
-        matrix, whole_momentum = nn.Parameter(_whole(parameter.detach())), _whole(momentum)
-        matrix.grad = _whole(parameter.grad)
+        matrix, whole_momentum = nn.Parameter(whole(parameter.detach())), whole(momentum)
+        matrix.grad = whole(parameter.grad)
         decay = self._weight_decay
         muon = _Muon([matrix], lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         muon.state[matrix][KEY] = whole_momentum
@@ -74,16 +75,8 @@ def is_of_layers(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return cast("Any", tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _take_rows(tensor: Tensor, whole: Tensor) -> None:
+def _take_rows(tensor: Tensor, matrix: Tensor) -> None:
     """Copy this rank's rows; without ranks the two are one tensor."""
-    if not hasattr(tensor, "full_tensor"):
-        return
-    from torch.distributed.tensor import distribute_tensor  # a second that few need
-
-    rows = cast("Any", tensor)
-    own = distribute_tensor(whole, rows.device_mesh, rows.placements, src_data_rank=None)
-    rows.to_local().copy_(own.to_local())
+    if is_sharded(tensor):
+        rows, first_row = local_rows(tensor)
+        rows.copy_(matrix[first_row : first_row + len(rows)])

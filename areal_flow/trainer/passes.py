@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from areal_flow.algorithms.engine_gap import EngineGap, gap_metrics
+from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums
 from areal_flow.algorithms.protocol import (
     LossInputs,
     Metric,
@@ -34,11 +34,6 @@ from areal_flow.trainer.updates import Minibatch, MinibatchPlan, UpdateNumbers
 RunOn = Callable[..., Any]
 """Returns `function(policy, *arguments, **keywords)` for `function, *arguments, **keywords`, with
 what the policy needs around a pass."""
-
-
-def run_on(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """A `RunOn`, once the policy is bound, that does nothing around a pass."""
-    return function(policy, *arguments, **keywords)
 
 
 Found = list[dict[str, Metric]]
@@ -106,8 +101,7 @@ class Passes:
             values_N = torch.cat([compute(micro) for micro in batch]).double().cpu()
             sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
         found: dict[int, Tensor] = {}
-        gathered = self.replicas.gather(sent)[:: self._context_ranks]
-        for values_N, of_rank, counts in zip(gathered, order, lengths, strict=True):
+        for values_N, of_rank, counts in zip(self._gather(sent), order, lengths, strict=True):
             found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
         return [found[index] for index in range(len(sequences))]
 
@@ -125,20 +119,20 @@ class Passes:
             at = 0
             for micro in micro_batches:
                 logprobs_M = self.logprobs(micro, settings.temperature)
-                if self._is_secondary_context_rank(rank):
-                    continue
                 log_ratio_M = logprobs_M - micro.behavior_logprobs_M
                 end = at + len(log_ratio_M)
                 sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
                 at = end
-        tokens_2N = torch.cat(self.replicas.gather(sent), dim=1)
+        tokens_2N = torch.cat(self._gather(sent), dim=1)
         return settings.algorithm.minibatch_bound(*tokens_2N)
 
     def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> Found:
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
-            if minibatch.engine_gap:
-                minibatch.engine_gap.add(rank, inputs)
+            if minibatch.gap_sums:
+                fresh_T = inputs.versions_T == inputs.policy_version
+                proximal_T, engine_T = inputs.proximal_logprobs_T, inputs.behavior_logprobs_T
+                minibatch.gap_sums[rank].add_(gap_sums(proximal_T, engine_T, fresh_T))
             found = minibatch.settings.token_loss(inputs)
             assert inputs.entropy_T is not None
             return replace(found, metrics={**found.metrics, "entropy_mean": mean(inputs.entropy_T)})
@@ -165,10 +159,9 @@ class Passes:
             found.append({LOSS: sum_of(loss), **policy_loss.metrics})
         return found
 
-    def add_gap(self, gap: EngineGap) -> dict[str, Metric]:
+    def add_gap(self, sums: Mapping[int, Tensor]) -> dict[str, Metric]:
         """Return the metrics of all ranks' gap, added in their order."""
-        gathered = self.replicas.gather(gap.sums_K)[:: self._context_ranks]
-        found = gap_metrics(torch.stack(gathered).sum(dim=0))
+        found = gap_metrics(torch.stack(self._gather(sums)).sum(dim=0))
         return {name: Metric(value, 1.0) for name, value in found.items()}
 
     def read(self, computed: Mapping[int, Found], grad_norm: Tensor) -> UpdateNumbers:
@@ -183,13 +176,11 @@ class Passes:
         names = sorted(kinds)
         for rank, found in computed.items():
             of_rank = reduce(add_metrics, islice(in_order, len(found)), dict[str, Metric]())
-            if self._is_secondary_context_rank(rank):
-                of_rank = {name: metric.neutral() for name, metric in of_rank.items()}
             metrics = [of_rank[name] for name in names]
             numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
             sent[rank] = torch.tensor(numbers, dtype=torch.float64)
         added = dict[str, Metric]()
-        for numbers in (t.tolist() for t in self.replicas.gather(sent)):
+        for numbers in (t.tolist() for t in self._gather(sent)):
             of_rank = {
                 name: Metric(
                     total,
@@ -202,12 +193,9 @@ class Passes:
         loss = 0.0 + added.pop(LOSS).value  # never -0.0
         return UpdateNumbers([loss], [read_norm[LOSS].value], added)
 
-    def _is_secondary_context_rank(self, rank: int) -> bool:
-        """Return whether another process reports the numbers of the batch that this one shares.
-
-        The gradients of this one are of its own tokens alone, and count.
-        """
-        return rank % self._context_ranks > 0
+    def _gather(self, sent: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return a tensor of each batch: ranks that share one have the same numbers of it."""
+        return self.replicas.gather(sent)[:: self._context_ranks]
 
     def _loss_inputs(
         self, micro: MicroBatch, minibatch: Minibatch, bound: Tensor | None

@@ -74,9 +74,8 @@ def units_of(
         for indices in pack_first_fit_decreasing([lengths[m] for m in of], max_tokens=max_tokens)
     ]
     saved = sum((len(unit) - 1) * len(sequences[unit[0]].prompt_tokens) for unit in together)
-    return (
-        together if saved > MIN_SHARED_FRACTION * num_tokens else [[member] for member in members]
-    )
+    shares = saved > MIN_SHARED_FRACTION * num_tokens
+    return together if shares else [[member] for member in members]
 
 
 def _plan_minibatch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from areal_flow.trainer.activations import choose_activations
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.kernels import compile_layers, compiles_layers
 from areal_flow.trainer.optimizers import make_optimizer
-from areal_flow.trainer.passes import Found, Passes, run_on
+from areal_flow.trainer.passes import Found, Passes
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.tensor_rows import Rows, is_sharded, local_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
@@ -49,7 +49,10 @@ class RankedModel:
             (self._sharded or model).to_empty(device=settings.device)
             model.tie_weights()
             fill_buffers(model)
-        self.run = over_ranks(self._sharded or partial(run_on, model), settings, replicas)
+        self.run = over_ranks(self._sharded or self._run_whole, settings, replicas)
+
+    def _run_whole(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        return function(self.model, *arguments, **keywords)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, a tied one once; those with parts elsewhere are DTensors."""
@@ -81,16 +84,14 @@ class TrainedModel(RankedModel):
 
     @raise_trainer_lost()
     def update(
-        self,
-        passes: Passes,
-        backward: Callable[[int], Found],
-        minibatch: Minibatch,
-        *,
-        name: str,
+        self, passes: Passes, backward: Callable[[int], Found], minibatch: Minibatch, *, name: str
     ) -> UpdateNumbers:
         """Make one optimizer update by the gradients of all batches.
 
         Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
+
+        Raises:
+            TrainerLost: another rank left meanwhile. Nothing may be computed any more.
         """
         optimizer, computed, gradients = self.optimizer, {}, []
         for rank in minibatch.micro_batches:

@@ -74,11 +74,7 @@ class ReplicaGroup:
             self.is_within_step = False
 
     def mesh(self, num_consecutive: int) -> Any:
-        """Return torch's mesh of all ranks, whose last dimension has so many consecutive ones.
-
-        Raises:
-            TrainerLost: another rank left.
-        """
+        """Return torch's mesh of all ranks, whose last dimension has so many consecutive ones."""
         raise TrainingError("expected ranks that share a policy, found one process alone")
 
     def leave(self) -> None:

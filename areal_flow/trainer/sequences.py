@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,6 @@ class TrainingSequence:
     @property
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.trained))
-
-    @property
-    def known_spans(self) -> Sequence[VersionSpan]:
-        return self.version_spans or (VersionSpan(-1, len(self.output_tokens)),)
 
     def trained_spans(self) -> tuple[VersionSpan, ...]:
         ends = accumulate(span.length for span in self.version_spans)
@@ -147,7 +143,8 @@ def pack_sequences(
     sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])
     num_prompt_tokens = np.cumsum([len(s.prompt_tokens) for s in sequences])
     place_of, at_M = np.concatenate(places), trained_M + num_prompt_tokens[sequence_M]
-    spans = np.array([span for s in sequences for span in s.known_spans], np.int64)
+    of_each = [s.version_spans or [(-1, len(s.output_tokens))] for s in sequences]
+    spans = np.array([*chain.from_iterable(of_each)], np.int64)
 
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
         return tensor(np.concatenate(by_token)[trained_M].astype(dtype, copy=False))

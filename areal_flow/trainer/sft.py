@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import nan
@@ -54,32 +54,31 @@ BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
 """How a step is made of a batch; their loss is replaced by that of what is learned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class CompletionRows:
-    """Tokenised rows: `tokens` of all sequences; sequence s begins at `starts[s]`.
+    """Tokenised rows: `tokens` of all sequences, `trained` where the policy is to learn them.
 
-    A row has `num_completions` sequences, one after the other. `trained` is as long as `tokens`,
-    and true for the tokens that the policy is to learn.
+    A row has `num_completions` sequences, one after the other.
     """
 
     tokens: np.ndarray
     trained: np.ndarray
-    starts: np.ndarray
     prompt_lengths: np.ndarray
     lengths: np.ndarray
     num_completions: int = 1
+
+    def __post_init__(self) -> None:
+        self.ends = self.lengths.cumsum()
+        self.behavior_logprobs = np.zeros(len(self.tokens), np.float32)
+        """Zeros, or those of the reference that a trainer keeps here."""
 
     @classmethod
     def read(cls, path: Path, *, num_completions: int = 1) -> CompletionRows:
         if not path.is_file():
             nothing = np.zeros(0, np.int32)
-            return cls(nothing, nothing, nothing, nothing, nothing)
+            return cls(nothing, nothing, nothing, nothing)
         with np.load(path) as arrays:
-            lengths = arrays["lengths"]
-            starts = np.cumsum(lengths) - lengths
-            tokens, trained = arrays["tokens"], arrays["trained"]
-            prompt_lengths = arrays["prompt_lengths"]
-        return cls(tokens, trained, starts, prompt_lengths, lengths, num_completions)
+            return cls(**arrays, num_completions=num_completions)
 
     def __len__(self) -> int:
         return len(self.lengths) // self.num_completions
@@ -89,41 +88,36 @@ class CompletionRows:
         return [*map(self._sequence, range(first, first + self.num_completions))]
 
     def _sequence(self, index: int) -> TrainingSequence:
-        start = int(self.starts[index])
-        begin, end = start + int(self.prompt_lengths[index]), start + int(self.lengths[index])
+        start = self.ends[index] - self.lengths[index]
+        prompt = slice(start, start + self.prompt_lengths[index])
+        output = slice(prompt.stop, self.ends[index])
         return TrainingSequence(
-            prompt_tokens=self.tokens[start:begin],
-            output_tokens=self.tokens[begin:end],
-            behavior_logprobs=np.zeros(end - begin, np.float32),
-            trained=self.trained[begin:end],
+            prompt_tokens=self.tokens[prompt],
+            output_tokens=self.tokens[output],
+            behavior_logprobs=self.behavior_logprobs[output],
+            trained=self.trained[output],
             reward=0.0,
             group=0,
         )
 
 
-@dataclass
 class SftTrainer:
     """A policy that learns rows; not for concurrent use."""
 
-    policy: InitVar[Any]
-    rows: CompletionRows
-    settings: SftSettings
-    trainer: InitVar[TrainerSettings]
-    seed: int
-    replicas: InitVar[ReplicaGroup | None] = None
-    weights: InitVar[Rows | None] = None
-    """Of a policy that has none yet."""
-    step: int = 0
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    """What was found at each step, from the first on."""
-
-    def __post_init__(
+    def __init__(
         self,
         policy: Any,
+        rows: CompletionRows,
+        settings: SftSettings,
         trainer: TrainerSettings,
-        replicas: ReplicaGroup | None,
-        weights: Rows | None,
+        seed: int,
+        replicas: ReplicaGroup | None = None,
+        weights: Rows | None = None,
     ) -> None:
+        """Take a policy, and weights where it has none yet."""
+        self.rows, self.settings, self.seed, self.step = rows, settings, seed, 0
+        self.metrics: list[dict[str, float]] = []
+        """What was found at each step, from the first on."""
         self.backend = TrainerBackend(policy, trainer, replicas)
         if weights is not None:
             self.backend.load_weights(weights)
@@ -138,9 +132,8 @@ class SftTrainer:
         )
         self._order = lru_cache(maxsize=2)(self._make_order)
         self._num_trained_rows = len(self.rows) - self.settings.num_held_out
-        self._reference: dict[int, list[TrainingSequence]] = {}
         if self.objective.needs_reference:
-            self._reference = self._with_reference()
+            self._keep_reference()
 
     def take_step(self) -> float:
         """Update the policy once; return the loss in nats, a token or a pair; NaN if skipped."""
@@ -222,8 +215,7 @@ class SftTrainer:
         return self.objective.loss(inputs, self.settings)
 
     def _sequences(self, rows: Sequence[int]) -> list[TrainingSequence]:
-        found = (self._reference.get(row) or self.rows.sequences(row) for row in rows)
-        return [replace(s, group=at) for at, members in enumerate(found) for s in members]
+        return [replace(s, group=r) for r, row in enumerate(rows) for s in self.rows.sequences(row)]
 
     def _planned(self, sequences: Sequence[TrainingSequence]) -> MinibatchPlan:
         max_tokens = self.backend.settings.tokens_per_micro_batch
@@ -233,19 +225,17 @@ class SftTrainer:
         )
         return planned
 
-    def _with_reference(self) -> dict[int, list[TrainingSequence]]:
-        """Return the rows that are needed, with this policy's log-probabilities, as it is now."""
+    def _keep_reference(self) -> None:
+        """Give the rows that are needed this policy's log-probabilities, as it is now."""
         drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
-        rows = sorted({*drawn, *range(self._num_trained_rows, len(self.rows))})
-        sequences = self._sequences(rows)
+        held_out = range(self._num_trained_rows, len(self.rows))
+        sequences = self._sequences(sorted({*drawn, *held_out}))
         passes, planned = self.backend.passes, self._planned(sequences)
         logprobs = passes.by_trajectory(
             lambda micro: passes.logprobs(micro, 1.0), sequences, planned
         )
         for sequence, logprobs_M in zip(sequences, logprobs, strict=True):
             sequence.behavior_logprobs[sequence.trained] = logprobs_M.numpy()
-        size = self.rows.num_completions
-        return {row: sequences[at * size : (at + 1) * size] for at, row in enumerate(rows)}
 
     def _rows_of(self, step: int) -> list[int]:
         batch_size, num_rows = self.settings.batch_size, self._num_trained_rows

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.engine_gap import EngineGap
+from areal_flow.algorithms.engine_gap import no_gap
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -66,7 +66,7 @@ def train_step(
         advantages = list(algorithm.advantages(inputs))
         weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
         is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-        gap = EngineGap.of(passes.replicas.mine, backend.settings.device) if is_fresh else None
+        gap = no_gap(passes.replicas.mine, backend.settings.device) if is_fresh else None
         one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
         minibatches = _minibatches(backend, weighted, plan, one)
         numbers = UpdateNumbers(
@@ -101,9 +101,9 @@ def _minibatches(
         if found and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         updated = any(minibatch.size.num_tokens for minibatch in found)
-        gap = one.engine_gap if settings.needs_proximal or not updated else None
+        gap = one.gap_sums if settings.needs_proximal or not updated else None
         size = _size(sequences, planned)
-        found.append(replace(one, micro_batches=batches, size=size, engine_gap=gap))
+        found.append(replace(one, micro_batches=batches, size=size, gap_sums=gap))
     return [minibatch for minibatch in found if minibatch.size.num_tokens]
 
 
@@ -179,14 +179,11 @@ def _divergences(
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
-    values = [np.broadcast_to(np.asarray(s.advantage, float), len(s.trained)) for s in sequences]
-    parts = [v[s.trained] for v, s in zip(values, sequences, strict=True)]
-    trained = np.concatenate(parts or [np.zeros(0)])
+    parts = [np.broadcast_to(s.advantage, s.trained.shape)[s.trained] for s in sequences]
+    trained = np.concatenate([np.zeros(0), *parts])
     mean, deviation = (trained.mean(), trained.std()) if len(trained) else (0.0, 0.0)
-    return {
-        "advantage_mean": Metric(float(mean), 1.0),
-        "advantage_std": Metric(float(deviation), 1.0),
-    }
+    moments = {"advantage_mean": mean, "advantage_std": deviation}
+    return {name: Metric(float(value), 1.0) for name, value in moments.items()}
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:

@@ -100,11 +100,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def rows_of(tensor: Tensor, *, whole: bool) -> TensorRows:
-    """Return all rows of a tensor, or none: one process of many writes what they all have."""
-    return TensorRows(tensor if whole else tensor[:0], tuple(tensor.shape))
-
-
 def write_rows(
     file: Path, tensors: Mapping[str, TensorRows], *, metadata: Mapping[str, str] | None = None
 ) -> None:

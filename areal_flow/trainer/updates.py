@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.engine_gap import EngineGap
 from areal_flow.algorithms.protocol import Advantage, Metric, MinibatchSize, TokenLoss
 from areal_flow.trainer.sequences import MicroBatch
 
@@ -47,9 +48,9 @@ class Minibatch:
     settings: StepSettings
     policy_version: int = 0
     """Of the policy before the step."""
-    engine_gap: EngineGap | None = None
-    """To be added to; None where the pass has no log-probabilities of the policy before the step.
-    """
+    gap_sums: Mapping[int, Tensor] | None = None
+    """Of the engine, by rank, to be added to; nothing waits for them before the step's end. None
+    where the pass has no log-probabilities of the policy before the step."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,8 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
 
     rank = _connected(rendezvous)
     if 0 in list_checkpoints(rank.layout.checkpoints):
-        return rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
+        found = rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
+        return _leaving_card(rank, found)
     rank.load_pretrained(directory)
     return _leaving_card(rank, rank.stage_initial_policy())
 

@@ -57,7 +57,7 @@ async def answer_of(
 ) -> asyncio.Future[dict[str, Any]]:
     """Return a generator's answer; it is not done if the generator is silent, or takes too long."""
     asked = client.run(function, *arguments, workers=[record.address], on_error="return")
-    answer = asyncio.ensure_future(asked)
+    answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(asked)
     clock = asyncio.get_running_loop().time
     deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
     try:

@@ -115,8 +115,7 @@ class TrainerBackend:
         models = [self._trained, *([self.critic.trained] if self.critic else [])]
         for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
             parameter.grad = None
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing without CUDA
 
     def fingerprint(self) -> str:
         """Return the hash of the master weights."""

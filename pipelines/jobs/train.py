@@ -126,12 +126,8 @@ class Training:
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
         turns = CardTurns(cluster.client, pool, layout.processes_of(writer.writer_epoch))
-        self.trainer = DaskTrainer(
-            self.replicas,
-            self._restore_trainer,
-            lost=pool.trainer_lost,
-            turn=turns.of_trainer if recipe.takes_turns else nullcontext,
-        )
+        turn, lost = turns.of_trainer if recipe.takes_turns else nullcontext, pool.trainer_lost
+        self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=lost, turn=turn)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,

@@ -35,8 +35,8 @@ SHAPE = {
 }
 
 
-def config() -> Any:
-    return AutoConfig.for_model("qwen2", **SHAPE)
+def config(*, num_layers: int = 2) -> Any:
+    return AutoConfig.for_model("qwen2", **{**SHAPE, "num_hidden_layers": num_layers})
 
 
 def recipe(
@@ -49,9 +49,9 @@ def recipe(
     )
 
 
-def num_weights() -> int:
+def num_weights(shape: Any) -> int:
     with torch.device("meta"):
-        policy = policy_from_config(config(), device="meta")
+        policy = policy_from_config(shape, device="meta")
     return sum(parameter.numel() for parameter in policy.parameters())
 
 
@@ -62,11 +62,12 @@ def kept() -> RankMemory:
 
 
 def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMemory) -> None:
-    rank = kept
-    assert rank.by_kind["parameters"] == pytest.approx(4 * num_weights(), rel=0.02)
-    assert rank.by_kind["gradients"] == pytest.approx(4 * num_weights(), rel=0.02)
-    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights(), rel=0.02)
+    rank, weights = kept, num_weights(config())
+    assert rank.by_kind["parameters"] == pytest.approx(4 * weights, rel=0.02)
+    assert rank.by_kind["gradients"] == pytest.approx(4 * weights, rel=0.02)
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * weights, rel=0.02)
     assert sum(rank.by_kind.values()) == rank.peak_bytes
+    assert rank.kept_bytes == pytest.approx(12 * weights, rel=0.02), "gradients are given back"
 
 
 @pytest.mark.parametrize(
@@ -81,23 +82,24 @@ def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMem
     ids=["plain", "recompute", "adapter", "bfloat16", "critic"],
 )
 def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str, Any]) -> None:
-    chosen = recipe(**changed)
+    chosen, shape = recipe(**changed), config(num_layers=1)
     real = TrainerRank(RunLayout(Path()), chosen, channel=HashingWriter(), read_rows=lambda _: [])
-    policy = policy_from_config(config())
-    real.adopt(policy)
+    real.adopt(policy_from_config(shape))
     measured, kept_bytes = memory_of_step(real)
-    (rank,) = trainer_memory(chosen, config())
+    (rank,) = trainer_memory(chosen, shape)
     assert rank.peak_bytes == pytest.approx(sum(measured.values()), rel=0.02)
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
 
 
 def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
-    ranks = trainer_memory(recipe(num_trainers=4), config())
+    shape = config(num_layers=1)
+    weights = num_weights(shape)
+    ranks = trainer_memory(recipe(num_trainers=4), shape)
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
-    assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * num_weights() / 4, rel=0.03)
+    assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * weights / 4, rel=0.03)
     two_copies = {"shard_ranks": 2, "context_ranks": 2}
-    rank, *_ = trainer_memory(recipe(num_trainers=4, parallel=two_copies), config())
-    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights() / 2, rel=0.03)
+    rank, *_ = trainer_memory(recipe(num_trainers=4, parallel=two_copies), shape)
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * weights / 2, rel=0.03)
     assert not distributed.is_initialized(), "the fake group is left"
 
 

@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -120,7 +119,7 @@ def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRan
     return rank
 
 
-def _trained(rank: TrainerRank) -> list[tuple[nn.Module, Optimizer]]:
+def _trained(rank: TrainerRank) -> list[tuple[nn.Module, Any]]:
     """Return the policy and the critic, if there is one, each with its optimizer."""
     backend: Any = rank.backend
     parts = [(backend.policy, backend.optimizer)]
@@ -141,8 +140,10 @@ def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
     algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
     num_batches = backend.passes.num_batches
-    # The first step makes the optimizer's state, which is there at every later peak.
-    train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
+    for _, optimizer in _trained(rank):  # its state is there at every peak but the first
+        for parameter in optimizer.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.update(learning_rate=rank.recipe.trainer.learning_rate)
     tracker = _Tracker()
     tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -116,10 +118,11 @@ def gae(
     lasts_B1 = deltas_BT.gather(1, last_B1)
     deltas_BT[:, :-1].add_(values_BT[:, 1:], alpha=discount)
     deltas_BT.scatter_(1, last_B1, lasts_B1)
-    positions_T = torch.arange(num_tokens, device=rewards_BT.device)
+    # Of numpy: these are numbers of the host, whatever tensors without content are made beside it.
+    positions_T = torch.from_numpy(np.arange(num_tokens))
     deltas_BT.masked_fill_(positions_T >= lengths_B[:, None], 0.0)
     blocks_BT = torch.nn.functional.pad(deltas_BT, (0, -num_tokens % GAE_BLOCK))
-    steps_K = torch.arange(GAE_BLOCK, device=rewards_BT.device, dtype=torch.float64)
+    steps_K = torch.from_numpy(np.arange(GAE_BLOCK, dtype=np.float64))
     powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()
     blocks_BNK = blocks_BT.view(len(rewards_BT), -1, GAE_BLOCK)
     found_BNK = blocks_BNK @ powers_KK.to(deltas_BT.dtype)

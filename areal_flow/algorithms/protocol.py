@@ -44,9 +44,8 @@ class AdvantageInputs:
     def padded_trained(self) -> Tensor:
         """`trained` as `[B, L]`, padded with False to the longest."""
         from torch import from_numpy  # here: recipes are read without torch
-        from torch.nn.utils.rnn import pad_sequence
 
-        return pad_sequence([from_numpy(each) for each in self.trained], batch_first=True)
+        return pad_rows([from_numpy(each) for each in self.trained])
 
     @property
     def trajectories(self) -> Tensor:
@@ -66,6 +65,18 @@ class AdvantageInputs:
         flat = np.zeros(sum(map(len, self.trained)))
         flat[np.concatenate(self.trained)] = values_N.numpy()
         return np.split(flat, np.cumsum([len(each) for each in self.trained])[:-1])
+
+
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows as `[B, L]`, padded with 0 to the longest.
+
+    As torch's `pad_sequence`, but where the rows are, even if other tensors made meanwhile have no
+    content, as those of `areal-flow plan --memory`.
+    """
+    import torch  # here: recipes are read without it
+
+    longest = max(map(len, rows))
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
 
 
 @dataclass(frozen=True, slots=True)

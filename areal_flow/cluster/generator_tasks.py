@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,10 +17,11 @@ from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, sco
 from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
-from areal_flow.errors import EpisodeError
+from areal_flow.errors import EngineError, EpisodeError
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import choose_engine, engine_factory
 from areal_flow.prompts.rendering import required_chat_template
+from areal_flow.run.card_lock import TOGETHER, card_lock
 from areal_flow.store.codec import RolloutRows, rollout_rows
 from areal_flow.tokenizer.directory import stop_token_ids
 from areal_flow.types import (
@@ -71,6 +73,7 @@ class GeneratorRole:
             self._updates = ChosenChannel(root, medium, reader=reader)
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
+        self._is_asleep = False
         self.served: ServedWeights | None = None
         """What the engine serves; every heartbeat carries it."""
         self._num_updates = 0
@@ -86,9 +89,14 @@ class GeneratorRole:
                 self.close()
                 generation = self._context.recipe.generation
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
-                self._engine = await start(self._context.layout.model, generation, self._reader)
+                async with self._turn():
+                    self._engine = await start(self._context.layout.model, generation, self._reader)
                 self._note_update(self._reader, stall_s=0.0)
                 version = max(version, self._reader.newest())
+            if self._is_asleep:
+                async with self._turn():
+                    await self._engine.wake()
+                    self._is_asleep = False
             if self._engine.version < version:
                 before_s = self._engine.stats().stall_s
                 # A network file system may list old versions when there are new ones.
@@ -98,6 +106,25 @@ class GeneratorRole:
                 self._note_update(self._updates, stall_s=stall_s)
                 self._num_updates += 1
             return self._engine
+
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        """Wait until the trainer is not at its turn, where both have one card."""
+        context = self._context
+        if not context.recipe.takes_turns:
+            return nullcontext()
+        return card_lock(context.layout.processes_of(context.writer_epoch), TOGETHER)
+
+    async def sleep(self) -> None:
+        """Leave the card to the trainer; requests go on once `serve` is called after its turn."""
+        if self._engine is None or self._is_asleep:  # `serve` may be waiting for its turn
+            return
+        async with self._loading:
+            try:
+                if self._engine:
+                    await self._engine.sleep()
+                    self._is_asleep = True
+            except EngineError:
+                self.close()  # which leaves it, too
 
     def _note_update(self, reader: ChosenChannel, *, stall_s: float) -> None:
         loaded = reader.last_load
@@ -125,6 +152,7 @@ class GeneratorRole:
         if self._engine:
             self._engine.close()
             self._engine = self.served = None
+            self._is_asleep = False
         FAILURES.sum_up()
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
@@ -177,10 +205,10 @@ def weights_carrier(recipe: Recipe) -> Carrier:
     From card to card an engine receives between two steps. One that drains first would keep the
     trainer waiting, so its weights come through main memory.
     """
-    generation, cluster = recipe.generation, recipe.cluster
+    generation = recipe.generation
     is_ready = choose_engine(generation).name == "vllm" and generation.interruption != "drain"
     device = generation.device if is_ready and recipe.trainer.device == "cuda" else "cpu"
-    return carrier_of(device, shares_card=cluster.num_gpus == 1 and cluster.is_one_machine)
+    return carrier_of(device, shares_card=recipe.shares_card)
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:
@@ -211,6 +239,13 @@ async def load_weights(version: int, dask_worker: Worker) -> ServedWeights | Non
         await role.serve(version)
         return role.served
     return None
+
+
+async def sleep(dask_worker: Worker) -> None:
+    """Have this generator leave the card to the trainer. For `client.run`."""
+    role = worker_context(dask_worker).get(GeneratorRole)
+    if role is not None:
+        await role.sleep()
 
 
 async def import_engine(dask_worker: Worker) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -158,16 +159,19 @@ class DaskTrainer:
         restore: Callable[[], Awaitable[str]],
         *,
         lost: asyncio.Event,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """Take what restores the ranks.
 
         Args:
             restore: restores the ledger's head; returns the hash of its weights.
             lost: set whenever a rank's process ends.
+            turn: what surrounds each computation, where generators leave a card for it.
         """
         self._replicas = replicas
         self._restore = restore
         self._lost = lost
+        self._turn = turn
         self.lock = asyncio.Lock()
         self.read_ahead = replicas.read_ahead
         self.write_snapshot = replicas.write_snapshot
@@ -184,7 +188,11 @@ class DaskTrainer:
         return await self._persist(self._restore)
 
     async def step(self, request: StepRequest) -> StepResult:
-        return await self._persist(lambda: self._replicas.step(request))
+        async def in_turn() -> StepResult:
+            async with self._turn():
+                return await self._replicas.step(request)
+
+        return await self._persist(in_turn)
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         take = partial(
@@ -200,7 +208,8 @@ class DaskTrainer:
         for num_restored in range(MAX_RESTORATIONS + 1):
             try:
                 if num_restored and ask is not self._restore:
-                    await self._restore()
+                    async with self._turn():
+                        await self._restore()
                 return await ask()
             except TrainerLost as lost:
                 logger.warning("%s; restoring it from checkpoint and ledger", lost)

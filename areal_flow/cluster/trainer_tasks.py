@@ -5,12 +5,15 @@ Functions import torch themselves, since the driver imports this module.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.config import Recipe
+from areal_flow.errors import ConfigError
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
@@ -22,12 +25,15 @@ if TYPE_CHECKING:
     from areal_flow.trainer.replicas import ReplicaGroup
     from areal_flow.trainer.sft import SftTrainer
 
+Result = TypeVar("Result")
+
 SFT_CHUNK_S = 2.0
 """How long one task fine-tunes. Between tasks the driver shows progress and may stop."""
 
 
 def train_step(request: StepRequest) -> StepResult:
-    return _rank().step(request)
+    rank = _rank()
+    return _leaving_card(rank, rank.step(request))
 
 
 def require_policy() -> None:
@@ -44,9 +50,10 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
 
     rank = _connected(rendezvous)
     if 0 in list_checkpoints(rank.layout.checkpoints):
-        return rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
+        found = rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
+        return _leaving_card(rank, found)
     rank.load_pretrained(directory)
-    return rank.stage_initial_policy()
+    return _leaving_card(rank, rank.stage_initial_policy())
 
 
 def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
@@ -64,7 +71,8 @@ def complete_snapshot(step: int) -> None:
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
     """Connect to the other ranks, and load a checkpoint."""
-    return _connected(rendezvous).restore(checkpoint_step)
+    rank = _connected(rendezvous)
+    return _leaving_card(rank, rank.restore(checkpoint_step))
 
 
 def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, float]]:
@@ -119,10 +127,18 @@ def _connected(rendezvous: Rendezvous) -> TrainerRank:
     return rank
 
 
+def _leaving_card(rank: TrainerRank, result: Result) -> Result:
+    """Return a result once the card's memory is the generators', if both take turns."""
+    if rank.recipe.takes_turns:
+        rank.backend.free_memory()
+    return result
+
+
 def _rank() -> TrainerRank:
     from areal_flow.trainer.rank import TrainerRank
 
     context = worker_context()
+    require_carrier(context.recipe)
     layout, rows = context.layout, _rows(context)
     return context.ensure(
         TrainerRank,
@@ -137,6 +153,26 @@ def _rank() -> TrainerRank:
             read_rows=rows,
         ),
     )
+
+
+def require_carrier(recipe: Recipe) -> None:
+    """Refuse to begin where generators would wait in vain: vLLM carries, and is not here.
+
+    A driver cannot see it before: its own environment has vLLM, a trainer's on another machine or
+    of another image may not.
+    """
+    if recipe.weights_medium != "broadcast":
+        return
+    from areal_flow.cluster.generator_tasks import weights_carrier
+    from areal_flow.generation.vllm.support import VERSION, installed_vllm
+
+    carrier = weights_carrier(recipe)
+    if carrier != "gloo" and not installed_vllm("cuda"):
+        raise ConfigError(
+            f"weights.medium = 'broadcast' goes from card to card by vLLM ({carrier}): expected "
+            f"vllm=={VERSION} in the trainer's environment on {os.uname().nodename}, found none; "
+            "install it there, or set weights.medium to 'directory'"
+        )
 
 
 def _rows(context: WorkerContext) -> RowsAhead:

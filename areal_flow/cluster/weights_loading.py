@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Client
@@ -43,22 +44,29 @@ class DaskWeights:
         self, version: int, served_hash: str, record: WorkerRecord
     ) -> ServedWeights | None:
         """Wait for one generator; replace it if it loads other weights than the trainer's."""
-        address, function = record.address, generator_tasks.load_weights
-        load = asyncio.ensure_future(
-            self._client.run(function, version, workers=[address], on_error="return")
-        )
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
-        try:
-            while not load.done() and clock() < deadline and not record.is_silent:
-                await asyncio.wait([load], timeout=LISTEN_EVERY_S)
-        except asyncio.CancelledError:
-            load.cancel()  # else it ends with the cluster, and its error is printed
-            raise
+        address = record.address
+        load = await answer_of(self._client, record, generator_tasks.load_weights, version)
         served, refusal = _acknowledged(load, version, served_hash)
         if refusal and not record.is_silent:
             await self._pool.replace(address, why=refusal)
         return served
+
+
+async def answer_of(
+    client: Client, record: WorkerRecord, function: Callable[..., Any], *arguments: Any
+) -> asyncio.Future[dict[str, Any]]:
+    """Return a generator's answer; it is not done if the generator is silent, or takes too long."""
+    asked = client.run(function, *arguments, workers=[record.address], on_error="return")
+    answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(asked)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
+    try:
+        while not answer.done() and clock() < deadline and not record.is_silent:
+            await asyncio.wait([answer], timeout=LISTEN_EVERY_S)
+    except asyncio.CancelledError:
+        answer.cancel()  # else it ends with the cluster, and its error is printed
+        raise
+    return answer
 
 
 def _acknowledged(

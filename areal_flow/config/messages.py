@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from pydantic import ValidationError
 
 from areal_flow.config.listing import setting_names
+from areal_flow.settings import nest
 
 OPTION = "--{}"
 """How a setting is spelled on the command line."""
@@ -52,9 +53,13 @@ def explain(
         field = _field(detail["loc"])
         called = spell(field, spelling) if field in given else field
         rule = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden" and field in names:
+        is_unknown = detail["type"] == "extra_forbidden"
+        if is_unknown and field in names and "." in str(detail["loc"][-1]):
+            nested = nest({field: detail["input"]})
+            lines.append(f"  {field!r}: expected a nested table, {nested}, found a dotted name")
+        elif is_unknown and field in names:
             lines.append(f"  {called}: {detail['loc'][-2]!r} has no such setting, others have")
-        elif detail["type"] == "extra_forbidden":
+        elif is_unknown:
             lines.append(f"  {called}: there is no such setting{did_you_mean(field, names)}")
         elif detail["type"] == "value_error":
             lines.append(f"  {_spelled(rule, given, spelling)}")

@@ -84,6 +84,14 @@ class Recipe(Settings):
         return self
 
     @model_validator(mode="after")
+    def _with_sleep_mode(self) -> Recipe:
+        if self.takes_turns and self.generation.engine != "torch":
+            vllm = self.generation.vllm.model_copy(update={"enable_sleep_mode": True})
+            generation = self.generation.model_copy(update={"vllm": vllm})
+            object.__setattr__(self, "generation", generation)
+        return self
+
+    @model_validator(mode="after")
     def _without_idle_reward(self) -> Recipe:
         """Take the default reward away where an agent gives the rewards; refuse any other."""
         if not self._is_rewarded_by_agent:
@@ -237,6 +245,17 @@ class Recipe(Settings):
     @property
     def has_held_out(self) -> bool:
         return bool(self.prompts.num_held_out or self.evaluation.held_out)
+
+    @property
+    def shares_card(self) -> bool:
+        """Whether a trainer and a generator are on the one GPU of one machine."""
+        on_cards = self.trainer.device == self.generation.device == "cuda"
+        return on_cards and self.cluster.num_gpus == 1 and self.cluster.is_one_machine
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each has that GPU alone while it works."""
+        return self.shares_card and self.schedule == "sync"
 
     @property
     def groups_per_step(self) -> int:

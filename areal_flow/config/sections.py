@@ -143,9 +143,14 @@ class TrainerSettings(Settings):
     @classmethod
     def _without_backend(cls, given: Any) -> Any:
         """Read recipes of recorded runs: several ranks share the policy now whatever they say."""
-        if isinstance(given, dict) and given.get("backend") in ("replicated", "fsdp"):
-            return {name: value for name, value in given.items() if name != "backend"}
-        return given
+        if not isinstance(given, dict) or given.get("backend") not in ("replicated", "fsdp"):
+            return given
+        require(
+            given.keys() >= {"learning_rate", "device", "keep_checkpoints"},  # a record has all
+            f"trainer.backend ({given['backend']!r}): there is no such setting any more, since "
+            "several trainer ranks always share the policy; leave it out",
+        )
+        return {name: value for name, value in given.items() if name != "backend"}
 
 
 class EvaluationSettings(Settings):

@@ -65,6 +65,9 @@ class VLLMSettings(Settings):
     """The share of a GPU's memory for weights and cache, if `kv_cache_tokens` is 0."""
     quantization: Literal["fp8"] | None = None
     """Generators round weights to 8 bits; the trainer does not."""
+    enable_sleep_mode: bool = False
+    """The engine can leave its GPU's memory to the trainer; so it is where both take turns on one
+    GPU (`schedule = "sync"`)."""
     enforce_eager: bool = False
     """No compilation and no CUDA graphs: faster start, slower decoding. Always so on a CPU."""
 
@@ -203,6 +206,18 @@ class Engine(Protocol):
             WeightsError: the reader does not have this version; the engine serves on as before.
             EngineError: the engine broke while it switched, or was closed.
         """
+
+    async def sleep(self) -> None:
+        """Leave a device's memory to others, after the current decode step.
+
+        Requests stay, and go on by `wake`. Until then no weights may be loaded.
+
+        Raises:
+            EngineError: the engine broke, or was closed.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights as they were."""
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was made, also after it was closed."""

@@ -2,8 +2,9 @@
 
 | who             | waits for             | unblocked by                                 |
 |-----------------|-----------------------|----------------------------------------------|
-| decode thread   | work                  | a command: add, cancel, load, close          |
+| decode thread   | work, and to be awake | a command: add, cancel, load, wake, close    |
 | `generate`      | a group's last member | the decode thread, after the step that ends it |
+| `sleep`, `wake` | the current step      | the decode thread                            |
 | `load_weights`  | the reader            | a thread that loads while decoding goes on   |
 |                 | the switch            | the decode thread, between two decode steps  |
 """
@@ -30,12 +31,27 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 2e-4
 
 
-class ThreadedEngine:
-    """An `Engine` whose core runs in a thread; `end` frees the core's process, if it has one."""
+def _do_nothing() -> None: ...
 
-    def __init__(self, core: EngineCore, end: Callable[[], None] = lambda: None) -> None:
+
+class ThreadedEngine:
+    """An `Engine` whose core runs in a thread; `end` frees the core's process, if it has one.
+
+    `suspend` frees a device's memory between two steps, if the core has any, and `resume` takes it.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        end: Callable[[], None] = _do_nothing,
+        *,
+        suspend: Callable[[], None] = _do_nothing,
+        resume: Callable[[], None] = _do_nothing,
+    ) -> None:
         self._core = core
         self._end = end
+        self._suspend, self._resume = suspend, resume
+        self._asleep = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._loads: list[tuple[int, asyncio.Future[None]]] = []
@@ -89,6 +105,26 @@ class ThreadedEngine:
         self._commands.put(load)
         await future
 
+    async def sleep(self) -> None:
+        await self._between_steps(self._suspend, asleep=True)
+
+    async def wake(self) -> None:
+        await self._between_steps(self._resume, asleep=False)
+
+    async def _between_steps(self, change: Callable[[], None], *, asleep: bool) -> None:
+        future: asyncio.Future[None] = self._promise()
+
+        def run() -> None:
+            change()
+            self._asleep = asleep
+            self._resolve(future, None)
+
+        self._commands.put(run)
+        await future
+
+    def _has_work(self) -> bool:
+        return not self._asleep and self._core.has_work()
+
     def stats(self) -> EngineStats:
         busy_s, until = self._busy
         elapsed_s = until - self._made_at
@@ -125,12 +161,12 @@ class ThreadedEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while not self._closing:
-                if not self._core.has_work():
+                if not self._has_work():
                     self._commands.get()()
                 version, began = self._core.version, perf_counter()
                 while not self._commands.empty():
                     self._commands.get()()
-                if self._core.has_work():
+                if self._has_work():
                     for request_id, completions in self._core.step():
                         self._num_tokens += sum(len(c.tokens) for c in completions)
                         self._resolve(self._waiting.pop(request_id), completions)

@@ -1,4 +1,4 @@
-"""The one way of arrays from main memory to a device: nobody waits for it.
+"""The one way of arrays from main memory to a device, for which nobody waits, and the way back.
 
 To CUDA they go from pinned memory, on a stream beside the one that computes.
 """
@@ -24,6 +24,11 @@ def to_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
     computing.wait_stream(beside)
     moved.record_stream(computing)  # or a later copy would get its memory while it is in use
     return moved
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Return a device's numbers in main memory, as float64; this waits for the device."""
+    return values.double().cpu()
 
 
 @lru_cache

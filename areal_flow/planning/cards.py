@@ -13,7 +13,7 @@ from torch import nn
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.models.policy import DTYPES
-from areal_flow.planning.memory import RankMemory
+from areal_flow.planning.memory import RESERVED_BYTES, RankMemory
 
 GIB = 2**30
 NETWORK_BYTES_PER_S = 50e9
@@ -86,17 +86,29 @@ class MemoryPlan:
     """None on a CPU."""
     shares_card: bool
     """Whether trainer and generator are on the same one."""
+    takes_turns: bool = False
+    """Whether each of the two leaves it while the other works, but for what it keeps."""
 
     @property
     def trainer_bytes(self) -> int:
         """What is left of a card for a trainer rank."""
-        taken = self.generator.taken_bytes if self.generator and self.shares_card else 0
-        return self.card_bytes - taken
+        if not self.generator or not self.shares_card:
+            return self.card_bytes
+        return self.card_bytes - (ENGINE_BYTES if self.takes_turns else self.generator.taken_bytes)
+
+    @property
+    def generator_bytes(self) -> int:
+        """What is left of a card for a generator, beside what a trainer at rest keeps."""
+        kept = max(rank.kept_bytes for rank in self.ranks) + RESERVED_BYTES
+        return self.card_bytes - (kept if self.takes_turns else 0)
 
     @property
     def fits(self) -> bool:
-        trains = all(rank.needed_bytes <= self.trainer_bytes for rank in self.ranks)
-        return trains and (self.generator is None or self.generator.fits)
+        if any(rank.needed_bytes > self.trainer_bytes for rank in self.ranks):
+            return False
+        if self.generator is None:
+            return True
+        return self.generator.fits and self.generator.taken_bytes <= self.generator_bytes
 
 
 def card_named(name: str) -> Card:
@@ -119,13 +131,10 @@ def plan_memory(
     Args:
         policy: of the recipe's shapes; its tensors may be on the meta device.
     """
-    devices = {torch.device(part.device).type for part in (recipe.trainer, recipe.generation)}
-    cluster = recipe.cluster
-    shares = devices == {"cuda"} and cluster.num_gpus == 1 and cluster.is_one_machine
     num_bytes = card_bytes(card)
     on_card = torch.device(recipe.generation.device).type == "cuda"
     generator = generator_memory(recipe, policy, num_bytes) if on_card else None
-    return MemoryPlan(num_bytes, ranks, generator, shares)
+    return MemoryPlan(num_bytes, ranks, generator, recipe.shares_card, recipe.takes_turns)
 
 
 def generator_memory(recipe: Recipe, policy: Any, num_bytes: int) -> GeneratorMemory:

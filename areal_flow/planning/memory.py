@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from areal_flow.config import LoraSettings, Recipe
-from areal_flow.models import segments
+from areal_flow.config import LoraSettings, Recipe, TrainerSettings
+from areal_flow.models import reward_model, segments
 from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
 from areal_flow.run.layout import RunLayout
-from areal_flow.trainer import activations
+from areal_flow.trainer import activations, critic, passes
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.sequences import TrainingSequence
@@ -73,6 +73,8 @@ class RankMemory:
     peak_bytes: int
     by_kind: Mapping[str, int]
     """Of the peak: parameters, gradients, optimizer, activations, temporaries."""
+    kept_bytes: int = 0
+    """Between two steps, once it has given back what it does not begin the next one with."""
 
     @property
     def needed_bytes(self) -> int:
@@ -102,10 +104,12 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
             with unset_fake_temporarily(), torch.device("meta"):
                 reference = policy_from_config(config, device="meta")
             rank.backend.hold_reference(reference)
-        for group in _optimizer(rank).param_groups if on_cuda else ():
-            group["fused"] = True
-        by_kind = peak_by_kind(rank, policy)
-    return [RankMemory(each, sum(by_kind.values()), by_kind) for each in range(num_ranks)]
+        for _, optimizer in _trained(rank):
+            for group in optimizer.param_groups if on_cuda else ():
+                group["fused"] = True
+        by_kind, kept_bytes = memory_of_step(rank)
+    peak_bytes = sum(by_kind.values())
+    return [RankMemory(each, peak_bytes, by_kind, kept_bytes) for each in range(num_ranks)]
 
 
 def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
@@ -115,9 +119,13 @@ def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRan
     return rank
 
 
-def _optimizer(rank: TrainerRank) -> Optimizer:
+def _trained(rank: TrainerRank) -> list[tuple[nn.Module, Any]]:
+    """Return the policy and the critic, if there is one, each with its optimizer."""
     backend: Any = rank.backend
-    return backend.optimizer  # type: ignore[no-any-return]
+    parts = [(backend.policy, backend.optimizer)]
+    if critic := backend.critic:
+        parts.append((critic.model, critic.trained.optimizer))
+    return parts
 
 
 def _undo_onednn(policy: nn.Module) -> None:
@@ -126,23 +134,28 @@ def _undo_onednn(policy: nn.Module) -> None:
         layer.__class__ = nn.Linear
 
 
-def peak_by_kind(rank: TrainerRank, policy: nn.Module) -> dict[str, int]:
+def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
+    """Return bytes by kind at a step's peak, and those that are kept until the next step."""
     recipe, backend = rank.recipe, rank.backend
     algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
     num_batches = backend.passes.num_batches
-    # The first step makes the optimizer's state, which is there at every later peak.
-    train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
+    for _, optimizer in _trained(rank):  # its state is there at every peak but the first
+        for parameter in optimizer.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.update(learning_rate=rank.recipe.trainer.learning_rate)
     tracker = _Tracker()
-    tracker.track_external(policy, _optimizer(rank))
+    tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker:
         sequences = longest_sequences(longest_rows(recipe), num_batches)
         train_step(backend, sequences, step=2, settings=settings)
+        backend.free_memory()
+        kept = tracker.get_tracker_snapshot("current").values()
     found: Counter[str] = Counter(dict.fromkeys(_KINDS.values(), 0))
     for snapshot in tracker.get_tracker_snapshot("peak").values():
         for kind, name in _KINDS.items():
             found[name] += snapshot.get(kind, 0)
-    return dict(found)
+    return dict(found), sum(snapshot["Total"] for snapshot in kept)
 
 
 def longest_rows(recipe: Recipe) -> list[int]:
@@ -224,18 +237,38 @@ class _FakeRanks(ConnectedRanks):
 def _as_on(on_cuda: bool) -> Iterator[None]:
     """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU.
 
-    What a GPU offloads is not there until it comes back.
+    What a GPU offloads is not there until it comes back. What comes to the host is real.
     """
-    chosen, segments.has_kernels = segments.has_kernels, lambda device: on_cuda
-    offloaded = activations.offloaded
-    if on_cuda:
-        activations.offloaded = lambda settings: (
-            _Elsewhere() if settings.activations == "offload" else nullcontext()
-        )
+
+    def offloaded(settings: TrainerSettings) -> Any:
+        return _Elsewhere() if settings.activations == "offload" else nullcontext()
+
+    def critic_of(policy: nn.Module, **of: Any) -> Any:
+        with unset_fake_temporarily():  # as the policy, whose tensors are on the meta device
+            model = reward_model.critic_of(policy, **of)
+        if on_cuda:
+            _undo_onednn(model)
+        return model
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (segments, "has_kernels", lambda device: on_cuda),
+        (passes, "to_host", _zeros_like_on_host),
+        (critic, "critic_of", critic_of),
+        *([(activations, "offloaded", offloaded)] if on_cuda else []),
+    ]
+    own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     try:
+        for each in replaced:
+            setattr(*each)
         yield
     finally:
-        segments.has_kernels, activations.offloaded = chosen, offloaded
+        for each in own:
+            setattr(*each)
+
+
+def _zeros_like_on_host(values: Tensor) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.zeros(values.shape, dtype=torch.float64)
 
 
 class _Elsewhere(saved_tensors_hooks):

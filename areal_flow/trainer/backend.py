@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ class TrainerBackend:
             served_hash = channel.stage(version, StreamedTensors(served, read=read))
             deque(hashed, maxlen=0)  # an adapter's tensors that come after all others
         return PolicyHashes(master.hexdigest(), served_hash)
+
+    def free_memory(self) -> None:
+        """Give back what the next step does not begin with; what is cached of it, too."""
+        models = [self._trained, *([self.critic.trained] if self.critic else [])]
+        for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
+            parameter.grad = None
+        torch.cuda.empty_cache()  # nothing without CUDA
 
     def fingerprint(self) -> str:
         """Return the hash of the master weights."""

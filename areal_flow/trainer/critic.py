@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.protocol import AdvantageInputs, Metric, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.protocol import (
+    AdvantageInputs,
+    Metric,
+    MinibatchSize,
+    PolicyLoss,
+    pad_rows,
+)
 from areal_flow.config import TrainerSettings
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
@@ -50,14 +55,14 @@ class Critic:
             update={"learning_rate": algorithm.critic.learning_rate, "optimizer": "adamw"}
         )
         model = critic_of(policy, device="meta")
-        self._trained = TrainedModel(model, self._settings, replicas)
-        run = self._trained.run
+        self.trained = TrainedModel(model, self._settings, replicas)
+        run = self.trained.run
         self._passes = Passes(run, self._settings, replicas, reference=run)
         self._begin()
 
     @property
     def model(self) -> Any:
-        return self._trained.model
+        return self.trained.model
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -66,15 +71,13 @@ class Critic:
         for name, tensor in self.model.get_decoder().state_dict().items():
             local_rows(tensor)[0].copy_(local_rows(layers[name])[0])
         local_rows(self.model.score.weight)[0].zero_()
-        self._trained.optimizer.load_named_state({})
-        self._trained.forget_gathered()
+        self.trained.optimizer.load_named_state({})
+        self.trained.forget_gathered()
 
     def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-        return pad_sequence(
-            self._passes.by_trajectory(self._values_before, whole), batch_first=True
-        )
+        return pad_rows(self._passes.by_trajectory(self._values_before, whole))
 
     @torch.no_grad()
     def _values_before(self, micro: MicroBatch) -> Tensor:
@@ -82,7 +85,7 @@ class Critic:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         with raise_trainer_lost(), self._passes.autocast():
-            values_M: Tensor = self._trained.run(_values, micro)
+            values_M: Tensor = self.trained.run(_values, micro)
         return values_M
 
     def update(
@@ -93,7 +96,7 @@ class Critic:
     ) -> dict[str, Metric]:
         """Make one update of sequences as `sequences_with_targets` makes them, by rank."""
         minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
-        numbers = self._trained.update(
+        numbers = self.trained.update(
             self._passes,
             lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank),
             minibatch,
@@ -138,8 +141,8 @@ class Critic:
         return self._algorithm.value_loss(values_M, micro.behavior_logprobs_M, micro.advantages_M)
 
     def named_state(self) -> dict[str, Tensor]:
-        state = self._trained.optimizer.named_state()
-        return {f"{WEIGHTS}{name}": tensor for name, tensor in self._trained.tensors().items()} | {
+        state = self.trained.optimizer.named_state()
+        return {f"{WEIGHTS}{name}": tensor for name, tensor in self.trained.tensors().items()} | {
             f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()
         }
 
@@ -149,8 +152,8 @@ class Critic:
         if not weights:
             self._begin()
             return
-        self._trained.load(weights)
-        self._trained.load_optimizer(under(OPTIMIZER, saved))
+        self.trained.load(weights)
+        self.trained.load_optimizer(under(OPTIMIZER, saved))
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:

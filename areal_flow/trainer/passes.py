@@ -24,6 +24,7 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
+from areal_flow.models.transfer import to_host
 from areal_flow.trainer import activations
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.planning import plan_passes
@@ -98,7 +99,7 @@ class Passes:
         longest = max(map(sum, lengths))
         sent = {}
         for rank, batch in self.batches(sequences, planned).items():
-            values_N = torch.cat([compute(micro) for micro in batch]).double().cpu()
+            values_N = to_host(torch.cat([compute(micro) for micro in batch]))
             sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
         found: dict[int, Tensor] = {}
         for values_N, of_rank, counts in zip(self._gather(sent), order, lengths, strict=True):

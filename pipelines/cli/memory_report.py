@@ -26,7 +26,12 @@ def report_memory(name: str, recipe: Recipe, *, card: str) -> Report:
         "card_bytes": plan.card_bytes,
         "fits": plan.fits,
         "ranks": [
-            {"rank": rank.rank, "peak_bytes": rank.peak_bytes, "by_kind": dict(rank.by_kind)}
+            {
+                "rank": rank.rank,
+                "peak_bytes": rank.peak_bytes,
+                "kept_bytes": rank.kept_bytes,
+                "by_kind": dict(rank.by_kind),
+            }
             for rank in plan.ranks
         ],
     }
@@ -36,6 +41,7 @@ def report_memory(name: str, recipe: Recipe, *, card: str) -> Report:
             "weights_bytes": generator.weights_bytes,
             "taken_bytes": generator.taken_bytes,
             "cache_tokens": generator.cache_tokens,
+            "takes_turns": plan.takes_turns,
         }
         parts.append(Table([_generator_row(generator)], "GiB of a generator"))
     return Report(data, [*parts, _verdict(plan, card)], code=int(not plan.fits))
@@ -48,6 +54,7 @@ def _row(rank: RankMemory) -> dict[str, Any]:
         "peak": _gib(rank.peak_bytes),
         **kinds,
         "needed": _gib(rank.needed_bytes),
+        "kept": _gib(rank.kept_bytes),
     }
 
 
@@ -70,6 +77,11 @@ def _verdict(plan: MemoryPlan, card: str) -> str:
         found += (
             ". The generator's cache does not hold the longest sequence: lower "
             "generation.max_model_len or raise generation.vllm.gpu_memory_utilization"
+        )
+    if plan.generator and plan.generator.taken_bytes > plan.generator_bytes:
+        found += (
+            f". The trainer at rest leaves {_gib(plan.generator_bytes)} GiB to the generator: "
+            "lower generation.vllm.gpu_memory_utilization"
         )
     if needed > plan.trainer_bytes:
         found += (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -13,6 +14,7 @@ from typing import Any
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
+from areal_flow.cluster.card_turns import CardTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import place_workers
@@ -123,7 +125,9 @@ class Training:
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
-        self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=pool.trainer_lost)
+        turns = CardTurns(cluster.client, pool, layout.processes_of(writer.writer_epoch))
+        turn, lost = turns.of_trainer if recipe.takes_turns else nullcontext, pool.trainer_lost
+        self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=lost, turn=turn)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,

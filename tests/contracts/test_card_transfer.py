@@ -11,8 +11,9 @@ import pytest
 from cryptography.fernet import InvalidToken
 
 from areal_flow.cluster.generator_tasks import weights_carrier
-from areal_flow.config import Recipe
-from areal_flow.errors import WeightsError
+from areal_flow.cluster.trainer_tasks import require_carrier
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError, WeightsError
 from areal_flow.weights.broadcast import KEY_BYTES, CardReader
 from areal_flow.weights.card_transfer import CardTransfer, StoreClient
 from areal_flow.weights.gloo import serve_store
@@ -106,3 +107,20 @@ def test_carrier_of_a_recipe(changed: dict[str, dict[str, Any]], carrier: str) -
         for name, settings in on_cards.items()
     }
     assert weights_carrier(recipe.model_copy(update=parts)) == carrier
+
+
+def test_trainer_without_vllm_is_refused_where_vllm_is_to_carry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = {
+        "weights": {"medium": "broadcast"},
+        "generation": {"engine": "vllm", "device": "cuda"},
+        "trainer": {"device": "cuda"},
+    }
+    monkeypatch.setattr("areal_flow.generation.vllm.support.installed_vllm", lambda device: None)
+    with pytest.raises(ConfigError, match=r"\(nccl\): expected vllm==.* found none; install it"):
+        require_carrier(build_recipe(table, source="test"))
+    for over in ({"weights": {"medium": "directory"}}, {"trainer": {"device": "cpu"}}):
+        require_carrier(build_recipe({**table, **over}, source="test"))
+    monkeypatch.setattr("areal_flow.generation.vllm.support.installed_vllm", lambda device: "0")
+    require_carrier(build_recipe(table, source="test"))

@@ -159,6 +159,35 @@ async def test_closed_engine_refuses(subject: Subject) -> None:
         await engine.generate(request_of())
 
 
+async def test_sleeping_engine_makes_no_step_and_goes_on_when_it_wakes(subject: Subject) -> None:
+    core, asleep = subject.make(), False
+    step = core.step
+
+    def step_awake() -> Any:
+        assert not asleep
+        return step()
+
+    def change(to: bool) -> None:
+        nonlocal asleep
+        asleep = to
+
+    core.step = step_awake  # type: ignore[method-assign]
+    engine = ThreadedEngine(core, suspend=lambda: change(True), resume=lambda: change(False))
+    try:
+        expected = await engine.generate(request_of("whole", length=10))
+        running = asyncio.create_task(engine.generate(request_of("before", length=10)))
+        await asyncio.sleep(0)
+        await engine.sleep()
+        waiting = asyncio.create_task(engine.generate(request_of("beside", length=10)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await engine.wake()
+        for group in (await running, await waiting):
+            assert [c.tokens.tolist() for c in group] == [c.tokens.tolist() for c in expected]
+    finally:
+        engine.close()
+
+
 class SlowSwitch(BigramEngine):
     """Takes 50 ms to put weights in place, at once or when the next step begins."""
 

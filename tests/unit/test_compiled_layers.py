@@ -57,7 +57,8 @@ def steps_of(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("plain", "selective", "critic") else SLOW)
+        # The policy beside a critic is the plain one.
+        pytest.param(name, marks=() if name in ("selective", "critic") else SLOW)
         for name in CASES
     ],
 )

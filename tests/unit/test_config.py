@@ -61,6 +61,15 @@ def error_of(table: dict[str, object]) -> str:
         ({"algorithm": {"name": "ppo_critic", "advantage": "grpo"}}, "algorithm.advantage"),
         ({"trainer": {"backend": "ddp"}}, "trainer.backend"),
         (
+            {"trainer": {"backend": "fsdp"}},
+            "trainer.backend ('fsdp'): there is no such setting any",
+        ),
+        (
+            {"trainer.learning_rate": 1},
+            "expected a nested table, {'trainer': {'learning_rate': 1}}, found a dotted name",
+        ),
+        ({"trainer.rate": 1}, "trainer.rate: there is no such setting. Did you mean"),
+        (
             {"trainer": {"parallel": {"context_ranks": 2}}},
             "(2) must divide cluster.num_trainers (1)",
         ),
@@ -140,7 +149,7 @@ def test_configuration_stays_small() -> None:
     """A section within a section is counted for itself; algorithms and workflows, each of which
     has settings of its own, are one section each."""
     counts = {name: len([s for s in settings if s.meaning]) for name, _, settings in all_settings()}
-    assert sum(counts.values()) <= 167
+    assert sum(counts.values()) <= 168
     assert max(counts[name] for name in counts.keys() - {"algorithm", "workflow"}) <= 13, counts
 
 
@@ -209,3 +218,9 @@ def test_agent_over_a_whole_recipe_has_no_reward_that_nothing_asks(tmp_path: Pat
 def test_sources_of_an_agent_need_no_reward() -> None:
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("easy", "hard")]
     assert build_recipe({**AGENT, "sources": sources}, source="test").rewards == ()
+
+
+def test_recorded_recipe_that_names_a_backend_is_read() -> None:
+    recorded = Recipe().model_dump(mode="json")
+    recorded["trainer"]["backend"] = "replicated"
+    assert build_recipe(recorded, source="test") == Recipe()

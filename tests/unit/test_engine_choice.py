@@ -75,7 +75,11 @@ def test_run_keeps_the_engine_that_it_began_with(installed: set[str]) -> None:
 
 
 ON_A_CARD = VLLMSettings(
-    tensor_parallel_size=4, gpu_memory_utilization=0.55, quantization="fp8", enforce_eager=True
+    tensor_parallel_size=4,
+    gpu_memory_utilization=0.55,
+    quantization="fp8",
+    enable_sleep_mode=True,
+    enforce_eager=True,
 )
 
 
@@ -93,6 +97,7 @@ ON_A_CARD = VLLMSettings(
                 "tensor_parallel_size": 1,
                 "quantization": None,
                 "gpu_memory_utilization": 0.9,
+                "enable_sleep_mode": False,
             },
         ),
         (

@@ -15,7 +15,7 @@ from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.models.huggingface import AutoConfig
 from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.cards import GIB, card_bytes, plan_memory
-from areal_flow.planning.memory import RankMemory, longest_rows, peak_by_kind, trainer_memory
+from areal_flow.planning.memory import RankMemory, longest_rows, memory_of_step, trainer_memory
 from areal_flow.planning.shapes import model_config
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.rank import TrainerRank
@@ -27,7 +27,7 @@ SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
@@ -35,8 +35,8 @@ SHAPE = {
 }
 
 
-def config() -> Any:
-    return AutoConfig.for_model("qwen2", **SHAPE)
+def config(*, num_layers: int = 2) -> Any:
+    return AutoConfig.for_model("qwen2", **{**SHAPE, "num_hidden_layers": num_layers})
 
 
 def recipe(
@@ -49,9 +49,9 @@ def recipe(
     )
 
 
-def num_weights() -> int:
+def num_weights(shape: Any) -> int:
     with torch.device("meta"):
-        policy = policy_from_config(config(), device="meta")
+        policy = policy_from_config(shape, device="meta")
     return sum(parameter.numel() for parameter in policy.parameters())
 
 
@@ -62,33 +62,44 @@ def kept() -> RankMemory:
 
 
 def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMemory) -> None:
-    rank = kept
-    assert rank.by_kind["parameters"] == pytest.approx(4 * num_weights(), rel=0.02)
-    assert rank.by_kind["gradients"] == pytest.approx(4 * num_weights(), rel=0.02)
-    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights(), rel=0.02)
+    rank, weights = kept, num_weights(config())
+    assert rank.by_kind["parameters"] == pytest.approx(4 * weights, rel=0.02)
+    assert rank.by_kind["gradients"] == pytest.approx(4 * weights, rel=0.02)
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * weights, rel=0.02)
     assert sum(rank.by_kind.values()) == rank.peak_bytes
+    assert rank.kept_bytes == pytest.approx(12 * weights, rel=0.02), "gradients are given back"
 
 
 @pytest.mark.parametrize(
-    "trainer", [{}, {"activations": "recompute"}, {"lora": {"rank": 4}}, {"dtype": "bfloat16"}]
+    "changed",
+    [
+        {},
+        {"activations": "recompute"},
+        {"lora": {"rank": 4}},
+        {"dtype": "bfloat16"},
+        {"algorithm": {"name": "ppo_critic"}},
+    ],
+    ids=["plain", "recompute", "adapter", "bfloat16", "critic"],
 )
-def test_a_step_without_content_takes_what_the_real_one_takes(trainer: dict[str, Any]) -> None:
-    chosen = recipe(**trainer)
+def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str, Any]) -> None:
+    chosen, shape = recipe(**changed), config(num_layers=1)
     real = TrainerRank(RunLayout(Path()), chosen, channel=HashingWriter(), read_rows=lambda _: [])
-    policy = policy_from_config(config())
-    real.adopt(policy)
-    measured = sum(peak_by_kind(real, policy).values())
-    (rank,) = trainer_memory(chosen, config())
-    assert rank.peak_bytes == pytest.approx(measured, rel=0.02)
+    real.adopt(policy_from_config(shape))
+    measured, kept_bytes = memory_of_step(real)
+    (rank,) = trainer_memory(chosen, shape)
+    assert rank.peak_bytes == pytest.approx(sum(measured.values()), rel=0.02)
+    assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
 
 
 def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
-    ranks = trainer_memory(recipe(num_trainers=4), config())
+    shape = config(num_layers=1)
+    weights = num_weights(shape)
+    ranks = trainer_memory(recipe(num_trainers=4), shape)
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
-    assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * num_weights() / 4, rel=0.03)
+    assert ranks[0].by_kind["optimizer"] == pytest.approx(8 * weights / 4, rel=0.03)
     two_copies = {"shard_ranks": 2, "context_ranks": 2}
-    rank, *_ = trainer_memory(recipe(num_trainers=4, parallel=two_copies), config())
-    assert rank.by_kind["optimizer"] == pytest.approx(8 * num_weights() / 2, rel=0.03)
+    rank, *_ = trainer_memory(recipe(num_trainers=4, parallel=two_copies), shape)
+    assert rank.by_kind["optimizer"] == pytest.approx(8 * weights / 2, rel=0.03)
     assert not distributed.is_initialized(), "the fake group is left"
 
 
@@ -159,10 +170,33 @@ def test_a_card_that_is_shared_has_what_the_generator_leaves() -> None:
     assert of_one.trainer_bytes == pytest.approx(half, abs=1)
     assert of_one.fits
     assert of_one.generator
-    assert of_one.generator.cache_token_bytes == 2 * 3 * 2 * 32 * 4
+    assert of_one.generator.cache_token_bytes == 2 * 2 * 2 * 32 * 4
     assert of_two.trainer_bytes == of_two.card_bytes
     larger = RankMemory(0, half, {"parameters": half})
     assert not plan_memory(shared, [larger], policy, card="H100-80GB").fits
+
+
+def test_a_card_in_turns_has_room_for_either_and_for_what_the_other_keeps() -> None:
+    with torch.device("meta"):
+        policy = policy_from_config(config(), device="meta")
+    card = card_bytes("H100-80GB")
+
+    def fits(needed: float, kept: float, taken: float, schedule: str = "sync") -> bool:
+        vllm = {"gpu_memory_utilization": taken}
+        table = {
+            "schedule": schedule,
+            "generation": {"device": "cuda", "engine": "vllm", "max_model_len": 2048, "vllm": vllm},
+            "trainer": {"device": "cuda"},
+            "cluster": {"num_gpus": 1},
+        }
+        rank = RankMemory(0, int(needed * card), {}, kept_bytes=int(kept * card))
+        chosen = build_recipe(table, source="")
+        return plan_memory(chosen, [rank], policy, card="H100-80GB").fits
+
+    assert fits(0.8, 0.2, taken=0.7)
+    assert not fits(0.8, 0.2, taken=0.7, schedule="async"), "both at a time"
+    assert not fits(0.8, 0.4, taken=0.7), "the trainer keeps too much for the generator"
+    assert not fits(0.95, 0.2, taken=0.7), "vLLM keeps its context"
 
 
 def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(

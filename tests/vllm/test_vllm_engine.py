@@ -73,6 +73,26 @@ def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
         assert_of_versions(subject, completion, LONG_PROMPT)
 
 
+@with_each_core
+def test_requests_go_on_after_a_sleep_with_new_weights(subject: Subject) -> None:
+    """Of the CPU's vLLM, which keeps its memory: what is asked of it, and in which order."""
+    engine: Any = subject.make()
+    engine.add(long_request("slept"))
+    found: dict[str, list[Completion]] = {}
+    for _ in range(6):
+        found.update(engine.step())
+    engine.suspend()
+    assert engine._core.call("is_sleeping")
+    engine.resume()
+    assert not engine._core.call("is_sleeping")
+    engine.load_weights(subject.weights(1), version=1)
+    while engine.has_work():
+        found.update(engine.step())
+    for completion in found["slept"]:
+        assert set(versions_of(completion)) == {0, 1}
+        assert_of_versions(subject, completion, LONG_PROMPT)
+
+
 def test_cancelled_requests_give_their_pages_back(subject: Subject) -> None:
     engine = subject.make(max_num_seqs=64)
     pool = engine._core.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]

@@ -40,6 +40,10 @@ from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
+SLEEP_LEVEL = 1
+"""vLLM keeps the weights in main memory: at 2 they are gone, also where no new ones come, as after
+a trainer that was lost."""
+
 
 class VLLMEngine:
     def __init__(
@@ -93,6 +97,13 @@ class VLLMEngine:
         self._pending = (tensors, version)
         if self.settings.interruption != "drain":
             self._switch_weights()
+
+    def suspend(self) -> None:
+        """Leave the card: weights go to main memory, keys and values are computed again later."""
+        self._core.call("sleep", SLEEP_LEVEL, "keep")  # running requests stay
+
+    def resume(self) -> None:
+        self._core.call("wake_up", None)
 
     def _start(self, slot: int, member: SampledSequence) -> bool:
         request = member.request
@@ -193,7 +204,7 @@ async def start_vllm_engine(
     except BaseException:
         core.close()
         raise
-    return ThreadedEngine(engine, end=core.close)
+    return ThreadedEngine(engine, end=core.close, suspend=engine.suspend, resume=engine.resume)
 
 
 def _make_core(

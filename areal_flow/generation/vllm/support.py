@@ -60,6 +60,7 @@ def engine_arguments(
         "tensor_parallel_size": settings.vllm.tensor_parallel_size,
         "gpu_memory_utilization": settings.vllm.gpu_memory_utilization,
         "quantization": settings.vllm.quantization,
+        "enable_sleep_mode": settings.vllm.enable_sleep_mode,
         "hf_overrides": {"head_dtype": head_dtype},
         "block_size": None if on_gpu else BLOCK_TOKENS,
         "enable_prefix_caching": True,

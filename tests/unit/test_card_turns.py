@@ -1,0 +1,278 @@
+"""One card in turns: generators sleep while the trainer trains, and nothing is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_flow.cluster import generator_tasks
+from areal_flow.cluster.card_turns import CardTurns
+from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.trainer_replicas import DaskTrainer
+from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
+from areal_flow.config import Recipe, build_recipe, dump_recipe
+from areal_flow.errors import EngineError, TrainerLost
+from areal_flow.run.card_lock import ALONE, card_lock
+from areal_flow.run.layout import RunLayout
+from areal_flow.types import EngineStats
+from areal_flow.weights.directory import publish_model_directory
+from tests.policies import write_model_directory
+
+EPOCH = 1
+
+
+def in_turns(**changed: Any) -> Recipe:
+    table = {
+        "schedule": "sync",
+        "trainer": {"device": "cuda"},
+        "generation": {"device": "cuda"},
+        "cluster": {"num_gpus": 1},
+    }
+    return build_recipe({**table, **changed}, source="test")
+
+
+class CardEngine:
+    """An `Engine` that notes what is asked of it, and while it sleeps refuses all but `wake`."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self.happened = happened
+        self.version = 0
+        self.broken = self.asleep = self.breaks = False
+        happened.append("start")
+
+    def _note(self, what: str) -> None:
+        assert not self.asleep, f"{what} was asked of a sleeping engine"
+        self.happened.append(what)
+
+    async def generate(self, request: Any) -> Sequence[Any]:
+        self._note("generate")
+        return []
+
+    async def load_weights(self, version: int, reader: Any) -> None:
+        self._note(f"load {version}")
+        self.version = version
+
+    async def sleep(self) -> None:
+        self._note("sleep")
+        if self.breaks:
+            self.broken = True
+            raise EngineError("out of memory")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
+        self._note("wake")
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def occupancy(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.happened.append("close")
+
+
+class Driver:
+    """A driver's turns over one generator, whose functions its client calls at once."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        layout, self.happened = RunLayout(root), list[str]()
+        self.engines: list[CardEngine] = []
+        write_model_directory(layout.model)
+        publish_model_directory(layout.model, layout.weights_of(EPOCH))
+        layout.config.write_text(dump_recipe(in_turns()))
+        self.processes = layout.processes_of(EPOCH)
+        self.processes.mkdir(parents=True)
+
+        async def start(*_: Any) -> CardEngine:
+            self.engines.append(CardEngine(self.happened))
+            return self.engines[-1]
+
+        monkeypatch.setattr(os, "setpgrp", lambda: None)
+        monkeypatch.setattr(generator_tasks, "engine_factory", lambda name: start)
+        self.context = WorkerContext(root, EPOCH)
+        self.context.setup(
+            SimpleNamespace(  # type: ignore[arg-type]
+                name="generator-0",
+                ip="127.0.0.1",
+                metrics={},
+                id="",
+                state=SimpleNamespace(total_resources={}),
+            )
+        )
+        self.replaced: list[str] = []
+        self.registry = SimpleNamespace(
+            present=lambda role: [SimpleNamespace(address=role, is_silent=False)]
+        )
+        self.turns = CardTurns(self, self, self.processes)  # type: ignore[arg-type]
+
+    @property
+    def role(self) -> GeneratorRole:
+        return self.context.ensure(GeneratorRole, lambda: GeneratorRole(self.context))
+
+    async def run(self, function: Any, *arguments: Any, workers: list[str], **_: Any) -> Any:
+        worker = SimpleNamespace(plugins={PLUGIN_NAME: self.context})
+        try:
+            return {workers[0]: await function(*arguments, worker)}
+        except OSError as error:
+            return {workers[0]: error}
+
+    async def replace(self, address: str, *, why: str) -> None:
+        self.replaced.append(address)
+
+    def trainer(self, *outcomes: Exception | str) -> DaskTrainer:
+        """Return a trainer whose steps end so."""
+        left = list(outcomes)
+
+        async def step(request: Any) -> Any:
+            self.happened.append("step")
+            if isinstance(outcome := left.pop(0), Exception):
+                raise outcome
+            return outcome
+
+        async def restore() -> str:
+            self.happened.append("restore")
+            return ""
+
+        ranks: Any = SimpleNamespace(step=step, read_ahead=None, write_snapshot=None)
+        return DaskTrainer(ranks, restore, lost=asyncio.Event(), turn=self.turns.of_trainer)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(tmp_path, monkeypatch)
+
+
+def within_seconds(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_a_shared_card_is_taken_in_turns_by_the_sync_schedule_alone() -> None:
+    chosen = in_turns()
+    assert chosen.takes_turns
+    assert chosen.generation.vllm.enable_sleep_mode
+    for other in (
+        in_turns(schedule="async"),
+        in_turns(cluster={"num_gpus": 2}),
+        in_turns(trainer={"device": "cpu"}),
+    ):
+        assert not other.takes_turns
+        assert not other.generation.vllm.enable_sleep_mode
+    assert not in_turns(
+        generation={"device": "cuda", "engine": "torch"}
+    ).generation.vllm.enable_sleep_mode
+
+
+def test_generators_sleep_before_the_step_and_wake_before_they_load(driver: Driver) -> None:
+    async def train() -> None:
+        trainer = driver.trainer("1", "2")
+        await driver.role.serve(0)
+        for version in (1, 2):
+            await trainer.step(None)  # type: ignore[arg-type]
+            await driver.run(generator_tasks.load_weights, version, workers=["generator"])
+        await driver.role.generate(None)  # type: ignore[arg-type]
+
+    within_seconds(train())
+    turn = ["sleep", "step", "wake"]
+    assert driver.happened == ["start", *turn, "load 1", *turn, "load 2", "generate"]
+    assert not driver.replaced
+
+
+def test_request_during_the_trainers_turn_waits_for_its_end(driver: Driver) -> None:
+    async def train() -> None:
+        await driver.role.serve(0)
+        async with driver.turns.of_trainer():
+            asked = asyncio.create_task(driver.role.generate(None))  # type: ignore[arg-type]
+            await asyncio.sleep(0.2)
+            driver.happened.append("trained")
+        await asked
+
+    within_seconds(train())
+    assert driver.happened == ["start", "sleep", "trained", "wake", "generate"]
+
+
+def test_new_generator_starts_once_the_trainers_turn_is_over(driver: Driver) -> None:
+    """As one does whose process was killed while it slept."""
+
+    async def train() -> None:
+        async with driver.turns.of_trainer():
+            started = asyncio.create_task(driver.role.serve(0))
+            await asyncio.sleep(0.2)
+            driver.happened.append("trained")
+        await started
+
+    within_seconds(train())
+    assert driver.happened == ["trained", "start"]
+
+
+def test_trainer_that_is_lost_is_restored_and_asked_again_in_its_turns(driver: Driver) -> None:
+    async def train() -> None:
+        await driver.role.serve(0)
+        await driver.trainer(TrainerLost("killed"), "1").step(None)  # type: ignore[arg-type]
+
+    within_seconds(train())
+    turns = ["sleep", "step", "restore", "wake", "sleep", "step", "wake"]
+    assert driver.happened == ["start", *turns]
+
+
+def test_engine_that_breaks_when_it_is_to_sleep_is_closed_and_made_anew(driver: Driver) -> None:
+    async def train() -> None:
+        await driver.role.serve(0)
+        driver.engines[0].breaks = True
+        async with driver.turns.of_trainer():
+            driver.happened.append("trained")
+        await driver.role.serve(0)
+
+    within_seconds(train())
+    assert driver.happened == ["start", "sleep", "close", "trained", "start"]
+
+
+def test_generator_that_does_not_answer_that_it_sleeps_is_replaced(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(worker: Any) -> None:
+        raise OSError("its process is gone")
+
+    async def train() -> None:
+        async with driver.turns.of_trainer():
+            assert driver.replaced == ["generator"]
+
+    monkeypatch.setattr(generator_tasks, "sleep", fail)
+    within_seconds(train())
+
+
+def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awake(
+    driver: Driver,
+) -> None:
+    program = (
+        "import asyncio, pathlib, sys\n"
+        "from areal_flow.run.card_lock import ALONE, card_lock\n"
+        "async def hold():\n"
+        "    async with card_lock(pathlib.Path(sys.argv[1]), ALONE):\n"
+        "        print('held', flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(hold())\n"
+    )
+    command = [sys.executable, "-c", program, str(driver.processes)]
+
+    async def resume() -> None:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == b"held\n"
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2), card_lock(driver.processes, ALONE):
+                    pass
+            killed.kill()
+        await driver.role.generate(None)  # type: ignore[arg-type]
+
+    within_seconds(resume())
+    assert driver.happened == ["start", "generate"]

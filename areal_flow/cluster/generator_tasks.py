@@ -177,10 +177,10 @@ def weights_carrier(recipe: Recipe) -> Carrier:
     From card to card an engine receives between two steps. One that drains first would keep the
     trainer waiting, so its weights come through main memory.
     """
-    generation, cluster = recipe.generation, recipe.cluster
+    generation = recipe.generation
     is_ready = choose_engine(generation).name == "vllm" and generation.interruption != "drain"
     device = generation.device if is_ready and recipe.trainer.device == "cuda" else "cpu"
-    return carrier_of(device, shares_card=cluster.num_gpus == 1 and cluster.is_one_machine)
+    return carrier_of(device, shares_card=recipe.cluster.shares_gpu)
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:

@@ -120,8 +120,7 @@ def plan_memory(
         policy: of the recipe's shapes; its tensors may be on the meta device.
     """
     devices = {torch.device(part.device).type for part in (recipe.trainer, recipe.generation)}
-    cluster = recipe.cluster
-    shares = devices == {"cuda"} and cluster.num_gpus == 1 and cluster.is_one_machine
+    shares = devices == {"cuda"} and recipe.cluster.shares_gpu
     num_bytes = card_bytes(card)
     on_card = torch.device(recipe.generation.device).type == "cuda"
     generator = generator_memory(recipe, policy, num_bytes) if on_card else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from areal_flow.config import Recipe
@@ -16,7 +16,9 @@ from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.simulator import Simulated, simulate
 from areal_flow.planning.steady_state import SteadyState, steady_state
 
-MEASURED_STEPS = {"async": 6, "sync": 2}
+MEASURED_STEPS = {"async": 12, "sync": 4}
+"""At least: asynchronous steps repeat with a period of `max_staleness` + 1, and whole periods are
+measured."""
 MOST_SKIPPED = 12
 """Steps until a simulated run is steady."""
 
@@ -39,10 +41,13 @@ class Job:
         return steady_state(recipe, self.costs(recipe), self.lengths)
 
     def splits(self) -> Iterator[Recipe]:
-        """Yield the recipe with each split of the cards that its settings allow."""
+        """Yield the recipe with each split of the cards that its settings allow; trainer and
+        generator share a single card."""
         recipe = self.recipe
         parts = recipe.generation.vllm.tensor_parallel_size
         ranks = recipe.trainer.parallel.context_ranks
+        if self.num_gpus == parts == ranks == 1:
+            yield with_cluster(recipe, num_generators=1, num_trainers=1, num_gpus=1)
         for trainers in range(ranks, self.num_gpus, ranks):
             left = self.num_gpus - trainers
             if left >= parts and left % parts == 0:
@@ -128,11 +133,12 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
 
 def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
     """Simulate steps of a recipe, once they are steady."""
-    is_sync = recipe.schedule == "sync"
-    skipped = 1 if is_sync else min(MOST_SKIPPED, recipe.controller.max_staleness + 4)
-    num_steps = skipped + MEASURED_STEPS[recipe.schedule]
-    measured = recipe.model_copy(update={"num_steps": num_steps})
-    return simulate(measured, costs, lengths, num_skipped=skipped)
+    period, measured = recipe.controller.max_staleness + 1, MEASURED_STEPS[recipe.schedule]
+    skipped = 1 if recipe.schedule == "sync" else min(MOST_SKIPPED, period + 3)
+    if recipe.schedule == "async" and period <= 2 * measured:
+        measured = period * ceil(measured / period)
+    steps = recipe.model_copy(update={"num_steps": skipped + measured})
+    return simulate(steps, costs, lengths, num_skipped=skipped)
 
 
 def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:

@@ -54,9 +54,10 @@ def report_plan(
 def lengths_of_run(layout: RunLayout) -> Lengths:
     """Read the tokens of a run's prompts and completions from its log."""
     columns = ("prompt_tokens", "output_tokens")
-    rows = Run(layout.root).trajectories("polars", columns=columns)
+    rows = Run(layout.root).trajectories("polars", columns=(*columns, "submission_index"))
     prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
-    return recorded_lengths(prompts, completions, source=f"of the log of {layout.name}")
+    groups, source = rows["submission_index"].to_numpy(), f"of the log of {layout.name}"
+    return recorded_lengths(prompts, completions, source=source, groups=groups)
 
 
 def calibrate_run(layout: RunLayout, *, gpu: str) -> Calibration:

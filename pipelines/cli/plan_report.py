@@ -106,7 +106,9 @@ def _said(
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in plan.simulated.staleness.items())
     recipe, kept = plan.recipe, data["memory"]
     rows = {
-        "split": f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
+        "split": "trainer and generator share one card"
+        if recipe.cluster.shares_gpu
+        else f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
         "a step": f"{data['step_s']:,.1f} s ({plan.steady.generate_s:,.1f} s to generate a batch, "
         f"{plan.steady.train_s:,.1f} s to train it)",
         "tokens a second": f"{data['generated_tokens_per_second']:,.0f} generated, "

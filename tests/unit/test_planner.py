@@ -15,6 +15,7 @@ from areal_flow.planning.calibration import calibrate
 from areal_flow.planning.cards import CARDS, card_named
 from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, costs_of
 from areal_flow.planning.lengths import assumed_lengths
+from areal_flow.planning.memory import RankMemory
 from areal_flow.planning.planner import Job, generator_gpus, make_plan, simulated_run, with_cluster
 from areal_flow.planning.shapes import model_config
 from benchmarks.paper import Setting
@@ -22,7 +23,7 @@ from pipelines.cli.main import main
 from pipelines.jobs.job import chosen_recipe
 from tests.unit.test_memory_plan import SHAPE
 
-LENGTHS = assumed_lengths(2048, prompt_tokens=64.0)
+LENGTHS = assumed_lengths(2048, prompt_tokens=64.0, group_share=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def policy() -> Policy:
 
 def recipe_of(**sections: Any) -> Recipe:
     given = {
-        "controller": {"batch_size": 512},
+        "controller": {"batch_size": 256},
         "generation": {
             "max_new_tokens": 2048,
             "max_model_len": 2304,
@@ -109,7 +110,7 @@ def test_a_card_is_named_by_any_part_that_no_other_has() -> None:
 
 
 def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
-    recipe, card = recipe_of(), CARDS["H100-80GB"]
+    recipe, card = recipe_of(controller={"batch_size": 128}), CARDS["H100-80GB"]
     reached = Efficiencies(training=0.2, decode_step_s=0.02, trajectory_s=0.0)
     made = simulated_run(recipe, costs_of(recipe, policy, card, LENGTHS, reached), LENGTHS)
     generated = made.generated_tokens_per_s * made.step_s
@@ -144,19 +145,21 @@ def test_shapes_of_the_distilled_family_are_known_by_name(size: str) -> None:
 
 
 def test_the_command_prints_a_plan_as_one_object(
-    capsys: pytest.CaptureFixture[str], tmp_path: Any
+    capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    memory = [RankMemory(0, 2**30, {})]  # what it is has tests of its own, and takes seconds
+    monkeypatch.setattr("pipelines.cli.plan_report.trainer_memory", lambda *_: memory)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
-    settings = ["--controller.batch-size", "256", "--num-steps", "100", "--model", str(tmp_path)]
-    command = ["plan", "--gpus", "2", "--gpu", "H800-80GB", "--sft.num-steps", "0", *settings]
-    assert main([*command, "--json"]) == 0
+    settings = ["--controller.batch-size", "64", "--num-steps", "100", "--model", str(tmp_path)]
+    command = ["plan", "--gpu", "H800-80GB", "--sft.num-steps", "0", *settings, "--gpus"]
+    assert main([*command, "2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["num_generator_gpus"] == data["num_trainer_gpus"] == 1
     assert data["cost"] == pytest.approx(data["hours"] * 2 * 2.5)
     assert data["memory"]["fits"]
     assert {"step_s", "trained_tokens_per_second", "staleness_mean", "bottleneck"} < data.keys()
-    assert main(command) == 0
+    assert main([*command, "1"]) == 0
     said = capsys.readouterr().out
-    assert "1 cards generate, 1 train" in said
+    assert "trainer and generator share one card" in said
     assert "bottleneck" in said
     assert main(["plan", "--price", "2"]) == 2

@@ -4,11 +4,14 @@ Held in: Figure 5c's throughput of 1.5B on 16 machines at eta = 1, which fits `d
 at unbounded eta, which fits `trajectory_s`; Figure 6a's 427.4 of 989 TFLOP/s of 1.5B in training on
 one machine; and the mean of completions, which is hours times throughput and says nothing of speed.
 Held out: Table 1's hours of 1.5B, async (14.8) and sync (41.0), and of 7B, for which the same
-lengths are assumed; Figure 5c's other bars; the gain of interruption (section 7.5, Figure 6b).
+lengths are assumed; Figure 5c's other bars; the gain of interruption (section 7.5, Figure 6b), as
+tokens of generators in a second in which they are busy.
 
-Sync is eta = 0 with the same split: Figure 5c's bars at 0 and 4 have the ratio of Table 1's hours,
-2.77. Of a machine's 8 cards 6 generate. Figures come from transcriptions of the paper, where the
-bar of eta = 2 is that of 4 again, so it is left out.
+Throughput is the tokens of 8,192 mean completions over the time of a step: the paper's system masks
+no token as too old, and this one does. Sync is eta = 0 with the same split: Figure 5c's bars at 0
+and 4 have the ratio of Table 1's hours, 2.77. Of a machine's 8 cards 6 generate. The bar of eta = 2
+is that of 4 again, so it is left out. Steps of one run differ for dozens of steps by its first
+ones, so each figure is the mean of several seeds.
 
     python -m benchmarks.paper [--scale N] [--seeds N] [--json FILE]
 """

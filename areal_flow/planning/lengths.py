@@ -36,12 +36,13 @@ class Lengths:
     def of_group(self, seeds: Sequence[int]) -> list[int]:
         """Return the lengths of the completions of one prompt, by their seeds."""
         own, common = np.asarray(seeds) % NUM_DRAWN, sum(seeds) // NUM_DRAWN % NUM_DRAWN
-        return self._of_scores(_normal_scores()[own], _normal_scores()[common]).tolist()
+        return [*map(int, self._of_scores(_normal_scores()[own], _normal_scores()[common]))]
 
     def _of_scores(self, own: NDArray[np.float64], common: Any) -> NDArray[np.int64]:
         scores = sqrt(self.group_share) * common + sqrt(1 - self.group_share) * own
         places = np.searchsorted(_normal_scores(), scores).clip(max=NUM_DRAWN - 1)
-        return self._sorted[places * len(self._sorted) // NUM_DRAWN]
+        lengths: NDArray[np.int64] = self._sorted[places * len(self._sorted) // NUM_DRAWN]
+        return lengths
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:

@@ -89,6 +89,9 @@ class Plan:
         if steady.reward_s > max(steady.generate_s, steady.train_s):
             found = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
             return Bottleneck(found, "add reward workers: cluster.num_reward_workers")
+        if self.recipe.cluster.shares_gpu:
+            shares = f"{steady.generate_s:,.1f} s to generate and {steady.train_s:,.1f} s to train"
+            return Bottleneck(f"The card has both sides of a step: {shares}", "use a second card")
         waiting = 1 - min(1.0, steady.train_s / simulated.step_s)
         return judge_speed(waiting, simulated.generators_busy, 0.0)
 

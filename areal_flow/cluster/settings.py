@@ -97,6 +97,10 @@ class ClusterSettings(Settings):
     def is_one_machine(self) -> bool:
         return self.launcher == "local" and is_loopback(self.network.host)
 
+    @property
+    def has_one_gpu(self) -> bool:
+        return self.num_gpus == 1 and self.is_one_machine
+
     @model_validator(mode="after")
     def _bounded(self) -> ClusterSettings:
         fewest, most = self.generators_between or (1, self.num_generators)

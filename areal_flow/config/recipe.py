@@ -250,7 +250,7 @@ class Recipe(Settings):
     def shares_card(self) -> bool:
         """Whether a trainer and a generator are on the one GPU of one machine."""
         on_cards = self.trainer.device == self.generation.device == "cuda"
-        return on_cards and self.cluster.num_gpus == 1 and self.cluster.is_one_machine
+        return on_cards and self.cluster.has_one_gpu
 
     @property
     def takes_turns(self) -> bool:

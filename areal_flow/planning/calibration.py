@@ -16,7 +16,7 @@ from areal_flow.planning.planner import simulated_run
 SKIPPED = 0.25
 """Of a run's steps: the first ones, until it is steady."""
 FEWEST_STEPS = 8
-ROUNDS = 12
+ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,17 +37,18 @@ REWARD_S = 0.05
 class Efficiencies:
     """What is reached of a card's rates, and what no rate explains.
 
-    The defaults are assumed, but for `training`: 427.4 of 989 TFLOP/s (arXiv 2505.24298, Figure
-    6a).
+    The defaults are the paper's (arXiv 2505.24298), but for `memory`, which is assumed: `training`
+    is 427.4 of 989 TFLOP/s (Figure 6a), and both times are what `benchmarks.paper --scale 4` fits
+    to two bars of Figure 5c.
     """
 
     memory: float = 0.6
     """Of the memory's bandwidth, in a decode step."""
     training: float = 0.43
     """Of the matrix rate, in training; prefills reach the same."""
-    decode_step_s: float = 8e-3
+    decode_step_s: float = 6.4e-3
     """Of each decode step beside what is read and computed."""
-    trajectory_s: float = 0.011
+    trajectory_s: float = 8.6e-3
     """Of a training step for each of its trajectories: to collect, pack, send and check them."""
 
 

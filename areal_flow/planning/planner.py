@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil
 from typing import Any
 
 from areal_flow.config import Recipe
@@ -16,7 +16,9 @@ from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.simulator import Simulated, simulate
 from areal_flow.planning.steady_state import SteadyState, steady_state
 
-MEASURED_STEPS = {"async": 6, "sync": 2}
+MEASURED_STEPS = {"async": 12, "sync": 4}
+"""At least: asynchronous steps repeat with a period of `max_staleness` + 1, and whole periods are
+measured."""
 MOST_SKIPPED = 12
 """Steps until a simulated run is steady."""
 
@@ -39,10 +41,13 @@ class Job:
         return steady_state(recipe, self.costs(recipe), self.lengths)
 
     def splits(self) -> Iterator[Recipe]:
-        """Yield the recipe with each split of the cards that its settings allow."""
+        """Yield the recipe with each split of the cards that its settings allow; trainer and
+        generator share a single card."""
         recipe = self.recipe
         parts = recipe.generation.vllm.tensor_parallel_size
         ranks = recipe.trainer.parallel.context_ranks
+        if self.num_gpus == parts == ranks == 1:
+            yield with_cluster(recipe, num_generators=1, num_trainers=1, num_gpus=1)
         for trainers in range(ranks, self.num_gpus, ranks):
             left = self.num_gpus - trainers
             if left >= parts and left % parts == 0:
@@ -84,6 +89,9 @@ class Plan:
         if steady.reward_s > max(steady.generate_s, steady.train_s):
             found = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
             return Bottleneck(found, "add reward workers: cluster.num_reward_workers")
+        if self.recipe.cluster.has_one_gpu:
+            shares = f"{steady.generate_s:,.1f} s to generate and {steady.train_s:,.1f} s to train"
+            return Bottleneck(f"The card has both sides of a step: {shares}", "use a second card")
         waiting = 1 - min(1.0, steady.train_s / simulated.step_s)
         return judge_speed(waiting, simulated.generators_busy, 0.0)
 
@@ -111,7 +119,7 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
             f"(generation.vllm.tensor_parallel_size) and {ranks} for trainers "
             "(trainer.parallel.context_ranks), in multiples of each"
         )
-    fastest = min(splits, key=lambda recipe: job.steady(recipe).step_s)
+    fastest = fastest_split(job, splits)
     wanted = generator_gpus(job.recipe) / (
         generator_gpus(job.recipe) + job.recipe.cluster.num_trainers
     )
@@ -126,13 +134,24 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
     )
 
 
+def fastest_split(job: Job, splits: Sequence[Recipe]) -> Recipe:
+    """Return the split of the shortest step: the time falls and then rises along the splits, so
+    only those beside the best of a few are tried all."""
+    stride = ceil(len(splits) / 16)
+    few = range(0, len(splits), stride)
+    best = min(few, key=lambda index: job.steady(splits[index]).step_s)
+    near = splits[max(0, best - stride + 1) : best + stride]
+    return min(near, key=lambda recipe: job.steady(recipe).step_s)
+
+
 def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
     """Simulate steps of a recipe, once they are steady."""
-    is_sync = recipe.schedule == "sync"
-    skipped = 1 if is_sync else min(MOST_SKIPPED, recipe.controller.max_staleness + 4)
-    num_steps = skipped + MEASURED_STEPS[recipe.schedule]
-    measured = recipe.model_copy(update={"num_steps": num_steps})
-    return simulate(measured, costs, lengths, num_skipped=skipped)
+    period, measured = recipe.controller.max_staleness + 1, MEASURED_STEPS[recipe.schedule]
+    skipped = 1 if recipe.schedule == "sync" else min(MOST_SKIPPED, period + 3)
+    if recipe.schedule == "async" and period <= 2 * measured:
+        measured = period * ceil(measured / period)
+    steps = recipe.model_copy(update={"num_steps": skipped + measured})
+    return simulate(steps, costs, lengths, num_skipped=skipped)
 
 
 def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
@@ -152,8 +171,8 @@ def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
     }
     found = {name: job.steady(each).step_s / now for name, each in changed.items()}
     more = replace(job, num_gpus=2 * job.num_gpus)
-    doubled = min((more.steady(each).step_s for each in more.splits()), default=inf)
-    found["twice the cards, split best"] = doubled / now
+    best = fastest_split(more, list(more.splits()))
+    found["twice the cards, split best"] = more.steady(best).step_s / now
     return {
         name: ratio for name, ratio in sorted(found.items(), key=lambda f: f[1]) if ratio < 0.99
     }

@@ -23,6 +23,7 @@ from areal_flow.controller.flow_setup import (
 )
 from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import SCHEDULES
+from areal_flow.errors import EngineError
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
@@ -100,6 +101,7 @@ class VirtualCluster:
         self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: Troubles = Troubles()
     ) -> None:
         self._costs, self._lengths, self._troubles = costs, lengths, troubles
+        self._shares_card = recipe.cluster.has_one_gpu
         self._random = random.Random(troubles.seed)
         speeds = troubles.speeds
         how = {"prompt_tokens": lengths.prompt_tokens}
@@ -123,13 +125,9 @@ class VirtualCluster:
 
     async def roll_out(self, episode: Episode) -> Written:
         async with self._slots:
-            generator = min(self.generators, key=lambda generator: generator.num_groups)
-            generator.num_groups += 1
-            try:
-                lengths = [self._lengths.of_seed(seed) for seed in episode.seeds]
-                members = await generator.complete(lengths)
-            finally:
-                generator.num_groups -= 1
+            members = None
+            while members is None:
+                members = await self._complete(self._lengths.of_group(episode.seeds))
         await self._score(len(members))
         index = episode.submission_index
         receipts = tuple(
@@ -138,6 +136,17 @@ class VirtualCluster:
         )
         self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
         return Written(GroupReceipt(index, (), receipts))
+
+    async def _complete(self, lengths: Sequence[int]) -> list[Spans] | None:
+        """Return None if the generator is lost: the scheduler has another one run them again."""
+        generator = min(self.generators, key=lambda generator: generator.num_groups)
+        generator.num_groups += 1
+        try:
+            return await generator.complete(lengths)
+        except EngineError:
+            return None
+        finally:
+            generator.num_groups -= 1
 
     async def _score(self, number: int) -> None:
         """Wait until all reward workers, one after the other, are done with what came before."""
@@ -162,7 +171,13 @@ class VirtualCluster:
         seconds = self._costs.train_s(
             [prompt + sum(span.length for span in each) for each in spans]
         )
+        beside = [each for each in self.generators if self._shares_card and each.num_groups]
+        for generator in beside:
+            seconds *= 2  # both have half of the card
+            generator.change_speed(0.5)
         await asyncio.sleep(seconds)
+        for generator in beside:
+            generator.change_speed(2.0)
         self.staleness.append(Counter(counted.num_trained_by_staleness))
         ages = Counter[int]()
         for version, length in (span for each in spans for span in each):

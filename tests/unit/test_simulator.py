@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from areal_flow.config import Recipe
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.planning.costs import Costs
-from areal_flow.planning.lengths import Lengths, assumed_lengths, recorded_lengths
+from areal_flow.planning.lengths import (
+    NUM_DRAWN,
+    Lengths,
+    assumed_lengths,
+    recorded_lengths,
+)
 from areal_flow.planning.planner import with_cluster
-from areal_flow.planning.simulator import Troubles, simulate
+from areal_flow.planning.simulator import Simulated, Troubles, simulate
 from areal_flow.planning.steady_state import batch_generation_s, steady_state
 from areal_flow.planning.virtual_generator import VirtualGenerator
 from areal_flow.planning.virtual_time import run_in_virtual_time
@@ -32,7 +38,8 @@ COSTS = Costs(
     publish_s=0.0,
     load_s=0.0,
 )
-LENGTHS = assumed_lengths(1000, prompt_tokens=10.0)
+LENGTHS = assumed_lengths(1000, prompt_tokens=10.0, group_share=0.0)
+BATCH_SIZE, SKIPPED = 96, 8
 
 
 def test_a_row_decodes_at_the_speed_that_the_rows_beside_it_leave() -> None:
@@ -96,7 +103,7 @@ def test_a_completion_that_begins_after_new_weights_has_one_version() -> None:
 
 
 def recipe_of(eta: int, *, schedule: str = "async", generators: int = 4) -> Recipe:
-    recipe = flow_recipe(num_steps=30, max_staleness=eta, batch_size=256, group_size=2)
+    recipe = flow_recipe(num_steps=18, max_staleness=eta, batch_size=BATCH_SIZE, group_size=2)
     recipe = recipe.model_copy(update={"schedule": schedule})
     return with_cluster(recipe, num_generators=generators)
 
@@ -111,7 +118,7 @@ def decoding(**changes: float) -> Costs:
 def test_closed_form_has_the_step_of_a_simulated_run(eta: int) -> None:
     recipe, costs = recipe_of(eta), decoding(publish_s=0.2, load_s=0.1)
     predicted = steady_state(recipe, costs, LENGTHS)
-    found = simulate(recipe, costs, LENGTHS, num_skipped=14)
+    found = simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED)
     assert predicted.step_s == pytest.approx(found.step_s, rel=0.2)
     assert 0.3 < found.staleness_mean <= eta
 
@@ -134,36 +141,38 @@ def test_a_batch_of_equal_completions_takes_the_sum_of_its_steps() -> None:
 def test_slow_generators_failures_and_slow_loads_cost_what_they_take_away() -> None:
     recipe, costs = recipe_of(2), decoding()
 
-    def speed(**troubles: Any) -> float:
-        return simulate(
-            recipe, costs, LENGTHS, num_skipped=14, troubles=Troubles(**troubles)
-        ).trained_tokens_per_s
+    def found(**troubles: Any) -> Simulated:
+        with_them = Troubles(**troubles)
+        return simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED, troubles=with_them)
 
-    whole = speed()
-    assert speed(speeds=(1.0, 0.5)) == pytest.approx(0.75 * whole, rel=0.12)
-    assert speed(failures_per_hour=12.0, restart_s=60.0) < whole
-    late = simulate(
-        recipe, costs, LENGTHS, num_skipped=14, troubles=Troubles(slow_load_s=lambda g: 5.0)
-    )
-    soon = simulate(recipe, costs, LENGTHS, num_skipped=14)
-    assert late.staleness_mean > soon.staleness_mean
-
-
-def test_failed_groups_run_again_and_no_token_is_lost() -> None:
-    found = simulate(
-        recipe_of(2),
-        decoding(),
-        LENGTHS,
-        num_skipped=5,
-        troubles=Troubles(failures_per_hour=30.0, restart_s=5.0),
-    )
-    assert found.num_failures > 2
-    assert sum(found.staleness.values()) == pytest.approx(1.0)
+    whole = found()
+    slow = found(speeds=(1.0, 0.5)).trained_tokens_per_s
+    assert slow == pytest.approx(0.75 * whole.trained_tokens_per_s, rel=0.12)
+    late = found(slow_load_s=lambda generator: 5.0)
+    assert late.staleness_mean > whole.staleness_mean
+    failing = found(failures_per_hour=120.0, restart_s=30.0)
+    assert failing.num_failures > 2
+    assert failing.trained_tokens_per_s < whole.trained_tokens_per_s
+    assert sum(failing.staleness.values()) == pytest.approx(1.0)
 
 
 def test_scoring_may_be_the_slowest_part() -> None:
-    found = simulate(recipe_of(2), decoding(reward_s=0.1), LENGTHS, num_skipped=10)
-    assert found.step_s == pytest.approx(256 * 0.1, rel=0.05)
+    found = simulate(recipe_of(2), decoding(reward_s=0.2), LENGTHS, num_skipped=SKIPPED)
+    assert found.step_s == pytest.approx(BATCH_SIZE * 0.2, rel=0.05)
+
+
+def test_on_one_card_generation_and_training_take_the_time_of_both() -> None:
+    recipe = with_cluster(recipe_of(2, generators=1), num_gpus=1)
+    alone = with_cluster(recipe, num_gpus=2)
+    costs = decoding(train_token_s=5e-5)
+    shared, parted = (
+        simulate(each, costs, LENGTHS, num_skipped=SKIPPED) for each in (recipe, alone)
+    )
+    # The generator works all the time, so a step is as long as both of its sides on cards alone.
+    side_s = parted.generators_busy * parted.step_s
+    assert shared.generators_busy == pytest.approx(1.0, abs=0.02)
+    assert shared.step_s == pytest.approx(side_s + parted.train_s, rel=0.1)
+    assert steady_state(recipe, costs, LENGTHS).step_s == pytest.approx(shared.step_s, rel=0.2)
 
 
 def test_assumed_lengths_have_the_stated_mean_and_cut() -> None:
@@ -176,5 +185,18 @@ def test_assumed_lengths_have_the_stated_mean_and_cut() -> None:
 def test_token_and_group_means_are_those_of_draws() -> None:
     lengths: Lengths = recorded_lengths([2, 4], [1, 3], source="by hand")
     assert lengths.decoding_tokens == 3 + (1 + 9) / 2 / 2 / 2
-    assert lengths.mean_longest_of(2) == 0.25 * 1 + 0.75 * 3
-    assert [lengths.of_seed(seed) for seed in (0, 1, 2)] == [1, 3, 1]
+    assert lengths.mean_longest_of(2) == pytest.approx(0.25 * 1 + 0.75 * 3, abs=0.05)
+    assert lengths.of_group([0, NUM_DRAWN - 1, NUM_DRAWN]) == [1, 3, 1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.64])
+def test_completions_of_one_prompt_have_a_share_of_variance_in_common(share: float) -> None:
+    lengths = assumed_lengths(100_000, mean=900.0, group_share=share)
+    groups = [lengths.of_group(group_seeds(0, index, 8)) for index in range(500)]
+    drawn, of = np.ravel(groups), np.repeat(range(500), 8)
+    found = recorded_lengths([1], drawn, source="", groups=of)
+    assert found.group_share == pytest.approx(share, abs=0.05)
+    assert found.mean == pytest.approx(900, rel=0.1)
+    assert np.mean([max(group) for group in groups]) == pytest.approx(
+        lengths.mean_longest_of(8), rel=0.1
+    )

@@ -43,6 +43,8 @@ def calibrate(
     card: Card,
     lengths: Lengths,
     steps: Sequence[Mapping[str, Any]],
+    *,
+    reward_s: float,
 ) -> Calibration:
     """Fit the share of training to the trainer's seconds, and the time of a decode step to the
     generators' seconds for a token. What the controller makes of both is not fitted.
@@ -51,6 +53,7 @@ def calibrate(
         recipe: of the run, with its workers.
         card: that each of its workers had.
         steps: rows of its ledger, without the genesis.
+        reward_s: of a completion: it is not fitted.
 
     Raises:
         RunError: there are too few steps.
@@ -66,7 +69,7 @@ def calibrate(
         return costs_of(recipe, policy, card, lengths, reached)
 
     token_s = mean("seconds_generate") / mean("num_generated_tokens")
-    reached = Efficiencies(training=1.0, trajectory_s=0.0)
+    reached = Efficiencies(training=1.0, trajectory_s=0.0, reward_s=reward_s)
     at_peak = costs_with(reached).mean_train_s(recipe.controller.batch_size, lengths)
     training = at_peak / mean("seconds_read", "seconds_train", "seconds_stage")
     low, high = 0.0, token_s * recipe.generation.max_num_seqs

@@ -29,17 +29,15 @@ PACKING_FILL = 0.95
 """Of `trainer.tokens_per_micro_batch`."""
 PUBLISH_BYTES_PER_S, LOAD_BYTES_PER_S = 2.55e9, 3.02e9
 """Of weights as files of one process (docs/benchmarks.md, `weights`, 11M parameters)."""
-REWARD_S = 0.05
-"""Of one completion on one reward worker: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
     """What is reached of a card's rates, and what no rate explains.
 
-    The defaults are the paper's (arXiv 2505.24298), but for `memory`, which is assumed: `training`
-    is 427.4 of 989 TFLOP/s (Figure 6a), and both times are what `benchmarks.paper --scale 4` fits
-    to two bars of Figure 5c.
+    The defaults are the paper's (arXiv 2505.24298), but for `memory` and `reward_s`, which are
+    assumed: `training` is 427.4 of 989 TFLOP/s (Figure 6a); both other times are what
+    `benchmarks.paper --scale 4 --seeds 1` fits to two bars of Figure 5c.
     """
 
     memory: float = 0.6
@@ -48,6 +46,8 @@ class Efficiencies:
     """Of the matrix rate, in training; prefills reach the same."""
     decode_step_s: float = 6.4e-3
     """Of each decode step beside what is read and computed."""
+    reward_s: float = 0.05
+    """Of one completion on one reward worker."""
     trajectory_s: float = 8.6e-3
     """Of a training step for each of its trajectories: to collect, pack, send and check them."""
 
@@ -151,7 +151,7 @@ def costs_of(
         trajectory_s=reached.trajectory_s,
         publish_s=weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
-        reward_s=REWARD_S / recipe.cluster.num_reward_workers,
+        reward_s=reached.reward_s / recipe.cluster.num_reward_workers,
     )
 
 

@@ -80,17 +80,13 @@ def recorded_lengths(
     source: str,
     groups: Sequence[int] = (),
 ) -> Lengths:
-    """Return lengths that were found.
-
-    Args:
-        groups: which completions are of one prompt; by default no two are.
-    """
+    """Return lengths that were found, of which equal `groups` are of one prompt."""
     lengths = np.asarray(completion_tokens, np.int64)
-    share = _group_share(lengths, np.asarray(groups)) if len(groups) else 0.0
+    share = _group_share(lengths, groups) if len(groups) else 0.0
     return Lengths(float(np.mean(prompt_tokens)), lengths, source, share)
 
 
-def _group_share(lengths: NDArray[np.int64], groups: NDArray[Any]) -> float:
+def _group_share(lengths: NDArray[np.int64], groups: Sequence[int]) -> float:
     """Return the share of variance between groups, less what equally many would have by chance."""
     logs = np.log(lengths + 1.0)
     _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)

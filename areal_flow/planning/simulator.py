@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -125,9 +126,13 @@ class VirtualCluster:
 
     async def roll_out(self, episode: Episode) -> Written:
         async with self._slots:
-            members = None
-            while members is None:
-                members = await self._complete(self._lengths.of_group(episode.seeds))
+            members: list[Spans] = []
+            while not members:  # lost with its generator: the scheduler has another one run it
+                generator = min(self.generators, key=lambda generator: generator.num_groups)
+                generator.num_groups += 1
+                with suppress(EngineError):
+                    members = await generator.complete(self._lengths.of_group(episode.seeds))
+                generator.num_groups -= 1
         await self._score(len(members))
         index = episode.submission_index
         receipts = tuple(
@@ -136,17 +141,6 @@ class VirtualCluster:
         )
         self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
         return Written(GroupReceipt(index, (), receipts))
-
-    async def _complete(self, lengths: Sequence[int]) -> list[Spans] | None:
-        """Return None if the generator is lost: the scheduler has another one run them again."""
-        generator = min(self.generators, key=lambda generator: generator.num_groups)
-        generator.num_groups += 1
-        try:
-            return await generator.complete(lengths)
-        except EngineError:
-            return None
-        finally:
-            generator.num_groups -= 1
 
     async def _score(self, number: int) -> None:
         """Wait until all reward workers, one after the other, are done with what came before."""

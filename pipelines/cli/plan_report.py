@@ -64,7 +64,9 @@ def calibrate_run(layout: RunLayout, *, gpu: str) -> Calibration:
     run = Run(layout.root)
     steps = run.steps(where="step > 0").to_dict("records")
     policy = Policy.of(model_config(str(layout.model)))
-    return calibrate(run.recipe, policy, card_named(gpu), lengths_of_run(layout), steps)
+    lengths = lengths_of_run(layout)
+    # The log has no time of scoring without that of waiting for it.
+    return calibrate(run.recipe, policy, card_named(gpu), lengths, steps, reward_s=0.0)
 
 
 def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[str, Any]:

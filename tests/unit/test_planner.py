@@ -137,12 +137,12 @@ def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
         "seconds_step": made.step_s,
         "staleness_mean": made.staleness_mean,
     }
-    found = calibrate(recipe, policy, card, LENGTHS, [row] * 12)
+    found = calibrate(recipe, policy, card, LENGTHS, [row] * 12, reward_s=reached.reward_s)
     assert found.reached.training == pytest.approx(0.2, rel=0.05)
     assert found.reached.decode_step_s == pytest.approx(0.02, rel=0.1)
     assert found.predicted_step_s == pytest.approx(made.step_s, rel=0.05)
     with pytest.raises(RunError, match="expected 8 steady steps"):
-        calibrate(recipe, policy, card, LENGTHS, [row] * 6)
+        calibrate(recipe, policy, card, LENGTHS, [row] * 6, reward_s=0.0)
 
 
 @pytest.mark.parametrize("eta", [0, 4])

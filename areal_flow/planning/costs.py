@@ -15,13 +15,8 @@ import torch
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.models.policy import policy_from_config
-from areal_flow.planning.cards import (
-    GIB,
-    GPUS_PER_MACHINE,
-    NETWORK_BYTES_PER_S,
-    Card,
-    generator_memory,
-)
+from areal_flow.planning.card_memory import generator_memory
+from areal_flow.planning.cards import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Card
 from areal_flow.planning.lengths import Lengths
 from areal_flow.trainer.flops import PolicyShape
 

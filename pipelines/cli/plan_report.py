@@ -7,7 +7,8 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.planning.calibration import Calibration, calibrate
-from areal_flow.planning.cards import GIB, MemoryPlan, card_named, plan_memory
+from areal_flow.planning.card_memory import MemoryPlan, plan_memory
+from areal_flow.planning.cards import GIB, card_named
 from areal_flow.planning.costs import Policy
 from areal_flow.planning.lengths import Lengths, assumed_lengths, recorded_lengths
 from areal_flow.planning.memory import trainer_memory

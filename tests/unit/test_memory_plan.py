@@ -14,7 +14,8 @@ from torch import distributed
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.models.huggingface import AutoConfig
 from areal_flow.models.policy import policy_from_config
-from areal_flow.planning.cards import GIB, card_bytes, plan_memory
+from areal_flow.planning.card_memory import plan_memory
+from areal_flow.planning.cards import GIB, card_bytes
 from areal_flow.planning.memory import RankMemory, longest_rows, memory_of_step, trainer_memory
 from areal_flow.planning.shapes import model_config
 from areal_flow.run.layout import RunLayout

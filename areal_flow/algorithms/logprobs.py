@@ -53,7 +53,8 @@ def detached_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor
     """
     import torch  # here: recipes are read without it
 
-    chunks = logits_TV.detach().split(max(1, CHUNK_NUMBERS // logits_TV.shape[1]))
+    num_rows = max(1, CHUNK_NUMBERS // logits_TV.shape[1])
+    chunks = torch.split(logits_TV.detach(), num_rows)
     return torch.cat([next_token_entropies(chunk, temperature=temperature) for chunk in chunks])
 
 

@@ -143,7 +143,7 @@ def pack_sequences(
     sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])
     num_prompt_tokens = np.cumsum([len(s.prompt_tokens) for s in sequences])
     place_of, at_M = np.concatenate(places), trained_M + num_prompt_tokens[sequence_M]
-    of_each = [s.version_spans or [(-1, len(s.output_tokens))] for s in sequences]
+    of_each = [s.version_spans or [VersionSpan(-1, len(s.output_tokens))] for s in sequences]
     spans = np.array([*chain.from_iterable(of_each)], np.int64)
 
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:

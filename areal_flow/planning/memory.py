@@ -140,10 +140,9 @@ def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
     algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
     num_batches = backend.passes.num_batches
-    for _, optimizer in _trained(rank):  # its state is there at every peak but the first
-        for parameter in optimizer.trainable:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.update(learning_rate=rank.recipe.trainer.learning_rate)
+    # The first step makes the optimizer's state and the places of gathered weights, which are
+    # there at every later peak.
+    train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
     tracker = _Tracker()
     tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker:

@@ -111,14 +111,26 @@ def own_slice(total: int, group: Any) -> slice:
 
 
 def exchange(parts: Tensor, group: Any) -> Tensor:
-    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one.
+    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one."""
+    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
 
-    Its gradient is the same exchange, back.
-    """
-    from torch.distributed import _functional_collectives as collectives  # that few need
 
-    received = collectives.all_to_all_single(parts.contiguous(), None, None, group)
-    return collectives.wait_tensor(received)  # type: ignore[no-any-return, no-untyped-call]
+class _Exchange(torch.autograd.Function):
+    """Its gradient is the same exchange, back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return exchange(gradient, ctx.group), None
 
 
 def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:

@@ -146,7 +146,7 @@ def test_what_was_answered_does_not_stay_in_the_store(
 
 @pytest.mark.parametrize(
     ("end", "held"),
-    [(signal.SIGKILL, True), (None, False)],
+    [(signal.SIGKILL, True), pytest.param(None, False, marks=pytest.mark.slow)],
     ids=["dies, sent what changed", "hangs, sent everything"],
 )
 def test_reader_that_stops_in_mid_transfer_holds_up_neither_trainer_nor_readers(
@@ -179,6 +179,7 @@ def test_reader_that_stops_in_mid_transfer_holds_up_neither_trainer_nor_readers(
         stopped.kill()
 
 
+@pytest.mark.slow
 def test_reader_is_sent_what_changed_since_what_it_holds_if_that_is_less(
     writer: BroadcastWriter, tmp_path: Path
 ) -> None:

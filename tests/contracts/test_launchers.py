@@ -35,7 +35,16 @@ from tests.sshd import HOST, running_sshd
 LIMIT_S = 60.0
 
 
-@pytest.fixture(scope="module", params=sorted(LAUNCHERS))
+QUICK = ("local", "ssh")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(LAUNCHERS)
+    ],
+)
 def settings(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ClusterSettings]:

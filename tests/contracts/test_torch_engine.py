@@ -124,6 +124,7 @@ def test_one_sequence_of_the_longest_context_fits_the_smallest_memory() -> None:
     check_exact(request, run_all(engine, request, request_of("other", length=50))["r"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interruption", ["interrupt", "drain"])
 def test_crowd_in_pages_of_fixed_memory_leaves_every_page_free(interruption: str) -> None:
     engine = engine_of(max_num_seqs=8, kv_cache_tokens=300, interruption=interruption)

@@ -218,6 +218,7 @@ def test_evaluations_are_read_and_delivered_once_each(
     assert versions == [0, 1, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'own.db'}"
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -232,6 +233,7 @@ def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_p
     assert kinds["chosen"] == "genai_development", "a user's own choice stays"
 
 
+@pytest.mark.slow
 def test_artifacts_lie_beside_the_database_and_go_with_the_run(
     layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,6 +459,7 @@ def test_runs_share_a_registry_and_each_keeps_its_alias(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_removed_run_leaves_nothing_and_takes_nothing_of_others(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'mlflow.db'}"
     kept = deliver(tmp_path / "kept", database, 1, rate=0.1)
@@ -512,6 +515,7 @@ def test_evaluations_without_a_row_yet_are_delivered_when_they_have_one(layout: 
     assert "held_out/pass_rate" in sink.metrics
 
 
+@pytest.mark.slow
 def test_run_of_a_name_that_another_folder_has_gets_another_alias(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'mlflow.db'}"
     here = deliver(tmp_path / "a" / "sums", database, 1, rate=0.1)

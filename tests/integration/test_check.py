@@ -80,7 +80,13 @@ def test_damage_of_rows_is_found(
     assert DAMAGES[damage][0] in found
 
 
-@pytest.mark.parametrize("damage", ["a step is gone", "another token", *ON_DISK])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("a step is gone", "another token"),
+        *(pytest.param(damage, marks=pytest.mark.slow) for damage in ON_DISK),
+    ],
+)
 def test_damage_is_found(
     damage: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

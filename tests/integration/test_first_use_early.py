@@ -70,6 +70,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     return layout
 
 
+@pytest.mark.slow
 def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(VERIFIERS)
     rewards = '[{verifier = "own:raises"}]'

@@ -12,6 +12,7 @@ import areal_flow
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments
 
+pytestmark = pytest.mark.slow
 REWARDS = """[
     {verifier = "tests.integration.verifiers:reward_length"},
     {verifier = "tests.integration.verifiers:batched_digits", weight = 0.25},

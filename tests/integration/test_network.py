@@ -30,6 +30,7 @@ def certificates(directory: Path) -> NetworkSettings:
     return with_certificates(NetworkSettings(), directory)
 
 
+@pytest.mark.slow
 def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused(
     tmp_path: Path,
 ) -> None:
@@ -54,6 +55,7 @@ def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused
     asyncio.run(grow_and_shrink())
 
 
+@pytest.mark.slow
 def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
     tmp_path: Path,
 ) -> None:

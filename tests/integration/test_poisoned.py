@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
@@ -18,6 +20,7 @@ REWARD = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
 POISONED = (1, 4)
 
 
+@pytest.mark.slow
 async def test_tasks_that_wait_beside_those_that_kill_their_worker_get_their_results(
     tmp_path: Path,
 ) -> None:

@@ -30,6 +30,7 @@ print(len(run.steps()) - 1, run.trajectories().reward.min() > 0.25)
 """
 
 
+@pytest.mark.slow
 def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
     assert run_script(SCRIPT, cwd=tmp_path, timeout=120).strip().splitlines()[-1] == "2 True"
     layout = RunLayout((tmp_path / "runs" / "five").resolve())

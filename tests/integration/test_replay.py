@@ -69,6 +69,7 @@ def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
     assert listing(layout) == before
 
 
+@pytest.mark.slow
 def test_whole_run_is_equal_from_the_genesis(layout: RunLayout) -> None:
     whole = replay_step(layout, step=NUM_STEPS, from_checkpoint=0)
     assert asdict(whole.replayed.hashes) == recorded_hashes(layout, NUM_STEPS)
@@ -136,6 +137,7 @@ def test_own_loss_by_import_path(
     assert found["changed"]["weights_hash"] != found["replayed"]["weights_hash"]
 
 
+@pytest.mark.slow
 def test_token_table_agrees_with_what_was_sampled_and_counted(layout: RunLayout) -> None:
     num_fresh = 0
     for step in (1, 2, 3, 4):
@@ -154,6 +156,7 @@ def test_token_table_agrees_with_what_was_sampled_and_counted(layout: RunLayout)
     assert num_fresh
 
 
+@pytest.mark.slow
 def test_tampered_row_is_found(layout: RunLayout, copied: RunLayout) -> None:
     tamper(copied, 3, weights_hash="0" * 32)
     assert replay(copied, "--step", "3") == 1
@@ -172,6 +175,7 @@ def test_checkpoint_that_is_not_its_rows_is_passed_over(
     assert "no usable checkpoint 2 below step 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_environment_is_said_and_excuses_a_difference(
     copied: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,7 +165,7 @@ def test_printed_command_works(
 
 
 @pytest.mark.parametrize("layout", ["my 'runs'"], indirect=True)
-@pytest.mark.parametrize("name", ["areal-flow", ""])
+@pytest.mark.parametrize("name", ["areal-flow", pytest.param("", marks=pytest.mark.slow)])
 def test_printed_command_runs_in_a_shell_that_does_not_find_it(
     layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
     assert torch.autograd.gradcheck(lambda v: value_loss(v).losses_T, (values,))
 
 
+@pytest.mark.slow
 def test_critic_learns_which_prompts_are_rewarded() -> None:
     algorithm = ActorCriticPPO(num_minibatches=1, critic=CriticSettings(learning_rate=3e-3))
     backend = with_critic(algorithm=algorithm)

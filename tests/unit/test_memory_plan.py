@@ -92,6 +92,7 @@ def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str,
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
     shape = config(num_layers=1)
     weights = num_weights(shape)
@@ -127,6 +128,7 @@ def test_longest_rows_fill_a_micro_batch() -> None:
     assert rows(4097, 2048) == [2048, 2048]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_offloads_activations_does_not_have_them() -> None:
     on_gpu = {"device": "cuda", "dtype": "bfloat16"}
     (kept,) = trainer_memory(recipe(**on_gpu), config())

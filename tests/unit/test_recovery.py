@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +132,7 @@ def duration_of(submission_index: int) -> float:
     return random.Random(submission_index).paretovariate(1.2)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
 def test_long_episodes_are_not_lost_more_often_than_short_ones(seed: int) -> None:

@@ -1,7 +1,7 @@
 """Everything a user or a developer runs. One environment serves all but `tests_vllm` and `trl`.
 
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
-nox -s tests [-- ARGS]     unit, contract and integration tests, in eight minutes
+nox -s tests [-- ARGS]     unit, contract and integration tests
 nox -s tests_slow          what else protects users: every recovery, every architecture
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
@@ -91,7 +91,7 @@ def tests_slurm(session: nox.Session) -> None:
 
 @nox.session
 def walks(session: nox.Session) -> None:
-    """Type what users type, many commands in a row, the quickstart's too; twelve minutes."""
+    """Type what users type, many commands in a row, the quickstart's too."""
     run(session, "python", "-m", "pytest", "-m", "walk", *session.posargs)
 
 

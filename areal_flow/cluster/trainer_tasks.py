@@ -138,21 +138,18 @@ def _rank() -> TrainerRank:
     from areal_flow.trainer.rank import TrainerRank
 
     context = worker_context()
-    require_carrier(context.recipe)
     layout, rows = context.layout, _rows(context)
-    return context.ensure(
-        TrainerRank,
-        lambda: TrainerRank(
-            layout,
-            context.recipe,
-            channel=ChosenChannel(
-                layout.weights_of(context.writer_epoch),
-                context.recipe.weights_medium,
-                host=context.host,
-            ),
-            read_rows=rows,
-        ),
-    )
+
+    def make() -> TrainerRank:
+        require_carrier(context.recipe)
+        channel = ChosenChannel(
+            layout.weights_of(context.writer_epoch),
+            context.recipe.weights_medium,
+            host=context.host,
+        )
+        return TrainerRank(layout, context.recipe, channel=channel, read_rows=rows)
+
+    return context.ensure(TrainerRank, make)
 
 
 def require_carrier(recipe: Recipe) -> None:

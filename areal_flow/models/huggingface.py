@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,16 +66,23 @@ def _uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def _unsharded() -> Iterator[None]:
-    """Have torch look as if it were built for one process: `transformers` asks once."""
-    is_available, distributed.is_available = distributed.is_available, lambda: False
+def _replaced(module: ModuleType, name: str, answer: object) -> Iterator[None]:
+    """Have a function of a module give this answer: `transformers` asks once."""
+    function = getattr(module, name)
+    setattr(module, name, lambda: answer)
     try:
         yield
     finally:
-        distributed.is_available = is_available
+        setattr(module, name, function)
 
 
-with _hidden("sklearn", "scipy", "accelerate"), _uncompiled(), _unsharded():
+with (
+    _hidden("sklearn", "scipy", "accelerate"),
+    _uncompiled(),
+    _replaced(distributed, "is_available", False),  # built for one process
+    # Read of every installed package; without it a package is looked up by its own name.
+    _replaced(metadata, "packages_distributions", {}),
+):
     from transformers import (
         AttentionInterface,
         AutoConfig,

@@ -21,7 +21,7 @@ from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.queued import QueuedLauncher
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
@@ -77,7 +77,7 @@ async def launch_cluster(
     placements: Sequence[WorkerPlacement],
     settings: ClusterSettings,
     context: WorkerContext,
-    standby: StandbyWorkers | None = None,
+    template: WorkerTemplate | None = None,
 ) -> AsyncIterator[RunningCluster]:
     """Start a process for each placement, wait for all, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
@@ -90,7 +90,9 @@ async def launch_cluster(
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
         async with await _listening_scheduler(settings, security) as scheduler:
-            launcher = make_launcher(scheduler.address, settings, standby, logs=context.layout.jobs)
+            launcher = make_launcher(
+                scheduler.address, settings, template, logs=context.layout.jobs
+            )
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
             pool.note = partial(note_worker, context.layout.workers, context.writer_epoch)

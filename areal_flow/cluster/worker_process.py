@@ -14,7 +14,7 @@ import platform
 import signal
 import sys
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from distributed import Security, Worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from areal_flow.cluster.placement import ROLES, WorkerPlacement
+from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 from areal_flow.machine import is_linux
@@ -53,17 +53,9 @@ VERSIONS = "areal_flow_versions"
 EXCHANGED_BY = ("distributed", "pyarrow", "pylance", "torch", "transformers")
 """What processes exchange depends on the versions of these packages."""
 
-TRAINER_IMPORTS = (
-    "areal_flow.cluster.trainer_tasks",
-    "areal_flow.store.trajectories",
-    "areal_flow.trainer.rank",
-    "areal_flow.trainer.sft",
-)
-"""Modules that a standby trainer imports; a run waits for it first."""
-
 
 def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkSettings) -> str:
-    """Return the options of `main` as one line of JSON."""
+    """Return the options of a worker as one line of JSON."""
     options = {
         "name": placement.name,
         "scheduler": scheduler,
@@ -120,15 +112,15 @@ def main(options: str, parent: str) -> None:
     """Run a worker until it is stopped or its scheduler ends.
 
     Args:
-        options: of `worker_options`; or a role, then the options come on the standard input.
+        options: of `worker_options`.
         parent: the number of the process that started this one.
     """
     end_with_parent(int(parent))
+    work(options)
+
+
+def work(options: str) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    if options in ROLES:
-        for module in TRAINER_IMPORTS if options == "trainer" else ():
-            import_module(module)
-        options = sys.stdin.readline()
     asyncio.run(_work(**json.loads(options)))
 
 

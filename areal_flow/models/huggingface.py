@@ -101,6 +101,13 @@ with (
 
 
 @contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Have modules made without storage; torch would import its compiler to draw their weights."""
+    with torch.device("meta"), _uncompiled():
+        yield
+
+
+@contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Have `transformers` draw no bars while this is entered: a worker's terminal is the run's."""
     drawn = logging.is_progress_bar_enabled()

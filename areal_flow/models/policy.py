@@ -22,6 +22,7 @@ from areal_flow.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
     GradientCheckpointingLayer,
+    on_meta_device,
     without_progress_bars,
 )
 from areal_flow.models.linear import swap_linear_layers
@@ -82,7 +83,7 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
 
 
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
-    with torch.device("meta"):
+    with on_meta_device():
         add_adapter(empty_policy(directory, device="meta"), settings)
 
 

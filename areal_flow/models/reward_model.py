@@ -15,7 +15,11 @@ from torch import Tensor
 
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.attention import ATTENTION_NAME, RowLayout
-from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
+from areal_flow.models.huggingface import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    on_meta_device,
+)
 from areal_flow.models.policy import disable_dropout_and_move, hidden_at
 
 SCORE = "score"
@@ -27,7 +31,7 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
     try:
-        with torch.device("meta"):
+        with on_meta_device():
             model = AutoModelForSequenceClassification.from_config(config)
     except ValueError:
         model = None

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from areal_flow.errors import ModelError
-from areal_flow.models.huggingface import conversion_mapping
+from areal_flow.models.huggingface import conversion_mapping, on_meta_device
 from areal_flow.models.huggingface import core_model_loading as loading
 from areal_flow.models.policy import empty_policy, load_policy, policy_tensors
 from areal_flow.models.reward_model import SCORE, drawn_scores, reward_model_of
@@ -47,7 +47,7 @@ def first_model(
     )
     if not any(directory.glob("*.safetensors")):
         return make(device=device), None
-    with torch.device("meta"):
+    with on_meta_device():
         model = make(device="meta")
     drawn = {f"{SCORE}.weight": drawn_scores(model)} if reward_model else {}
     return model, _rows(directory, model, whole_rows(drawn))
@@ -61,7 +61,7 @@ def pretrained_policy(directory: Path) -> tuple[Any, Rows]:
 
 def shapes_of(directory: Path) -> Any:
     """Return a directory's architecture on the meta device."""
-    with torch.device("meta"):
+    with on_meta_device():
         return empty_policy(directory, device="meta")
 
 

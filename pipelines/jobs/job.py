@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
+from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.command import command, from_here
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
@@ -203,7 +203,7 @@ def start(
     create_run(layout, recipe, recipe_name=recipe_name)
     if url:
         layout.datasets_url.write_text(url)
-    with hold_run(layout) as writer, standing_by(job.workers(recipe)) as standby:
+    with hold_run(layout) as writer, worker_template(job.workers(recipe)) as template:
         try:
             recipe = fill(layout, recipe)
             if fork is not None:
@@ -216,7 +216,7 @@ def start(
             raise
         with log_kept(layout.log):
             say(f"Run {layout.name} in {layout.root}: {prepared}")
-            return _drive(job, layout, recipe, writer, standby, resume=False, began=began)
+            return _drive(job, layout, recipe, writer, template, resume=False, began=began)
 
 
 def resume(
@@ -246,13 +246,13 @@ def resume(
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
     with (
         hold_run(layout, take_over=take_over) as writer,
-        standing_by(job.workers(recipe)) as standby,
+        worker_template(job.workers(recipe)) as template,
         log_kept(layout.log),
     ):
         accept(layout, verifier, writer)
         log("")
         say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
-        return _drive(job, layout, recipe, writer, standby, resume=True, began=began)
+        return _drive(job, layout, recipe, writer, template, resume=True, began=began)
 
 
 def _drive(
@@ -260,14 +260,14 @@ def _drive(
     layout: RunLayout,
     recipe: Recipe,
     writer: Writer,
-    standby: StandbyWorkers,
+    template: WorkerTemplate,
     *,
     resume: bool,
     began: float,
 ) -> Outcome:
     state: State = "failed"
     drive = partial(
-        job.drive, layout, recipe, writer=writer, standby=standby, resume=resume, began=began
+        job.drive, layout, recipe, writer=writer, template=template, resume=resume, began=began
     )
     try:
         outcome = wait_for(drive)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_flow.cluster.launch import launch_cluster
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
@@ -115,7 +115,7 @@ async def run_sft(
     recipe: Recipe,
     *,
     writer: Writer,
-    standby: StandbyWorkers | None = None,
+    template: WorkerTemplate | None = None,
     **_: object,
 ) -> Outcome:
     """Fine-tune on a cluster of trainers alone; the policy is then the newest sft checkpoint."""
@@ -125,7 +125,9 @@ async def run_sft(
     try:
         progress.phase(f"Starting {len(workers)} worker{'s' * (len(workers) > 1)}")
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
+            async with launch_cluster(
+                workers, recipe.cluster, context, template=template
+            ) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=len(workers), replace=cluster.pool.replace

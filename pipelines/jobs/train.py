@@ -16,7 +16,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.card_turns import CardTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
@@ -59,7 +59,7 @@ async def run_training(
     recipe: Recipe,
     *,
     writer: Writer,
-    standby: StandbyWorkers | None = None,
+    template: WorkerTemplate | None = None,
     resume: bool,
     began: float,
 ) -> Outcome:
@@ -76,7 +76,9 @@ async def run_training(
         workers = place_workers(recipe)
         progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
+            async with launch_cluster(
+                workers, recipe.cluster, context, template=template
+            ) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):

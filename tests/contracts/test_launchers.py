@@ -19,6 +19,7 @@ from distributed import Client, Scheduler
 
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import (
     WorkerPlacement,
     machines_of,
@@ -72,10 +73,12 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 
 
 @asynccontextmanager
-async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
+async def empty_pool(
+    settings: ClusterSettings, template: WorkerTemplate | None = None
+) -> AsyncIterator[WorkerPool]:
     async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
         logs = Path(os.environ.get("SLURM_CONF") or os.environ.get("KUBECONFIG", "nowhere")).parent
-        launcher = make_launcher(scheduler.address, settings, logs=logs)
+        launcher = make_launcher(scheduler.address, settings, template, logs)
         pool = WorkerPool(scheduler, launcher, machines_of(settings), Executions(Path("nowhere")))
         try:
             yield pool

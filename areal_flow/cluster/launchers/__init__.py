@@ -14,7 +14,7 @@ from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.errors import ConfigError
@@ -48,24 +48,24 @@ class Launcher(Protocol):
         """Return the number of a process that runs, if it is one of this machine."""
 
 
-LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers, Path], Launcher]] = {
+LAUNCHERS: dict[str, Callable[[str, ClusterSettings, WorkerTemplate, Path], Launcher]] = {
     "kubernetes": KubernetesLauncher,
     "local": LocalLauncher,
     "slurm": SlurmLauncher,
     "ssh": SshLauncher,
 }
-"""By `cluster.launcher`; each is made from the scheduler's address, the settings, the standby
+"""By `cluster.launcher`; each is made from the scheduler's address, the settings, the template
 processes and a folder for what workers print; it need not use the last two."""
 
 
 def make_launcher(
     scheduler: str,
     settings: ClusterSettings,
-    standby: StandbyWorkers | None = None,
+    template: WorkerTemplate | None = None,
     logs: Path = Path(),
 ) -> Launcher:
     if settings.launcher not in LAUNCHERS:
         raise ConfigError(
             f"cluster.launcher = {settings.launcher!r}: expected one of {', '.join(LAUNCHERS)}"
         )
-    return LAUNCHERS[settings.launcher](scheduler, settings, standby or StandbyWorkers(), logs)
+    return LAUNCHERS[settings.launcher](scheduler, settings, template or WorkerTemplate(), logs)

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Thread
+from typing import IO, Any
 
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.worker_template import NUMBER_BYTES
 
 
 class _OnStandardError(logging.Handler):
@@ -37,13 +39,18 @@ COMMAND_LIMIT_S = 60.0
 KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 
 
-def start_process(command: Sequence[str], placement: WorkerPlacement) -> subprocess.Popen[bytes]:
-    """Start a program in the environment of a worker; its standard input is a pipe."""
+def start_process(
+    command: Sequence[str],
+    placement: WorkerPlacement,
+    stdin: int = subprocess.PIPE,
+    stdout: int = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start a program in the environment of a worker."""
     paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
     return subprocess.Popen(
         command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdin=stdin,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         bufsize=0,
         env=os.environ | PROCESS_ENVIRONMENT | placement.environment | paths,
@@ -51,12 +58,44 @@ def start_process(command: Sequence[str], placement: WorkerPlacement) -> subproc
     )
 
 
+def number_in(report: IO[bytes]) -> int:
+    """Read what the template sends; if it has ended, the kernel has killed its forks."""
+    data = report.read(NUMBER_BYTES)
+    return int.from_bytes(data, "big", signed=True) if data else -signal.SIGKILL
+
+
+class ForkedWorker:
+    """A worker that the template forked, with what a `Child` needs of a `Popen`."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
+        """Take its number, its pipes, and the pipe on which its exit code will come."""
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | Any = None
+        self._report = report
+
+    def wait(self) -> int:
+        with self._report:
+            self.returncode = number_in(self._report)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
 class Child:
     """A child process whose output is passed on by line; made and used on the event loop."""
 
     following: asyncio.Task[None]
 
-    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedWorker, name: str) -> None:
         self.process, self.name = process, name
         self.ended = asyncio.Event()
         self.is_stopping = False

@@ -20,7 +20,7 @@ import yaml
 
 from areal_flow.cluster.launchers.child import last_line, run_command
 from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.errors import ConfigError
@@ -50,9 +50,9 @@ class KubernetesLauncher(QueuedLauncher):
     keeps_ended = True
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
     ) -> None:
-        super().__init__(scheduler, settings, standby, logs)
+        super().__init__(scheduler, settings, template, logs)
         files = settings.kubernetes.templates
         self._templates: dict[str, Manifest] = {role: _read(files[role]) for role in files}
         self._driver = secrets.token_hex(8)

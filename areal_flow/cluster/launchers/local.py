@@ -8,10 +8,9 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
 from areal_flow.cluster.launchers.child import Child, cause_of_exit, last_line, start_process
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_process import worker_options
@@ -25,18 +24,12 @@ class LocalLauncher:
     """How long a process may take to end after SIGTERM."""
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
     ) -> None:
         self._scheduler = scheduler
-        self._standby = standby
+        self._template = template
         self._network = settings.network
         self._children: dict[str, Child] = {}
-
-    def process(self, placement: WorkerPlacement) -> Popen[bytes]:
-        """Return the process of a child: one that stands by, or a new one."""
-        options = worker_options(placement, self._scheduler, self._network)
-        waiting = self._standby.take(placement, options)
-        return waiting or start_process(self.command(placement, options), placement)
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
         return [sys.executable, *WORKER_PROGRAM, options, str(os.getpid())]
@@ -57,8 +50,11 @@ class LocalLauncher:
         child.process.kill()
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
+        options = worker_options(placement, self._scheduler, self._network)
+        forked = await self._template.fork(placement, options)
         try:
-            child = Child(self.process(placement), placement.name)
+            process = forked or start_process(self.command(placement, options), placement)
+            child = Child(process, placement.name)
         except OSError as error:
             raise EngineError(f"{placement.name} cannot be started: {error}") from error
         self._children[placement.name] = child

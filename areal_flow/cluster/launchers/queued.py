@@ -35,7 +35,7 @@ from areal_flow.cluster.launchers.child import (
     import_paths,
     last_line,
 )
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
@@ -129,7 +129,7 @@ class QueuedLauncher(ABC):
     """Whether ended jobs stay in the system until they are cancelled."""
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
     ) -> None:
         self.scheduler = scheduler
         self._host = urlsplit(scheduler).hostname or ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.local import LocalLauncher
-from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.settings import ClusterSettings
@@ -36,13 +36,13 @@ class SshLauncher(LocalLauncher):
     grace_s = GRACE_S + 3.0
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers, logs: Path
+        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
     ) -> None:
         if not settings.remote.hosts:
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"
             )
-        super().__init__(scheduler, settings, standby, logs)
+        super().__init__(scheduler, settings, template, logs)
         self._remote = settings.remote
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:

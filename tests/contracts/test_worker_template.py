@@ -1,0 +1,160 @@
+"""Workers that are forks of a template: they start, die and end as all workers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+from areal_flow.cluster.launchers.child import Child
+from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
+from areal_flow.cluster.placement import WorkerPlacement, worker_environment
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.machine import is_linux
+from tests.contracts.test_launchers import LIMIT_S, empty_pool, gone, process_of, run
+
+pytestmark = pytest.mark.skipif(not is_linux(), reason="needs Linux's parent-death signals")
+
+Started = tuple[WorkerTemplate, psutil.Process]
+PLACEMENT = WorkerPlacement("generator-0", "generator", 2, worker_environment(1))
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Started]:
+    before = children()
+    with worker_template([PLACEMENT]) as template:
+        (process,) = children() - before
+        yield template, process
+    assert children() <= before
+
+
+def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Started) -> None:
+    async def live() -> None:
+        async with empty_pool(ClusterSettings(), template[0]) as pool:
+            await pool.start_until_joined([PLACEMENT])
+            process = await process_of(pool)
+            assert process.ppid() == template[1].pid
+            async with Client(pool.scheduler.address, asynchronous=True) as client:
+                threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
+                group = await client.submit(os.getpgrp)
+                has_torch = await client.submit(lambda: "torch" in sys.modules)
+            assert (threads, group, has_torch) == ("1", process.pid, True)
+            (record,) = pool.registry.all()
+            assert pool.pid(record) == process.pid
+            await pool.stop()
+            assert not process.is_running()
+            assert record.deaths == []
+
+    run(live)
+
+
+def test_killed_and_stopped_forks_are_noticed_and_forked_again(template: Started) -> None:
+    async def die_twice() -> None:
+        async with empty_pool(ClusterSettings(), template[0]) as pool:
+            await pool.start_until_joined([PLACEMENT])
+            (record,) = pool.registry.all()
+            first = await process_of(pool)
+            os.kill(first.pid, signal.SIGKILL)
+            second = await process_of(pool, other_than=first.pid)
+            assert [death.cause for death in record.deaths] == ["killed by signal 9"]
+            os.kill(second.pid, signal.SIGSTOP)
+            await pool.replace("generator-0", why="it hangs")
+            third = await process_of(pool, other_than=second.pid)
+            assert len(record.deaths) == 2
+            assert third.ppid() == template[1].pid
+            await gone(first, second)
+        await gone(third)
+
+    run(die_twice)
+
+
+def test_workers_of_a_killed_template_end_and_start_without_it() -> None:
+    async def lose() -> None:
+        before = children()
+        with worker_template([PLACEMENT]) as template:
+            (process,) = children() - before
+            async with empty_pool(ClusterSettings(), template) as pool:
+                await pool.start_until_joined([PLACEMENT])
+                first = await process_of(pool)
+                process.send_signal(signal.SIGKILL)
+                second = await process_of(pool, other_than=first.pid)
+                assert second.ppid() == os.getpid()
+                (record,) = pool.registry.all()
+                assert [death.cause for death in record.deaths] == ["killed by signal 9"]
+
+    run(lose)
+
+
+def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
+    template: Started,
+) -> None:
+    async def fail() -> None:
+        process = await template[0].fork(PLACEMENT, '{"unknown": 1}')
+        assert process is not None
+        child = Child(process, "generator-0")
+        await child.ended.wait()
+        assert process.returncode == 1
+        assert b"TypeError" in child.last_output
+        child.close()
+
+    run(fail)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"environment": worker_environment(2)}, {"num_gpus": 1}, {"host": "me@10.0.0.7"}],
+)
+def test_other_environments_gpus_and_hosts_are_not_forked(
+    template: Started, changes: dict[str, object]
+) -> None:
+    other = replace(PLACEMENT, **changes)  # type: ignore[arg-type]
+
+    async def refuse() -> None:
+        assert await template[0].fork(other, "{}") is None
+
+    run(refuse)
+
+
+@pytest.mark.parametrize("changes", [{"role": "reward"}, {"num_gpus": 1}, {"host": "me@10.0.0.7"}])
+def test_template_starts_only_if_it_is_of_use(changes: dict[str, object]) -> None:
+    before = children()
+    with worker_template([replace(PLACEMENT, **changes)]):  # type: ignore[arg-type]
+        assert children() == before
+
+
+DRIVER = """
+import asyncio
+from tests.contracts.test_worker_template import PLACEMENT, pool_with_template, process_of
+
+async def live():
+    async with empty_pool(ClusterSettings(), template[0]) as pool:
+        await pool.start_until_joined([PLACEMENT])
+        print((await process_of(pool)).pid, flush=True)
+        await asyncio.sleep(600)
+
+with worker_template([PLACEMENT]) as template:
+    asyncio.run(live(template))
+"""
+
+
+def test_fork_ends_with_its_driver_even_if_it_hangs() -> None:
+    command = [sys.executable, "-c", DRIVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as driver:
+        assert driver.stdout is not None
+        worker = psutil.Process(int(driver.stdout.readline()))
+        helpers = psutil.Process(driver.pid).children(recursive=True)
+        worker.suspend()
+        driver.kill()
+    assert not psutil.wait_procs([worker, *helpers], timeout=LIMIT_S)[1]

@@ -73,7 +73,10 @@ def processor_s(driver: int) -> dict[str, float]:
     used = dict.fromkeys((*ROLES, "other"), 0.0)
     try:
         process = psutil.Process(driver)
-        members = [("driver", process), *((role_of(p), p) for p in process.children())]
+        members = [
+            ("driver", process),
+            *((role_of(p), p) for p in process.children(recursive=True)),
+        ]
         for role, member in members:
             times = member.cpu_times()
             used[role] += times.user + times.system
@@ -83,10 +86,8 @@ def processor_s(driver: int) -> dict[str, float]:
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return the role of a worker, which its command line names."""
-    words = " ".join(process.cmdline())
-    named = (role for role in ROLES if f"worker_process {role}" in words or f'"{role}-' in words)
-    return next(named, "other")
+    """Return the role of a worker, which its name begins with."""
+    return next((role for role in ROLES if process.name().startswith(role)), "other")
 
 
 def used_between(moments: list[float], samples: list[dict[str, float]], role: str) -> float:

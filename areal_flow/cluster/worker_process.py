@@ -47,7 +47,7 @@ DASHBOARD_HOST = "127.0.0.1"
 
 CLOSE_TIMEOUT_S = 4.0
 """How long running tasks may take when the worker ends."""
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 VERSIONS = "areal_flow_versions"
 """What a worker registers with: its `software_versions`."""
 EXCHANGED_BY = ("distributed", "pyarrow", "pylance", "torch", "transformers")
@@ -120,8 +120,12 @@ def main(options: str, parent: str) -> None:
 
 
 def work(options: str) -> None:
+    """Run a worker in this process, which gets its name where `ps` and `top` show it."""
+    chosen = json.loads(options)
+    if is_linux():
+        ctypes.CDLL(None).prctl(PR_SET_NAME, chosen["name"].encode())
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    asyncio.run(_work(**json.loads(options)))
+    asyncio.run(_work(**chosen))
 
 
 async def _work(

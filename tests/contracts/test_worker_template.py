@@ -45,7 +45,7 @@ def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Starte
         async with empty_pool(ClusterSettings(), template[0]) as pool:
             await pool.start_until_joined([PLACEMENT])
             process = await process_of(pool)
-            assert process.ppid() == template[1].pid
+            assert (process.ppid(), process.name()) == (template[1].pid, PLACEMENT.name)
             async with Client(pool.scheduler.address, asynchronous=True) as client:
                 threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
                 group = await client.submit(os.getpgrp)
@@ -101,7 +101,7 @@ def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
     template: Started,
 ) -> None:
     async def fail() -> None:
-        process = await template[0].fork(PLACEMENT, '{"unknown": 1}')
+        process = await template[0].fork(PLACEMENT, '{"name": "generator-0"}')
         assert process is not None
         child = Child(process, "generator-0")
         await child.ended.wait()
@@ -136,10 +136,12 @@ def test_template_starts_only_if_it_is_of_use(changes: dict[str, object]) -> Non
 
 DRIVER = """
 import asyncio
-from tests.contracts.test_worker_template import PLACEMENT, pool_with_template, process_of
+from areal_flow.cluster.launchers.template import worker_template
+from areal_flow.cluster.settings import ClusterSettings
+from tests.contracts.test_worker_template import PLACEMENT, empty_pool, process_of
 
-async def live():
-    async with empty_pool(ClusterSettings(), template[0]) as pool:
+async def live(template):
+    async with empty_pool(ClusterSettings(), template) as pool:
         await pool.start_until_joined([PLACEMENT])
         print((await process_of(pool)).pid, flush=True)
         await asyncio.sleep(600)

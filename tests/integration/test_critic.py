@@ -42,7 +42,7 @@ def test_critic_is_restored_with_its_policy_and_replayed_to_the_bit(tmp_path: Pa
 
         reach(2)
         workers = psutil.Process(process.pid).children(recursive=True)
-        trainer = next(w for w in workers if any("trainer" in word for word in w.cmdline()))
+        (trainer,) = [worker for worker in workers if worker.name() == "trainer-0"]
         os.kill(trainer.pid, signal.SIGKILL)
         reach(6)
         os.killpg(process.pid, signal.SIGKILL)

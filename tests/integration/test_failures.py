@@ -240,7 +240,7 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
 
 @pytest.mark.walk
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
-    recipe = small_recipe(num_steps=10_000, max_minutes=0.6, sft={"num_steps": 0})
+    recipe = small_recipe(num_steps=10_000, max_minutes=1.0, sft={"num_steps": 0})
     layout = run_small(tmp_path / "timed", recipe)
     steps = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
     summary = areal_flow.open_run(layout.root).summary()

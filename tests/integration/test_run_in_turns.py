@@ -77,7 +77,7 @@ def turns(run: StruckRun) -> list[tuple[str, str]]:
 
 def is_trainers_turn(run: StruckRun) -> bool:
     """Return whether the driver holds the card's lock for its trainer."""
-    lease = newest_lease(run.layout.root)
+    lease = newest_lease(run.layout.writers)
     assert lease is not None
     with (run.layout.processes_of(lease.writer_epoch) / "card").open("a") as lock:
         try:
@@ -125,7 +125,7 @@ def test_run_in_turns_survives_kills_in_mid_turn(run: StruckRun, medium: str) ->
     run.audit()
     run.resume()
     run.wait_for_steps(2, "steps after the resume")
-    assert run.stop() == 0
+    assert run.stop() == 128 + signal.SIGTERM
     run.audit()
     by_process = {pid: [what for p, what in turns(run) if p == pid] for pid, _ in turns(run)}
     assert len(by_process) == 3

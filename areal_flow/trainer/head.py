@@ -89,8 +89,8 @@ def _in_chunks(
         return scores_M, torch.zeros_like(scores_M)
     if linear := _linear_head(policy, temperature, entropies):
         hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
-        halves_MH = hidden_MH.to(pass_dtype(linear.weight_VH))
-        return linear_logprobs(halves_MH, micro.targets_M, linear, micro.top_Mk)
+        hidden_MH = hidden_MH.to(pass_dtype(linear.weight_VH))
+        return linear_logprobs(hidden_MH, micro.targets_M, linear, micro.top_Mk)
     num_trained, num_rows = len(micro.targets_M), _num_rows(policy)
     given = [micro.targets_M] if micro.top_Mk is None else [micro.targets_M, micro.top_Mk]
     of_chunk = partial(_of_chunk, policy, temperature=temperature, entropies=entropies)
@@ -111,7 +111,8 @@ def _in_chunks(
 
 
 def _num_rows(policy: Any) -> int:
-    return max(1, CHUNK_NUMBERS // policy.config.get_text_config().vocab_size)
+    vocabulary: int = policy.config.get_text_config().vocab_size
+    return max(1, CHUNK_NUMBERS // vocabulary)
 
 
 def _linear_head(

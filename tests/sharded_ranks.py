@@ -80,6 +80,7 @@ class Training:
 IN_REWARD = DecoupledPPO(
     num_minibatches=2, advantage="batch_norm", kl_coefficient=0.1, kl_in="reward"
 )
+LIKELY = DecoupledPPO(num_minibatches=2, kl_coefficient=0.1, reference_top_k=3)
 CRITIC = ActorCriticPPO(num_minibatches=2)
 ADAPTER = {"lora": {"rank": 3, "alpha": 6.0}}
 TRAININGS = {
@@ -98,7 +99,9 @@ TRAININGS = {
     "offload": Training(trainer={"activations": "offload"}),
     "bfloat16": Training(trainer={"dtype": "bfloat16"}),
     "few sequences": Training(DecoupledPPO(num_minibatches=1), num_sequences=1),
+    "likely tokens": Training(LIKELY),
     "adapter": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), ADAPTER),
+    "adapter, likely tokens": Training(LIKELY, ADAPTER),
     "critic": Training(CRITIC),
     "critic, divergence in the reward": Training(
         ActorCriticPPO(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward")
@@ -111,6 +114,7 @@ SHARED_TOKENS = {
     "context m2po": Training(M2PO(num_minibatches=2), SHARES),
     "context entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1), SHARES),
     "context reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), SHARES),
+    "context likely tokens": Training(LIKELY, SHARES),
     "context reward": Training(IN_REWARD, SHARES),
     "context recompute": Training(trainer={**SHARES, "activations": "recompute"}),
     "context few": Training(DecoupledPPO(num_minibatches=1), SHARES, num_sequences=1),

@@ -30,7 +30,10 @@ class DriverEnded(AssertionError):
 class StruckRun:
     """One run, its current driver, and the drivers that hang."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *python_path: Path) -> None:
+        """Take where its processes find modules, too, such as a `sitecustomize`."""
+        folders = *python_path, Path(__file__).parents[1]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
         self.layout = RunLayout((root / "runs" / "struck").resolve())
         self.log = root / "drivers.log"
         self.num_drivers = self.num_refused_drivers = self.num_audits = 0
@@ -161,7 +164,7 @@ class StruckRun:
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "pipelines.cli.main", "train", *arguments],
             cwd=self._root,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env=self._environment,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

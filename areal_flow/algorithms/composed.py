@@ -34,6 +34,7 @@ from areal_flow.algorithms.objective import (
     Proximal,
     corrected_weights,
     kl_from_older,
+    kl_over_buckets,
     kl_to_reference,
     objective_metrics,
     proximal_logprobs,
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+"""Over S sequences with N trained tokens: sum_t l_t / N, where long sequences weigh more; (1 / S)
+sum_s mean_{t in s} l_t, where all weigh the same (GRPO, arXiv 2402.03300, eq. 3); or (1 / S) sum_t
+l_t / C, where a length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
 AdvantageRule = Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"]
 
 
@@ -93,6 +97,9 @@ class ComposedAlgorithm(Settings):
     """A model directory or hub name, such as a teacher's; empty: the run's first policy."""
     kl_estimator: KLEstimator = "k3"
     """The estimator of the KL divergence."""
+    reference_top_k: int = Field(0, ge=0)
+    """Likeliest tokens of the reference that the KL divergence is summed over in the place of each
+    token, with all others as one; 0: it is estimated from the token itself."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
     """Where the KL divergence is subtracted: the loss, the rewards, or each token's advantage."""
     overlong_tokens: tuple[int, int] | None = Field(None, strict=False)
@@ -138,7 +145,13 @@ class ComposedAlgorithm(Settings):
             f"'mask' and 'mask_sequence', not of {self.importance_weight_rule!r}",
         )
         require(
-            self.kl_coefficient == 0 or (self.kl_estimator, self.kl_in) != ("k1", "loss"),
+            not self.reference_top_k or (self.kl_coefficient > 0 and self.kl_in == "loss"),
+            f"algorithm.reference_top_k ({self.reference_top_k}) is of a divergence in the loss: "
+            "set algorithm.kl_coefficient above 0 and algorithm.kl_in to 'loss'",
+        )
+        estimates = self.kl_coefficient > 0 and not self.reference_top_k
+        require(
+            not estimates or (self.kl_estimator, self.kl_in) != ("k1", "loss"),
             "algorithm.kl_estimator 'k1' as a loss has a gradient that is 0 on average, whatever "
             "the reference is; use 'k2' or 'k3', or set algorithm.kl_in to 'reward' or 'advantage'",
         )
@@ -208,7 +221,8 @@ class ComposedAlgorithm(Settings):
             return list(found_B.tolist())
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
-        normalise = batch_norm_advantages if self.advantage == "batch_norm" else _unchanged
+        normalised = self.advantage == "batch_norm"
+        normalise = batch_norm_advantages if normalised else lambda returns_N, _: returns_N
         if (kl_N := inputs.kl_N) is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         of_N, beta = inputs.trajectories, self.kl_coefficient
@@ -230,13 +244,12 @@ class ComposedAlgorithm(Settings):
         """Return l_t = - w_t J_t - c H_t + beta K_t.
 
         J_t is the objective of u_t = pi_theta / pi_prox; w_t = pi_prox / pi_behav is the importance
-        weight after its rule, H_t the policy's entropy, K_t the estimated KL divergence from the
-        reference. A token that a rule leaves without gradient counts in the divisor all the same.
-        With kl_in = "reward", K_t is in the advantages; with "advantage", J_t is of A_t - beta K_t,
-        K_t of pi_prox. The latter, with k1, no other advantage and a teacher as the reference, is
-        on-policy distillation as Lu et al. have it (Thinking Machines, "On-policy distillation",
-        2025): the reverse KL divergence at the student's own tokens, each token's for itself (GKD,
-        arXiv 2306.13649, section 3, on-policy and with reverse KL).
+        weight after its rule, H_t the policy's entropy, K_t the KL divergence from the reference,
+        estimated or over buckets. A token that a rule leaves without gradient counts in the divisor
+        all the same. With kl_in = "reward", K_t is in the advantages; with "advantage", J_t is of
+        A_t - beta K_t, K_t of pi_prox. With a teacher as the reference and no other advantage it is
+        on-policy distillation: by k1 in the advantage as Lu et al. have it (Thinking Machines,
+        2025), or over buckets as in GKD (arXiv 2306.13649, section 3).
         """
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
@@ -267,34 +280,21 @@ class ComposedAlgorithm(Settings):
         ended_T = (found.low_T | found.high_T | at_bound(found.ratio_T)) & found.ends_gradients
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
-    def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-        """Return the estimated KL divergence of a policy from the reference at each token."""
-        return kl_to_reference(logprobs_T, reference_logprobs_T, self.kl_estimator)
-
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:
         if not self.needs_reference or self.needs_kl:
             return None
+        if self.reference_top_k:
+            return kl_over_buckets(inputs)
         policy_T = inputs.logprobs_T if self.kl_in == "loss" else proximal_T
         assert inputs.reference_logprobs_T is not None, "a trainer gives them where they are needed"
-        return self.kl(policy_T, inputs.reference_logprobs_T)
+        return kl_to_reference(policy_T, inputs.reference_logprobs_T, self.kl_estimator)
 
     def aggregate(
         self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize, *, num_sequences: int
     ) -> Tensor:
-        """Return what these tokens add to the minibatch's loss.
-
-        token_mean: sum_t l_t / N over the minibatch's N trained tokens; long sequences weigh more.
-        sequence_mean: (1 / S) sum_s (1 / |s|) sum_{t in s} l_t, |s| counting the trained tokens of
-        s; every sequence weighs the same, the objective of GRPO (arXiv 2402.03300, eq. 3).
-        constant: (1 / S) sum_s sum_{t in s} l_t / C, with C = aggregation_tokens; a sequence's
-        length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2).
-        """
+        """Return what these tokens add to the minibatch's loss."""
         if self.aggregation_tokens is not None:
             return losses_T.sum() / (of.num_sequences * self.aggregation_tokens)
         if self.aggregation == "sequence_mean":
             return sequence_means(losses_T, sequence_T, num_sequences).sum() / of.num_sequences
         return losses_T.sum() / of.num_tokens
-
-
-def _unchanged(returns_N: Tensor, _: Tensor) -> Tensor:
-    return returns_N

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens, entropies, and ratios of two policies' probabilities.
 
-Letters: T positions, or trained tokens of a micro-batch, S its sequences; V vocabulary.
+Letters: T positions, or trained tokens of a micro-batch, S its sequences; V vocabulary, k likely
+tokens, K = k + 1 buckets.
 """
 
 from __future__ import annotations
@@ -36,8 +37,24 @@ def next_token_logprobs(
 
 def next_token_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return -sum_v p_v log p_v of each softmax(logits / temperature), float32, nats, `[T]`."""
-    logprobs_TV = _scaled(logits_TV, temperature).log_softmax(dim=1)
+    logprobs_TV = scaled_log_softmax(logits_TV, temperature)
     return -(logprobs_TV.exp() * logprobs_TV).sum(dim=1)
+
+
+def scaled_log_softmax(logits_TV: Tensor, temperature: float) -> Tensor:
+    return _scaled(logits_TV, temperature).log_softmax(dim=1)
+
+
+def bucket_logprobs(logprobs_TV: Tensor, top_Tk: Tensor) -> Tensor:
+    """Return log-probabilities of k tokens, and of all others as one, `[T, K]`, given all of them.
+
+    The last one is added up of its own tokens: 1 minus the others' sum would be noise where it is
+    small.
+    """
+    import torch  # here: recipes are read without it
+
+    rest_TV = logprobs_TV.scatter(1, top_Tk, -torch.inf)
+    return torch.cat([logprobs_TV.gather(1, top_Tk), rest_TV.logsumexp(1, keepdim=True)], dim=1)
 
 
 def _scaled(logits_TV: Tensor, temperature: float) -> Tensor:

@@ -131,6 +131,21 @@ def kl_to_reference(
     return log_ratio_T.expm1() - log_ratio_T
 
 
+def kl_over_buckets(inputs: LossInputs) -> Tensor:
+    """Return KL(pi_theta || pi_ref) in the place of each token, over buckets of the vocabulary.
+
+    sum_b p_b (log p_b - log q_b), b the k tokens with the largest q and R, all others as one (the
+    reverse KL with a tail: TA-OPD, arXiv 2608.14728; over all tokens: GKD, arXiv 2306.13649,
+    section 3). By the chain rule the whole divergence is this plus p_R KL(p(.|R) || q(.|R)): it is
+    never below this one, which is never negative, and equals it at k = V - 1. The gradient is that
+    of the token's own distribution; the tokens before it are given, as they are in GKD.
+    """
+    logprobs_TK, reference_TK = inputs.bucket_logprobs_TK, inputs.reference_bucket_logprobs_TK
+    assert logprobs_TK is not None, "a trainer gives them where they are needed"
+    assert reference_TK is not None, "a trainer gives both"
+    return (logprobs_TK.exp() * (logprobs_TK - reference_TK)).sum(dim=1)
+
+
 def kl_from_older(log_ratio_T: Tensor) -> Tensor:
     """Return r log r - (r - 1) of each ratio r = pi_new / pi_old at tokens that pi_old drew.
 

@@ -103,6 +103,11 @@ class LossInputs:
     """In nats; with gradient if the algorithm needs it. A trainer always gives it."""
     reference_logprobs_T: Tensor | None = None
     """Of the reference policy; None if the algorithm does not need it."""
+    bucket_logprobs_TK: Tensor | None = None
+    """Of the policy that is trained, at the K - 1 tokens that the reference finds likeliest in
+    each one's place, then of all others as one. None unless the algorithm asks for them."""
+    reference_bucket_logprobs_TK: Tensor | None = None
+    """The same of the reference policy."""
     policy_version: int = 0
     """Version of the policy before the step."""
     minibatch_bound: Tensor | None = None

@@ -37,6 +37,7 @@ from areal_flow.types import (
     as_tokens,
 )
 from areal_flow.weights.broadcast import CardReader
+from areal_flow.weights.channel import LoadedWeights, WeightsReader
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Carrier, carrier_of
 from areal_flow.workflows.agent import Agent
@@ -89,8 +90,12 @@ class GeneratorRole:
                 self.close()
                 generation = self._context.recipe.generation
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
+                reader: WeightsReader = self._reader
+                if self._context.recipe.takes_turns:
+                    # Not in its turn: a lost trainer, which broadcasts nothing, waits for the card.
+                    reader = await asyncio.to_thread(LoadedWeights, self._reader)
                 async with self._turn():
-                    self._engine = await start(self._context.layout.model, generation, self._reader)
+                    self._engine = await start(self._context.layout.model, generation, reader)
                 self._note_update(self._reader, stall_s=0.0)
                 version = max(version, self._reader.newest())
             if self._is_asleep:

@@ -17,6 +17,7 @@ each rank has as many rows and equally long ones, and none has more of a tensor.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -145,7 +146,9 @@ def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
     train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
     tracker = _Tracker()
     tracker.track_external(*chain.from_iterable(_trained(rank)))
-    with tracker:
+    with tracker, warnings.catch_warnings():
+        # It says so of modules that are gone by then, which have nothing to be counted.
+        warnings.filterwarnings("ignore", message="Module is None. Skipping POST_BW hook")
         sequences = longest_sequences(longest_rows(recipe), num_batches)
         train_step(backend, sequences, step=2, settings=settings)
         backend.free_memory()

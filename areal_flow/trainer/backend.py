@@ -75,6 +75,8 @@ class TrainerBackend:
         if weights is not None:
             held.load(weights)
         self.passes.reference = held.run
+        vocabularies = [p.config.get_text_config().vocab_size for p in (self.policy, policy)]
+        self.passes.num_known = min(vocabularies)
         self.has_reference = True
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:

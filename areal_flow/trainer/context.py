@@ -56,6 +56,7 @@ class ContextParallel:
             predicting=micro.predicting[inside_M] - layout.slice.start,
             trained_M=micro.trained_M[own_M] - layout.slice.start,
             targets_M=micro.targets_M[own_M],
+            top_Mk=None if micro.top_Mk is None else micro.top_Mk[own_M],
         )
         with raise_trainer_lost():
             found = self._run(function, own, **keywords)
@@ -63,7 +64,7 @@ class ContextParallel:
 
     def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
         """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""
-        sent_M = torch.zeros(num_trained, dtype=own.dtype, device=own.device)
+        sent_M = own.new_zeros(num_trained, *own.shape[1:])
         sent_M.index_copy_(0, own_M, own.detach())
         distributed.all_reduce(sent_M, group=self._group)  # each entry is one rank's: exact
         if not own.requires_grad:

@@ -6,7 +6,8 @@ backward pass multiplies each chunk again. Liger's function of this shape (0.8) 
 weights in bfloat16, off by 0.7% after 32 chunks, rounds entropies to it, asks for weights of it,
 and knows no scaled or capped logits.
 
-Letters: M tokens, m tokens of a chunk, H hidden size, V vocabulary.
+Letters: M tokens, m tokens of a chunk, H hidden size, V vocabulary, k likely tokens, K = k + 1
+buckets.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from areal_flow.algorithms.logprobs import bucket_logprobs
 from areal_flow.models import segments
 
 CHUNK_NUMBERS = 2**26
-"""Logits that are there at a time: 256 MiB of float32, and three times that at the peak."""
+"""Logits that are there at a time: 256 MiB of float32, and at the peak three times that, with
+buckets four times."""
 
 ADDED_ROWS = 2**13
 """Of the vocabulary: their part of a weight gradient is added at a time."""
@@ -43,17 +46,26 @@ class LinearHead:
 
 
 def linear_logprobs(
-    hidden_MH: Tensor, targets_M: Tensor, head: LinearHead
-) -> tuple[Tensor, Tensor]:
+    hidden_MH: Tensor, targets_M: Tensor, head: LinearHead, top_Mk: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Return log-probabilities of targets and entropies in nats, each `[M]`, float32.
 
-    Hidden states are in the type that is multiplied in.
+    With tokens `top_Mk`, `bucket_logprobs` of them as well. Hidden states are in the type that is
+    multiplied in.
     """
     with torch.autocast(hidden_MH.device.type, enabled=False):
-        logprobs_M, entropy_M = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_MH, head.weight_VH, head.bias_V, targets_M, head
+        found: tuple[Tensor, ...] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_MH, head.weight_VH, head.bias_V, targets_M, top_Mk, head
         )
-    return logprobs_M, entropy_M
+    return found
+
+
+def logprob_chunks(hidden_MH: Tensor, head: LinearHead) -> Iterator[Tensor]:
+    """Yield log-probabilities `[m, V]` of the whole vocabulary, without gradient."""
+    weight = head.weight_VH.to(hidden_MH.dtype)
+    for chunk in _chunks(len(hidden_MH), len(weight)):
+        products_mV = _products(hidden_MH[chunk], weight, head.bias_V)
+        yield _log_softmax(head.transform(products_mV), head.temperature)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -64,30 +76,33 @@ class _LinearLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_M: Tensor,
+        top_Mk: Tensor | None,
         head: LinearHead,
-    ) -> tuple[Tensor, Tensor]:
-        weight = weight_VH.to(hidden_MH.dtype)
-        logprobs_M = _product(hidden_MH[:0], weight.T).new_empty(len(hidden_MH))
-        entropy_M = torch.zeros_like(logprobs_M)
-        for chunk in _chunks(len(hidden_MH), len(weight_VH)):
-            products_mV = _products(hidden_MH[chunk], weight, bias_V)
-            logprobs_mV = _log_softmax(head.transform(products_mV), head.temperature)
-            del products_mV
+    ) -> tuple[Tensor, ...]:
+        dtype = torch.float32 if hidden_MH.dtype in _HALVES else hidden_MH.dtype
+        logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=dtype)
+        entropy_M, buckets = torch.zeros_like(logprobs_M), []
+        chunks = _chunks(len(hidden_MH), len(weight_VH))
+        for chunk, logprobs_mV in zip(chunks, logprob_chunks(hidden_MH, head), strict=True):
             logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
             if head.needs_entropy:
                 entropy_M[chunk] = logprobs_mV.exp().mul_(logprobs_mV).sum(dim=1).neg_()
-        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M)
+            if top_Mk is not None:
+                buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
+        more = (torch.cat(buckets),) if buckets else ()
+        saved = (hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *more)
+        ctx.save_for_backward(*saved)
         ctx.head = head
         if not head.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_M)
-        return logprobs_M, entropy_M
+        return logprobs_M, entropy_M, *more
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_logprob_M, by_entropy_M = gradients
+        by_logprob_M, by_entropy_M, *by_bucket = gradients
         head: LinearHead = ctx.head
-        hidden_MH, weight_VH, bias_V, targets_M, entropy_M = ctx.saved_tensors
+        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight = weight_VH.to(hidden_MH.dtype)
         of_hidden_MH = torch.empty_like(hidden_MH)
@@ -104,6 +119,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 by_logprob_M[chunk, None] / head.temperature,
                 by_entropy_M[chunk, None] / head.temperature if head.entropy_has_gradient else None,
                 entropy_M[chunk, None],
+                (top_Mk[chunk], bucket[0][chunk], by_bucket[0][chunk] / head.temperature)
+                if bucket
+                else None,
             )
             (of_products_mV,) = torch.autograd.grad(logits_mV, products_mV, of_logits_mV)
             del products_mV, logits_mV, of_logits_mV
@@ -113,12 +131,12 @@ class _LinearLogprobs(torch.autograd.Function):
             of_hidden_MH[chunk] = _product(of_products_mV, weight).to(hidden_MH.dtype)
             if of_weight_VH is not None:
                 _add_product(of_weight_VH, of_products_mV.T, hidden_MH[chunk])
-        return of_hidden_MH, of_weight_VH, of_bias_V, None, None
+        return of_hidden_MH, of_weight_VH, of_bias_V, None, None, None
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> Iterator[slice]:
     num_rows = max(1, CHUNK_NUMBERS // vocabulary)
-    return (slice(at, at + num_rows) for at in range(0, num_tokens, num_rows))
+    return (slice(at, at + num_rows) for at in range(0, max(1, num_tokens), num_rows))
 
 
 def _log_softmax(logits_mV: Tensor, temperature: float) -> Tensor:
@@ -131,20 +149,34 @@ def _logit_gradients(
     by_logprob_m1: Tensor,
     by_entropy_m1: Tensor | None,
     entropy_m1: Tensor,
+    buckets: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Tensor:
     """Return gradients of logits, and overwrite the log-probabilities.
 
     With a softmax p and its entropy H, log p_t has the gradient 1[t = v] - p_v, and H has
-    -p_v (log p_v + H).
+    -p_v (log p_v + H). Of tokens R as one, log p_R has 1[v in R] p_v / p_R - p_v.
+
+    Args:
+        buckets: likely tokens, log-probabilities of them and of the rest, and their gradients.
     """
+    added = [(targets_m1, by_logprob_m1)]
+    if buckets:
+        top_mk, bucket_mK, by_mK = buckets
+        rest_mV = (logprobs_mV - bucket_mK[:, -1:]).exp_().scatter_(1, top_mk, 0.0)
+        rest_mV.mul_(by_mK[:, -1:])
+        by_logprob_m1 = by_logprob_m1 + by_mK.sum(1, keepdim=True)
+        added.append((top_mk, by_mK[:, :-1]))
     found_mV = logprobs_mV.exp()
     if by_entropy_m1 is None:
         found_mV.mul_(-by_logprob_m1)
     else:
         factors_mV = logprobs_mV.add_(entropy_m1).mul_(by_entropy_m1).add_(by_logprob_m1)
         found_mV.mul_(factors_mV).neg_()
-    chosen_m1 = found_mV.gather(1, targets_m1) + by_logprob_m1
-    return found_mV.scatter_(1, targets_m1, chosen_m1)
+    if buckets:
+        found_mV += rest_mV
+    for index, by in added:  # one after the other: a target may be a likely token
+        found_mV.scatter_(1, index, found_mV.gather(1, index) + by)
+    return found_mV
 
 
 def _products(hidden_mH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:

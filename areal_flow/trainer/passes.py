@@ -26,7 +26,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.models.transfer import to_host
 from areal_flow.trainer import activations
-from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
+from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies, top_logprobs
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
@@ -54,6 +54,8 @@ class Passes:
         self.settings = settings
         self.replicas = replicas
         self.reference = reference
+        self.num_known: int | None = None
+        """Of the reference's tokens the policy knows the first ones; None: all."""
         self._context_ranks = context_ranks(replicas, settings)
 
     @property
@@ -73,16 +75,21 @@ class Passes:
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
         """Return the log-probabilities of the trained tokens, without gradient."""
-        return self._logprobs_under(self._policy, micro, temperature)
+        logprobs_M: Tensor = self._without_gradient(
+            self._policy, token_logprobs, micro, temperature=temperature
+        )
+        return logprobs_M
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        return self._logprobs_under(self.reference, micro, temperature)
+        logprobs_M: Tensor = self._without_gradient(
+            self.reference, token_logprobs, micro, temperature=temperature
+        )
+        return logprobs_M
 
     @torch.no_grad()
-    def _logprobs_under(self, policy: RunOn, micro: MicroBatch, temperature: float) -> Tensor:
+    def _without_gradient(self, policy: RunOn, *arguments: Any, **keywords: Any) -> Any:
         with raise_trainer_lost(), self.autocast():
-            logprobs_M: Tensor = policy(token_logprobs, micro, temperature=temperature)
-        return logprobs_M
+            return policy(*arguments, **keywords)
 
     def by_trajectory(
         self,
@@ -202,11 +209,21 @@ class Passes:
         self, micro: MicroBatch, minibatch: Minibatch, bound: Tensor | None
     ) -> LossInputs:
         algorithm, temperature = minibatch.settings.algorithm, minibatch.settings.temperature
-        proximal_M, reference_M = micro.proximal_logprobs_M, None
-        if algorithm.needs_reference and not algorithm.needs_kl:
+        proximal_M, reference_M, reference_MK = micro.proximal_logprobs_M, None, None
+        if algorithm.reference_top_k:
+            top_Mk, reference_MK = self._without_gradient(
+                self.reference,
+                top_logprobs,
+                micro,
+                temperature=temperature,
+                top_k=algorithm.reference_top_k,
+                num_known=self.num_known,
+            )
+            micro = replace(micro, top_Mk=top_Mk)
+        elif algorithm.needs_reference and not algorithm.needs_kl:
             reference_M = self.reference_logprobs(micro, temperature)
         with self.autocast():
-            logprobs_M, entropy_M = self._policy(
+            logprobs_M, entropy_M, *buckets = self._policy(
                 token_logprobs_and_entropies,
                 micro,
                 temperature=temperature,
@@ -222,6 +239,8 @@ class Passes:
             num_sequences=micro.num_sequences,
             entropy_T=entropy_M,
             reference_logprobs_T=reference_M,
+            bucket_logprobs_TK=buckets[0] if buckets else None,
+            reference_bucket_logprobs_TK=reference_MK,
             policy_version=minibatch.policy_version,
             minibatch_bound=bound,
         )

@@ -92,6 +92,8 @@ class MicroBatch:
     """Of the row, up to the last one with a trained token."""
     proximal_logprobs_M: Tensor | None = None
     """None where the loss's own forward pass serves: before the first update of a step."""
+    top_Mk: Tensor | None = None
+    """The k tokens that the reference finds likeliest in each trained one's place, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ import torch
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.engine_gap import no_gap
 from areal_flow.algorithms.learning_rates import scheduled_rate
+from areal_flow.algorithms.objective import kl_to_reference
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -173,7 +174,8 @@ def _divergences(
         logprobs_M = micro.behavior_logprobs_M
         if algorithm.needs_proximal:
             logprobs_M = passes.logprobs(micro, temperature)
-        return algorithm.kl(logprobs_M, passes.reference_logprobs(micro, temperature))
+        reference_M = passes.reference_logprobs(micro, temperature)
+        return kl_to_reference(logprobs_M, reference_M, algorithm.kl_estimator)
 
     return torch.cat(passes.by_trajectory(compute, sequences))
 

@@ -53,6 +53,21 @@ class WeightsReader(Protocol):
         """
 
 
+class LoadedWeights:
+    """A `WeightsReader` of the newest version, which it has loaded when it is made."""
+
+    def __init__(self, reader: WeightsReader) -> None:
+        self._version = reader.newest()
+        self._tensors = reader.load(self._version)
+
+    def newest(self) -> int:
+        return self._version
+
+    def load(self, version: int) -> Mapping[str, Any]:
+        assert version == self._version, "an engine starts with the newest"
+        return self._tensors
+
+
 class StreamedTensors(Mapping[str, Any]):
     """Weights of which each tensor is made when it is read: gathered from ranks, or converted."""
 

@@ -22,21 +22,39 @@ STUDENT = [
 ]
 
 
-def test_student_comes_closer_replays_and_refuses_another_teacher(tmp_path: Path) -> None:
-    done = cli("sft", "--name", "taught", "--sft.num-steps", "150", *SIZES, cwd=tmp_path)
+LIKELY_TOKENS = [
+    *("--algorithm.reference-top-k", "4", "--algorithm.kl-in", "loss"),
+]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a teacher."""
+    cwd = tmp_path_factory.mktemp("distillation")
+    done = cli("sft", "--name", "taught", "--sft.num-steps", "150", *SIZES, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert cli("export", "taught", "teacher", cwd=tmp_path).returncode == 0
-    done = cli("train", "distillation", "--name", "student", *STUDENT, *SIZES, cwd=tmp_path)
+    assert cli("export", "taught", "teacher", cwd=cwd).returncode == 0
+    return cwd
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("student", []), ("close", LIKELY_TOKENS)], ids=["sampled", "likely"]
+)
+def test_student_comes_closer_and_replays(name: str, settings: list[str], taught: Path) -> None:
+    done = cli("train", "distillation", "--name", name, *STUDENT, *SIZES, *settings, cwd=taught)
     assert done.returncode == 0, done.stdout + done.stderr
-    run = areal_flow.open_run(tmp_path / "runs" / "student")
+    run = areal_flow.open_run(taught / "runs" / name)
     divergence = run.steps()["kl_policy_reference"].dropna().tolist()
     assert len(divergence) == 24
     assert sum(divergence[-2:]) < 0.75 * sum(divergence[:2])
-    check_accounting(RunLayout((tmp_path / "runs" / "student").resolve()))
-    replayed = cli("replay", "student", "--step", "14", cwd=tmp_path)
+    check_accounting(RunLayout((taught / "runs" / name).resolve()))
+    replayed = cli("replay", name, "--step", "14", cwd=taught)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    with (tmp_path / "teacher" / "config.json").open("a") as config:
+
+
+def test_another_teacher_is_refused(taught: Path) -> None:
+    with (taught / "teacher" / "config.json").open("a") as config:
         config.write(" ")
-    again = cli("train", "--resume", "student", "--num-steps", "25", cwd=tmp_path)
+    again = cli("train", "--resume", "student", "--num-steps", "25", cwd=taught)
     assert again.returncode == 1
     assert "teacher/config.json: expected the content" in again.stderr

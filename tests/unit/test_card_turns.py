@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from areal_flow.run.card_lock import ALONE, card_lock
 from areal_flow.run.layout import RunLayout
 from areal_flow.types import EngineStats
 from areal_flow.weights.directory import publish_model_directory
+from areal_flow.weights.media import ChosenChannel
 from tests.policies import write_model_directory
 
 EPOCH = 1
@@ -212,6 +214,30 @@ def test_new_generator_starts_once_the_trainers_turn_is_over(driver: Driver) -> 
 
     within_seconds(train())
     assert driver.happened == ["trained", "start"]
+
+
+def test_trainer_takes_its_turn_while_a_new_generator_waits_for_its_weights(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that starts while the trainer is lost, which has to be restored to send them."""
+    restored, load = threading.Event(), ChosenChannel.load
+
+    def received(channel: ChosenChannel, version: int) -> Any:
+        assert restored.wait(20)
+        return load(channel, version)
+
+    async def train() -> None:
+        started = asyncio.create_task(driver.role.serve(0))
+        await asyncio.sleep(0.2)
+        async with driver.turns.of_trainer():
+            driver.happened.append("restored")
+            restored.set()
+        await started
+        assert driver.role.served is not None
+
+    monkeypatch.setattr(ChosenChannel, "load", received)
+    within_seconds(train())
+    assert driver.happened == ["restored", "start"]
 
 
 def test_trainer_that_is_lost_is_restored_and_asked_again_in_its_turns(driver: Driver) -> None:

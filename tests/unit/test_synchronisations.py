@@ -21,6 +21,7 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import LoraSettings, SftSettings, TrainerSettings
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.transfer import to_device
+from areal_flow.trainer import head
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches
 from areal_flow.trainer.sft import SftTrainer
@@ -29,6 +30,7 @@ from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.trainer.updates import StepSettings, UpdateNumbers
 from areal_flow.types import VersionSpan
 from tests.policies import completion_rows, small_policy
+from tests.unit.test_reference_top_k import use_head_of
 from tests.unit.test_trainer import make_sequences
 
 ON_DEVICE = TrainerSettings(device="meta", tokens_per_micro_batch=32)
@@ -74,6 +76,7 @@ def _is_within(code: Any) -> bool:
 def _autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """`meta` has no other precision than the tensors' own."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(head, "pass_dtype", lambda tensor: tensor.dtype)
 
 
 def counted_step(
@@ -116,6 +119,14 @@ def test_step_of_an_adapter_waits_as_often(kl_in: str) -> None:
     counted, _ = counted_step(algorithm, policy=policy)
     assert counted.num_reads == 3 + algorithm.needs_kl
     assert counted.num_copies == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_likely_tokens_wait_for_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_head_of(device, monkeypatch)
+    algorithm = DecoupledPPO(num_minibatches=3, kl_coefficient=0.1, reference_top_k=4)
+    counted, _ = counted_step(algorithm)
+    assert (counted.num_reads, counted.num_copies) == (3, 0)
 
 
 @pytest.mark.parametrize("rule", ["truncate", "mask", "mask_sequence"])

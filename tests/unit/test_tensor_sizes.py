@@ -68,10 +68,11 @@ def storage(tensor: Tensor) -> StorageWeakRef:
         ({}, {}),
         ({"kl_coefficient": 0.1}, {"activations": "selective"}),
         ({"kl_coefficient": 0.1}, {"lora": {"rank": 4}}),
+        ({"kl_coefficient": 0.1, "reference_top_k": 64}, {}),
         ({}, {"activations": "offload"}),
         ({"name": "ppo_critic"}, {}),
     ],
-    ids=["plain", "reference", "adapter", "offload", "critic"],
+    ids=["plain", "reference", "adapter", "likely tokens", "offload", "critic"],
 )
 def test_no_tensor_of_a_step_is_of_all_scores_or_of_all_logits_or_weights_once_more(
     algorithm: dict[str, Any], trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,10 @@ class Efficiencies:
     """Of one completion on one reward worker."""
     trajectory_s: float = 8.6e-3
     """Of a training step for each of its trajectories: to collect, pack, send and check them."""
+    publish_s: float = 0.0
+    """Of each training step after its computation, beside the transfer of weights."""
+    commit_s: float = 0.0
+    """From the end of a group to its place in the buffer, beside the time that scoring takes."""
 
 
 ASSUMED = Efficiencies()
@@ -74,6 +78,8 @@ class Costs:
     """To read them, while decoding goes on."""
     reward_s: float = 0.0
     """Of one completion on all reward workers together."""
+    commit_s: float = 0.0
+    """Of a group, however many are committed meanwhile."""
 
     def decode_s(self, num_rows: float, num_cached: float) -> float:
         return self.decode_step_s + num_rows * self.row_s + num_cached * self.cached_token_s
@@ -144,9 +150,10 @@ def costs_of(
         train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, card)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
         trajectory_s=reached.trajectory_s,
-        publish_s=weights / PUBLISH_BYTES_PER_S,
+        publish_s=reached.publish_s + weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
         reward_s=reached.reward_s / recipe.cluster.num_reward_workers,
+        commit_s=reached.commit_s,
     )
 
 

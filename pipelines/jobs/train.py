@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -121,7 +122,12 @@ class Training:
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
-        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between)
+        planner = (sys.executable, "-m", "pipelines.jobs.run_plan", str(layout.root))
+        self.autoscaler = Autoscaler(
+            pool,
+            recipe.cluster.generators_between,
+            planner=planner if recipe.cluster.planned_card else (),
+        )
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )

@@ -8,12 +8,15 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.errors import RunError
+from areal_flow.generation.prefill import TOKENS_A_STEP
 from areal_flow.planning.costs import Costs, Efficiencies
 from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.planner import Job
 from areal_flow.planning.simulator import Simulated, simulate
 
+STALL = f"{SPEED_AREA}weights_stall_s_mean"
 SKIPPED = 0.25
 """Of a run's steps: the first ones, until it is steady."""
 FEWEST_STEPS = 8
@@ -53,8 +56,9 @@ def simulate_steps(recipe: Recipe, costs: Costs, lengths: Lengths, number: int) 
 
 
 def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) -> Calibration:
-    """Fit the share of training to the trainer's seconds, and the time of a decode step to the
-    generators' seconds for a token. What the controller makes of both is not fitted.
+    """Fit the share of training to the trainer's seconds, that of prefills to the time for which
+    new weights stop a generator, and the time of a decode step to the generators' seconds for a
+    token. What the controller makes of them is not fitted.
 
     Args:
         job: with the run's recipe and workers, and the card that each of these had.
@@ -76,16 +80,22 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     training_s = mean("seconds_read", "seconds_train", "seconds_stage")
     reached = Efficiencies(
         training=1.0,
+        prefill=1.0,
         trajectory_s=0.0,
         reward_s=0.0,
         publish_s=max(0.0, mean("seconds_step") - mean("seconds_wait") - training_s),
         commit_s=commit_s,
     )
     at_peak = replace(job, reached=reached).costs(recipe)
-    training = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
+    training = prefill = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
+    if stalls := [row[STALL] for row in rows if isinstance(row.get(STALL), float)]:
+        # No more than these are computed before the next token, and some decode time is in it, too.
+        tokens = min(TOKENS_A_STEP, at_peak.max_rows * lengths.decoding_tokens)
+        prefill = max(training, tokens * at_peak.prefill_token_s / fmean(stalls))
+    reached = replace(reached, training=training, prefill=prefill)
     low, high = 0.0, token_s * recipe.generation.max_num_seqs
     for _ in range(ROUNDS):
-        reached = replace(reached, training=training, decode_step_s=(low + high) / 2)
+        reached = replace(reached, decode_step_s=(low + high) / 2)
         costs = replace(job, reached=reached).costs(recipe)
         found = simulate_steps(recipe, costs, lengths, len(steps))
         busy_s = found.generators_busy * recipe.cluster.num_generators

@@ -38,7 +38,9 @@ class Efficiencies:
     memory: float = 0.6
     """Of the memory's bandwidth, in a decode step."""
     training: float = 0.43
-    """Of the matrix rate, in training; prefills reach the same."""
+    """Of the matrix rate, in training and in decode steps."""
+    prefill: float = 0.43
+    """Of the matrix rate, in prefills; assumed as in training."""
     decode_step_s: float = 6.4e-3
     """Of each decode step beside what is read and computed."""
     reward_s: float = 0.05
@@ -145,7 +147,9 @@ def costs_of(
         decode_step_s=reached.decode_step_s + memory.weights_bytes / bandwidth,
         row_s=token_flops / parts / rate,
         cached_token_s=memory.cache_token_bytes / bandwidth,
-        prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens) / parts / rate,
+        prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens)
+        / parts
+        / (card.flops * reached.prefill),
         max_rows=max(1, min(recipe.generation.max_num_seqs, fitting)),
         train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, card)),
         train_pair_s=passes * pair_flops / rate / num_ranks,

@@ -122,12 +122,9 @@ class Training:
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
-        planner = (sys.executable, "-m", "pipelines.jobs.run_plan", str(layout.root))
-        self.autoscaler = Autoscaler(
-            pool,
-            recipe.cluster.generators_between,
-            planner=planner if recipe.cluster.planned_card else (),
-        )
+        asked = (sys.executable, "-m", "pipelines.jobs.run_plan", str(layout.root))
+        planner = asked if recipe.cluster.planned_card else ()
+        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between, planner=planner)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )

@@ -110,8 +110,7 @@ class Training:
 
     def __post_init__(self) -> None:
         layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
-        pool = cluster.pool
-        verifier = read_inputs(layout).verifier
+        verifier, pool = read_inputs(layout).verifier, cluster.pool
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(cluster.client, self.channel, pool)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from subprocess import PIPE
 from typing import Any
 
 from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.controller.balance import Balance
-from areal_flow.errors import ConfigError, EngineError
+from areal_flow.errors import ConfigError, EngineError, RunError
 
 logger = logging.getLogger(__name__)
+
+PLANNED_STEPS = 12
+"""A plan is calibrated to so many steps with one number of generators."""
 
 
 class Autoscaler:
     """Changes the number of generators within its bounds, one change at a time."""
 
-    def __init__(self, pool: WorkerPool, bounds: tuple[int, int] | None) -> None:
-        """Take the bounds; without any the number stays."""
-        self._pool = pool
-        self._balance = Balance(*bounds) if bounds else None
+    def __init__(
+        self, pool: WorkerPool, bounds: tuple[int, int] | None, *, planner: Sequence[str] = ()
+    ) -> None:
+        """Take the bounds, without which the number stays, and the command of a planner, if one is
+        to choose it: after a step and a number, it prints how many generators there should be by
+        the steps from that one on, which had this number."""
+        self._pool, self._planner = pool, planner
+        steps = {"window_steps": PLANNED_STEPS} if planner else {}
+        self._balance = Balance(*bounds, **steps) if bounds else None
         self._is_changing = False
 
     def after_step(self, row: Mapping[str, Any]) -> None:
@@ -29,20 +39,42 @@ class Autoscaler:
         is_settled = not self._is_changing and len(self._pool.generators()) == number
         if self._balance is None or not is_settled:
             return
-        wanted = self._balance.wanted(row, number=number)
-        if wanted != number:
-            logger.info("generators: %d -> %d, for balance with the trainer", number, wanted)
+        rows = self._balance.window(row, number=number)
+        if rows:
             self._is_changing = True
-            self._pool.spawn(self._change(self._balance, number, wanted))
+            self._pool.spawn(self._change(self._balance, rows, number))
 
-    async def _change(self, balance: Balance, number: int, wanted: int) -> None:
+    async def _change(
+        self, balance: Balance, rows: Sequence[Mapping[str, Any]], number: int
+    ) -> None:
         try:
+            if self._planner:
+                arguments = map(str, (rows[0]["step"], number))
+                wanted = min(await _printed_by(*self._planner, *arguments), balance.most)
+            else:
+                wanted = balance.wanted(rows, number=number)
+            if wanted != number:
+                logger.info("generators: %d -> %d, for balance with the trainer", number, wanted)
             if wanted > number:
                 await add_to(self._pool, "generator", wanted - number)
             for record in self._pool.registry.expected("generator")[wanted:]:
                 await remove_from(self._pool, record.name)
+        except RunError as error:
+            logger.warning("the number of generators stays: %s", error)
         except (ConfigError, EngineError) as error:
             balance.most = number
             logger.warning("no more than %d generators: %s", number, error)
         finally:
             self._is_changing = False
+
+
+async def _printed_by(*command: str) -> int:
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        found, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise RunError(f"the planner failed: {said.decode().strip().rpartition(chr(10))[2]}")
+    return int(found)

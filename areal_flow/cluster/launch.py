@@ -37,6 +37,7 @@ from areal_flow.cluster.worker_process import (
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
+from areal_flow.planning.cards import card_named
 from areal_flow.run.workers_file import note_worker
 from areal_flow.store.ledger import LedgerReader
 
@@ -70,6 +71,8 @@ def check_cluster(recipe: Recipe) -> None:
             "start the driver where jobs are submitted"
         )
     connection_security(recipe.cluster.network)
+    if recipe.cluster.planned_card:
+        card_named(recipe.cluster.planned_card)
 
 
 @asynccontextmanager

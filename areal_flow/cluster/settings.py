@@ -65,6 +65,9 @@ class ClusterSettings(Settings):
     generators_between: tuple[int, int] | None = Field(None, strict=False)
     """Bounds of their number, such as [1, 8]: some are added when the trainer waits for data, and
     removed when they wait for it. None: the number stays."""
+    planned_card: str = ""
+    """A card of `areal-flow plan --gpu`: the number between the bounds is that of a plan for such
+    cards, calibrated to the run's last steps. Empty: it follows waiting times."""
     num_trainers: int = Field(1, ge=1)
     """Trainer ranks, a process each."""
     num_trainer_threads: int = Field(1, ge=1)
@@ -108,6 +111,11 @@ class ClusterSettings(Settings):
             1 <= fewest <= self.num_generators <= most,
             f"cluster.generators_between = {self.generators_between}: expected bounds of at least "
             f"1 around cluster.num_generators ({self.num_generators})",
+        )
+        require(
+            bool(self.generators_between) or not self.planned_card,
+            f"cluster.planned_card = {self.planned_card!r}: expected cluster.generators_between "
+            "too, the bounds within which a plan chooses the number of generators",
         )
         return self
 

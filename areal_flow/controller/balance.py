@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -27,21 +27,26 @@ class Balance:
     With too few generators they are all busy and the trainer waits; with too many they idle.
     """
 
-    def __init__(self, fewest: int, most: int) -> None:
+    def __init__(self, fewest: int, most: int, *, window_steps: int = WINDOW_STEPS) -> None:
         self.fewest, self.most = fewest, most
+        self._window_steps = window_steps
         self._rows: list[Mapping[str, Any]] = []
         self._number = 0
 
-    def wanted(self, row: Mapping[str, Any], *, number: int) -> int:
-        """Take in a step's row of the ledger; return the number of generators to have."""
+    def window(self, row: Mapping[str, Any], *, number: int) -> list[Mapping[str, Any]]:
+        """Take in a step's row of the ledger; return those of a window that it completes."""
         if number != self._number:
             self._number, self._rows = number, []
         self._rows.append(row)
         counted = self._rows[SETTLING_STEPS:]
-        if len(counted) < WINDOW_STEPS:
-            return number
+        if len(counted) < self._window_steps:
+            return []
         self._rows = []
-        demand = generators_demanded(counted, number=number)
+        return counted
+
+    def wanted(self, rows: Sequence[Mapping[str, Any]], *, number: int) -> int:
+        """Return the number of generators to have, by the rows of a window."""
+        demand = generators_demanded(rows, number=number)
         if demand > number + TOLERANCE:  # at most twice as many: far from balance it is a guess
             wanted = min(ceil(demand - TOLERANCE), 2 * number)
         else:
@@ -49,7 +54,7 @@ class Balance:
         return max(self.fewest, min(wanted, self.most))
 
 
-def generators_demanded(rows: list[Mapping[str, Any]], *, number: int) -> float:
+def generators_demanded(rows: Sequence[Mapping[str, Any]], *, number: int) -> float:
     steps = [{**row["metrics"], **row} for row in rows]
     if not any(step.get(OBSERVED) for step in steps):  # nothing was generated meanwhile
         return float(number)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.errors import RunError
-from areal_flow.planning.cards import Card
-from areal_flow.planning.costs import Efficiencies, Policy, costs_of
+from areal_flow.generation.prefill import TOKENS_A_STEP
+from areal_flow.planning.costs import Costs, Efficiencies
 from areal_flow.planning.lengths import Lengths
-from areal_flow.planning.planner import simulated_run
+from areal_flow.planning.planner import Job
+from areal_flow.planning.simulator import Simulated, simulate
 
+STALL = f"{SPEED_AREA}weights_stall_s_mean"
 SKIPPED = 0.25
 """Of a run's steps: the first ones, until it is steady."""
 FEWEST_STEPS = 8
+MOST_STEPS = 48
+"""Simulated, of a run that has more."""
 ROUNDS = 8
 
 
@@ -37,45 +43,61 @@ class Calibration:
         )
 
 
-def calibrate(
-    recipe: Recipe,
-    policy: Policy,
-    card: Card,
-    lengths: Lengths,
-    steps: Sequence[Mapping[str, Any]],
-    *,
-    reward_s: float,
-) -> Calibration:
-    """Fit the share of training to the trainer's seconds, and the time of a decode step to the
-    generators' seconds for a token. What the controller makes of both is not fitted.
+def steady(rows: Any) -> Any:
+    """Return the last ones of a run's steps, or of its trajectories."""
+    return rows[int(SKIPPED * len(rows)) :]
+
+
+def simulate_steps(recipe: Recipe, costs: Costs, lengths: Lengths, number: int) -> Simulated:
+    """Simulate as many steps as a run had, from its start, and measure those that are steady."""
+    number = min(number, MOST_STEPS)
+    steps = recipe.model_copy(update={"num_steps": number})
+    return simulate(steps, costs, lengths, num_skipped=int(SKIPPED * number))
+
+
+def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) -> Calibration:
+    """Fit the share of training to the trainer's seconds, that of prefills to the time for which
+    new weights stop a generator, and the time of a decode step to the generators' seconds for a
+    token. What the controller makes of them is not fitted.
 
     Args:
-        recipe: of the run, with its workers.
-        card: that each of its workers had.
+        job: with the run's recipe and workers, and the card that each of these had.
         steps: rows of its ledger, without the genesis.
-        reward_s: of a completion: it is not fitted.
+        commit_s: from the end of a group to its place in the log, scoring included.
 
     Raises:
         RunError: there are too few steps.
     """
-    rows = steps[int(SKIPPED * len(steps)) :]
+    rows = steady(steps)
     if len(rows) < FEWEST_STEPS:
         raise RunError(f"expected {FEWEST_STEPS} steady steps to calibrate to, found {len(rows)}")
 
     def mean(*names: str) -> float:
-        return sum(float(row[name]) for row in rows for name in names) / len(rows)
+        return sum(fmean(row[name] for row in rows) for name in names)
 
-    def costs_with(reached: Efficiencies) -> Any:
-        return costs_of(recipe, policy, card, lengths, reached)
-
+    recipe, lengths = job.recipe, job.lengths
     token_s = mean("seconds_generate") / mean("num_generated_tokens")
-    reached = Efficiencies(training=1.0, trajectory_s=0.0, reward_s=reward_s)
-    at_peak = costs_with(reached).mean_train_s(recipe.controller.batch_size, lengths)
-    training = at_peak / mean("seconds_read", "seconds_train", "seconds_stage")
+    training_s = mean("seconds_read", "seconds_train", "seconds_stage")
+    reached = Efficiencies(
+        training=1.0,
+        prefill=1.0,
+        trajectory_s=0.0,
+        reward_s=0.0,
+        publish_s=max(0.0, mean("seconds_step") - mean("seconds_wait") - training_s),
+        commit_s=commit_s,
+    )
+    at_peak = replace(job, reached=reached).costs(recipe)
+    training = prefill = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
+    if stalls := [row[STALL] for row in rows if isinstance(row.get(STALL), float)]:
+        # No more than these are computed before the next token, and some decode time is in it, too.
+        tokens = min(TOKENS_A_STEP, at_peak.max_rows * lengths.decoding_tokens)
+        prefill = max(training, tokens * at_peak.prefill_token_s / fmean(stalls))
+    reached = replace(reached, training=training, prefill=prefill)
     low, high = 0.0, token_s * recipe.generation.max_num_seqs
     for _ in range(ROUNDS):
-        reached = replace(reached, training=training, decode_step_s=(low + high) / 2)
-        found = simulated_run(recipe, costs_with(reached), lengths)
+        reached = replace(reached, decode_step_s=(low + high) / 2)
+        costs = replace(job, reached=reached).costs(recipe)
+        found = simulate_steps(recipe, costs, lengths, len(steps))
         busy_s = found.generators_busy * recipe.cluster.num_generators
         too_slow = busy_s / found.generated_tokens_per_s > token_s
         low, high = (low, reached.decode_step_s) if too_slow else (reached.decode_step_s, high)

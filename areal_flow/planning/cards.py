@@ -49,7 +49,7 @@ def card_named(name: str) -> Card:
     """Return a card by its name, or by a part of it that no other one has."""
     found = [each for each in CARDS if each == name] or [each for each in CARDS if name in each]
     if not name or len(found) != 1:
-        raise ConfigError(f"--gpu {name}: expected one of {', '.join(CARDS)}")
+        raise ConfigError(f"{name!r} is no card: expected one of {', '.join(CARDS)}")
     return CARDS[found[0]]
 
 

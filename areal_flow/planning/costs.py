@@ -38,13 +38,19 @@ class Efficiencies:
     memory: float = 0.6
     """Of the memory's bandwidth, in a decode step."""
     training: float = 0.43
-    """Of the matrix rate, in training; prefills reach the same."""
+    """Of the matrix rate, in training and in decode steps."""
+    prefill: float = 0.43
+    """Of the matrix rate, in prefills; assumed as in training."""
     decode_step_s: float = 6.4e-3
     """Of each decode step beside what is read and computed."""
     reward_s: float = 0.05
     """Of one completion on one reward worker."""
     trajectory_s: float = 8.6e-3
     """Of a training step for each of its trajectories: to collect, pack, send and check them."""
+    publish_s: float = 0.0
+    """Of each training step after its computation, beside the transfer of weights."""
+    commit_s: float = 0.0
+    """From the end of a group to its place in the buffer, beside the time that scoring takes."""
 
 
 ASSUMED = Efficiencies()
@@ -74,6 +80,8 @@ class Costs:
     """To read them, while decoding goes on."""
     reward_s: float = 0.0
     """Of one completion on all reward workers together."""
+    commit_s: float = 0.0
+    """Of a group, however many are committed meanwhile."""
 
     def decode_s(self, num_rows: float, num_cached: float) -> float:
         return self.decode_step_s + num_rows * self.row_s + num_cached * self.cached_token_s
@@ -139,14 +147,17 @@ def costs_of(
         decode_step_s=reached.decode_step_s + memory.weights_bytes / bandwidth,
         row_s=token_flops / parts / rate,
         cached_token_s=memory.cache_token_bytes / bandwidth,
-        prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens) / parts / rate,
+        prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens)
+        / parts
+        / (card.flops * reached.prefill),
         max_rows=max(1, min(recipe.generation.max_num_seqs, fitting)),
         train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, card)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
         trajectory_s=reached.trajectory_s,
-        publish_s=weights / PUBLISH_BYTES_PER_S,
+        publish_s=reached.publish_s + weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
         reward_s=reached.reward_s / recipe.cluster.num_reward_workers,
+        commit_s=reached.commit_s,
     )
 
 

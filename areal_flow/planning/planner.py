@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -21,6 +22,8 @@ MEASURED_STEPS = {"async": 12, "sync": 4}
 measured."""
 MOST_SKIPPED = 12
 """Steps until a simulated run is steady."""
+HARDLY_SLOWER = 0.05
+"""Of the speed: what the generators that are left out together may have added."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,18 @@ def fastest_split(job: Job, splits: Sequence[Recipe]) -> Recipe:
     best = min(few, key=lambda index: job.steady(splits[index]).step_s)
     near = splits[max(0, best - stride + 1) : best + stride]
     return min(near, key=lambda recipe: job.steady(recipe).step_s)
+
+
+def enough_generators(job: Job, between: tuple[int, int]) -> int:
+    """Return the fewest generators within bounds with which steps take hardly longer than with the
+    most of them: more would wait for the trainer."""
+
+    def speed(number: int) -> float:
+        recipe = with_cluster(job.recipe, num_generators=number)
+        return 1 / simulated_run(recipe, job.costs(recipe), job.lengths).step_s
+
+    fewest, most = between
+    return bisect_left(range(most), (1 - HARDLY_SLOWER) * speed(most), lo=fewest, key=speed)
 
 
 def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:

@@ -144,10 +144,9 @@ class VirtualCluster:
 
     async def _score(self, number: int) -> None:
         """Wait until all reward workers, one after the other, are done with what came before."""
-        if self._costs.reward_s:
-            now = asyncio.get_running_loop().time()
-            self._scored_at = max(self._scored_at, now) + number * self._costs.reward_s
-            await asyncio.sleep(self._scored_at - now)
+        now = asyncio.get_running_loop().time()
+        self._scored_at = max(self._scored_at, now) + number * self._costs.reward_s
+        await asyncio.sleep(self._scored_at - now + self._costs.commit_s)
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)

@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.planning.calibration import Calibration, calibrate
+from areal_flow.planning.calibration import Calibration
 from areal_flow.planning.card_memory import MemoryPlan, plan_memory
 from areal_flow.planning.cards import GIB, card_named
 from areal_flow.planning.costs import Policy
-from areal_flow.planning.lengths import Lengths, assumed_lengths, recorded_lengths
+from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import trainer_memory
 from areal_flow.planning.planner import Job, Plan, generator_gpus, make_plan
 from areal_flow.planning.shapes import model_config
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.queries import Run
 from pipelines.console.tables import Report, Table
+from pipelines.jobs.run_plan import calibrate_run, job_of_run, lengths_of_run
 
 
 def report_plan(
@@ -40,7 +40,7 @@ def report_plan(
     job = Job(recipe, policy, card, gpus, lengths)
     found = None
     if calibrate_to:
-        found = calibrate_run(calibrate_to, gpu=gpu)
+        found = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
         job = replace(job, reached=found.reached)
     plan = make_plan(job, best=best_split)
     memory = plan_memory(
@@ -50,24 +50,6 @@ def report_plan(
     if found:
         data["calibration"] = asdict(found)
     return Report(data, _said(plan, memory, data, found), code=int(not memory.fits))
-
-
-def lengths_of_run(layout: RunLayout) -> Lengths:
-    """Read the tokens of a run's prompts and completions from its log."""
-    columns = ("prompt_tokens", "output_tokens")
-    rows = Run(layout.root).trajectories("polars", columns=(*columns, "submission_index"))
-    prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
-    groups, source = rows["submission_index"].to_numpy(), f"of the log of {layout.name}"
-    return recorded_lengths(prompts, completions, source=source, groups=groups)
-
-
-def calibrate_run(layout: RunLayout, *, gpu: str) -> Calibration:
-    run = Run(layout.root)
-    steps = run.steps(where="step > 0").to_dict("records")
-    policy = Policy.of(model_config(str(layout.model)))
-    lengths = lengths_of_run(layout)
-    # The log has no time of scoring without that of waiting for it.
-    return calibrate(run.recipe, policy, card_named(gpu), lengths, steps, reward_s=0.0)
 
 
 def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -111,8 +112,7 @@ class Training:
 
     def __post_init__(self) -> None:
         layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
-        pool = cluster.pool
-        verifier = read_inputs(layout).verifier
+        verifier, pool = read_inputs(layout).verifier, cluster.pool
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(cluster.client, self.channel, pool)
@@ -123,7 +123,9 @@ class Training:
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
-        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between)
+        asked = (sys.executable, "-m", "pipelines.jobs.run_plan", str(layout.root))
+        planner = asked if recipe.cluster.planned_card else ()
+        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between, planner=planner)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )

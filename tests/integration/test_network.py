@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 from distributed import Client
 
 import areal_flow
-from areal_flow.cluster.autoscale import Autoscaler
+from areal_flow.cluster.autoscale import PLANNED_STEPS, Autoscaler
 from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
@@ -57,7 +58,7 @@ def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused
 
 @pytest.mark.slow
 def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     placement = WorkerPlacement("generator-0", "generator", 2, worker_environment(1))
 
@@ -74,8 +75,16 @@ def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
                     autoscaler.after_step(row(demand, before))
                 assert await asyncio.wait_for(numbers.get(), 60) == after
                 await asyncio.sleep(0.1)
+            asked = "import sys; print(2 if sys.argv[1:] == ['3', '1'] else sys.exit('no plan'))"
+            planned = Autoscaler(cluster.pool, (1, 2), planner=(sys.executable, "-c", asked))
+            for first in (1, 3):
+                for step in range(first, first + PLANNED_STEPS + SETTLING_STEPS):
+                    planned.after_step({"step": step - SETTLING_STEPS})
+                await asyncio.sleep(1)
+            assert await asyncio.wait_for(numbers.get(), 60) == 2
 
     asyncio.run(balance())
+    assert "the number of generators stays: the planner failed: no plan" in caplog.text
 
 
 def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def numbers(
     balance, number, found = Balance(*bounds), start, []
     random = np.random.default_rng(0)
     for _ in range(300):
-        number = balance.wanted(
-            row(demand, number, float(random.uniform(1 - noise, 1 + noise))), number=number
-        )
+        step = row(demand, number, float(random.uniform(1 - noise, 1 + noise)))
+        if rows := balance.window(step, number=number):
+            number = balance.wanted(rows, number=number)
         found.append(number)
     return found
 
@@ -67,11 +67,11 @@ def test_slow_rewards_are_no_reason_for_more_generators() -> None:
         "seconds_generate": 2.0,
         "metrics": {OBSERVED: 4.0},
     }
-    assert {balance.wanted(waiting, number=2) for _ in range(50)} == {2}
+    assert balance.wanted([waiting] * WINDOW_STEPS, number=2) == 2
 
 
 def test_nothing_is_decided_from_steps_before_the_last_change() -> None:
     balance = Balance(1, 8)
     for _ in range(WINDOW_STEPS + SETTLING_STEPS - 1):
-        assert balance.wanted(row(4.0, 1), number=1) == 1
-    assert balance.wanted(row(4.0, 2), number=2) == 2
+        assert not balance.window(row(4.0, 1), number=1)
+    assert not balance.window(row(4.0, 2), number=2)

@@ -18,6 +18,7 @@ from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import RankMemory
 from areal_flow.planning.planner import (
     Job,
+    enough_generators,
     fastest_split,
     generator_gpus,
     make_plan,
@@ -30,6 +31,9 @@ from pipelines.cli.main import main
 from pipelines.jobs.job import chosen_recipe
 from tests.unit.test_memory_plan import SHAPE
 
+REACHED = Efficiencies(
+    training=8e-5, decode_step_s=0.02, trajectory_s=0.0, reward_s=0.0, publish_s=2.0, commit_s=1.0
+)
 LENGTHS = assumed_lengths(2048, prompt_tokens=64.0, group_share=0.0)
 
 
@@ -119,30 +123,71 @@ def test_more_bandwidth_decodes_faster_and_more_ranks_train_faster(policy: Polic
 def test_a_card_is_named_by_any_part_that_no_other_has() -> None:
     assert card_named("4090") is CARDS["RTX4090-24GB"]
     assert card_named("H200") is CARDS["H200-141GB"]
-    with pytest.raises(ConfigError, match="--gpu A100"):
+    with pytest.raises(ConfigError, match="'A100' is no card"):
         card_named("A100")
 
 
 def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
-    recipe, card = recipe_of(controller={"batch_size": 128}), CARDS["H100-80GB"]
-    reached = Efficiencies(training=0.2, decode_step_s=0.02, trajectory_s=0.0)
-    made = simulated_run(recipe, costs_of(recipe, policy, card, LENGTHS, reached), LENGTHS)
-    generated = made.generated_tokens_per_s * made.step_s
-    row = {
-        "seconds_generate": made.generators_busy * 3 * made.step_s,
-        "num_generated_tokens": generated,
+    made = replace(job_of(policy, controller={"batch_size": 128}), reached=REACHED)
+    row = ledger_row(made)
+    found = calibrate(replace(made, reached=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
+    assert found.reached.training == pytest.approx(REACHED.training, rel=0.05)
+    assert found.reached.decode_step_s == pytest.approx(0.02, rel=0.1)
+    assert found.reached.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
+    assert found.predicted_step_s == pytest.approx(row["seconds_step"], rel=0.05)
+    assert found.predicted_staleness == pytest.approx(row["staleness_mean"], rel=0.1)
+    with pytest.raises(RunError, match="expected 8 steady steps"):
+        calibrate(made, [row] * 6, commit_s=0.0)
+
+
+def ledger_row(job: Job) -> dict[str, float]:
+    """Return what the ledger has of a step, in the mean of a simulated run."""
+    made, costs = simulated_run(job.recipe, job.costs(job.recipe), job.lengths), job.costs
+    return {
+        "seconds_generate": made.generators_busy * job.recipe.cluster.num_generators * made.step_s,
+        "num_generated_tokens": made.generated_tokens_per_s * made.step_s,
         "seconds_read": 0.0,
         "seconds_train": made.train_s,
         "seconds_stage": 0.0,
+        "seconds_wait": made.step_s - made.train_s - costs(job.recipe).publish_s,
         "seconds_step": made.step_s,
         "staleness_mean": made.staleness_mean,
     }
-    found = calibrate(recipe, policy, card, LENGTHS, [row] * 12, reward_s=reached.reward_s)
-    assert found.reached.training == pytest.approx(0.2, rel=0.05)
-    assert found.reached.decode_step_s == pytest.approx(0.02, rel=0.1)
-    assert found.predicted_step_s == pytest.approx(made.step_s, rel=0.05)
-    with pytest.raises(RunError, match="expected 8 steady steps"):
-        calibrate(recipe, policy, card, LENGTHS, [row] * 6, reward_s=0.0)
+
+
+def test_work_after_a_step_and_before_the_buffer_makes_tokens_older(policy: Policy) -> None:
+    none = {"publish_s": 0.0, "commit_s": 0.0}
+
+    def step(num_generators: int, **seconds: float) -> dict[str, float]:
+        job = job_of(policy, cluster={"num_generators": num_generators})
+        return ledger_row(replace(job, reached=replace(REACHED, **none | seconds)))
+
+    published, without = step(8, publish_s=10.0), step(8)
+    assert published["seconds_step"] == pytest.approx(without["seconds_step"] + 10, rel=0.1)
+    committed, without = step(3, commit_s=10.0), step(3)
+    assert committed["seconds_step"] == pytest.approx(without["seconds_step"], rel=0.1)
+    assert committed["staleness_mean"] > without["staleness_mean"] + 0.1
+
+
+def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) -> None:
+    """A run is simulated with each number; the plan sees its ledger, and not what it reached."""
+    job = replace(job_of(policy, controller={"batch_size": 128}), reached=REACHED)
+
+    def with_number(number: int) -> Job:
+        return replace(job, recipe=with_cluster(job.recipe, num_generators=number))
+
+    rows = {number: ledger_row(with_number(number)) for number in range(1, 9)}
+    steps = {number: row["seconds_step"] for number, row in rows.items()}
+    enough = min(number for number, step_s in steps.items() if step_s < steps[8] / 0.95)
+    assert 2 < enough < 7
+
+    def planned(number: int) -> int:
+        unknown = replace(with_number(number), reached=ASSUMED)
+        found = calibrate(unknown, [rows[number]] * 12, commit_s=REACHED.commit_s)
+        return enough_generators(replace(unknown, reached=found.reached), (1, 8))
+
+    first = {start: planned(start) for start in (1, 8)}
+    assert {planned(number) for number in first.values()} == {enough}, (first, steps)
 
 
 @pytest.mark.parametrize("eta", [0, 4])

@@ -1,0 +1,67 @@
+"""Calibrates the planner to a run, from its ledger and its log alone.
+
+    python -m pipelines.jobs.run_plan RUN FIRST_STEP NUM_GENERATORS
+
+prints how many generators the run should have, by its steps with so many, from the first one on. It
+is a process of its own: the shapes of a policy need torch, which the driver must not load.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import count
+from math import inf
+from pathlib import Path
+
+from areal_flow.planning.calibration import Calibration, calibrate, steady
+from areal_flow.planning.cards import card_named
+from areal_flow.planning.costs import Policy
+from areal_flow.planning.lengths import Lengths, recorded_lengths
+from areal_flow.planning.planner import Job, enough_generators, with_cluster
+from areal_flow.planning.shapes import model_config
+from areal_flow.run.layout import RunLayout
+from areal_flow.store.queries import Run
+
+
+def lengths_of_run(layout: RunLayout) -> Lengths:
+    """Read the tokens of a run's prompts and completions from its log, up to the first submission
+    that has not ended: of those after it the long completions are missing."""
+    columns, run = ("prompt_tokens", "output_tokens"), Run(layout.root)
+    rows = run.trajectories("polars", columns=(*columns, "submission_index"))
+    failed = {index for each in run.steps()["failed_submissions"] for index in each}
+    ended = failed | set(rows["submission_index"])
+    first = next(index for index in count() if index not in ended)
+    rows = rows.filter(rows["submission_index"] < (first or inf))
+    prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
+    groups, source = rows["submission_index"].to_numpy(), f"of the log of {layout.name}"
+    return recorded_lengths(prompts, completions, source=source, groups=groups)
+
+
+def job_of_run(layout: RunLayout, *, gpu: str) -> Job:
+    recipe, policy = Run(layout.root).recipe, Policy.of(model_config(str(layout.model)))
+    num_gpus = recipe.cluster.num_generators + recipe.cluster.num_trainers
+    return Job(recipe, policy, card_named(gpu), num_gpus, lengths_of_run(layout))
+
+
+def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibration:
+    """Calibrate a run's job to its steps from one on."""
+    run = Run(layout.root)
+    times = steady(run.trajectories("polars", columns=("finished_at", "scored_at")))
+    commit_s = (times["scored_at"] - times["finished_at"]).mean().total_seconds()
+    steps = run.steps(where=f"step >= {first_step}").to_dict("records")
+    return calibrate(job, steps, commit_s=commit_s)
+
+
+def planned_generators(layout: RunLayout, first_step: int, number: int) -> int:
+    """Return the number of generators that the plan asks for; the steps had so many."""
+    cluster = Run(layout.root).recipe.cluster
+    assert cluster.generators_between
+    job = job_of_run(layout, gpu=cluster.planned_card)
+    job = replace(job, recipe=with_cluster(job.recipe, num_generators=number))
+    found = calibrate_run(job, layout, first_step=first_step)
+    return enough_generators(replace(job, reached=found.reached), cluster.generators_between)
+
+
+if __name__ == "__main__":
+    print(planned_generators(RunLayout(Path(sys.argv[1])), *map(int, sys.argv[2:])))

@@ -8,6 +8,7 @@ import pytest
 
 import areal_flow
 from areal_flow.run.layout import RunLayout
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,12 @@ STUDENT = [
 ]
 
 
-def test_student_comes_closer_replays_and_refuses_another_teacher(tmp_path: Path) -> None:
+def test_student_comes_closer_replays_and_refuses_another_teacher(
+    tmp_path: Path, typed: Typed
+) -> None:
     done = cli("sft", "--name", "taught", "--sft.num-steps", "150", *SIZES, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert cli("export", "taught", "teacher", cwd=tmp_path).returncode == 0
+    assert typed("export", "taught", "teacher", cwd=tmp_path).returncode == 0
     done = cli("train", "distillation", "--name", "student", *STUDENT, *SIZES, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = areal_flow.open_run(tmp_path / "runs" / "student")
@@ -33,10 +36,10 @@ def test_student_comes_closer_replays_and_refuses_another_teacher(tmp_path: Path
     assert len(divergence) == 24
     assert sum(divergence[-2:]) < 0.75 * sum(divergence[:2])
     check_accounting(RunLayout((tmp_path / "runs" / "student").resolve()))
-    replayed = cli("replay", "student", "--step", "14", cwd=tmp_path)
+    replayed = typed("replay", "student", "--step", "14", cwd=tmp_path)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     with (tmp_path / "teacher" / "config.json").open("a") as config:
         config.write(" ")
-    again = cli("train", "--resume", "student", "--num-steps", "25", cwd=tmp_path)
+    again = typed("train", "--resume", "student", "--num-steps", "25", cwd=tmp_path)
     assert again.returncode == 1
     assert "teacher/config.json: expected the content" in again.stderr

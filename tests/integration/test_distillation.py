@@ -8,6 +8,7 @@ import pytest
 
 import areal_flow
 from areal_flow.run.layout import RunLayout
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "settings"), [("student", []), ("close", LIKELY_TOKENS)], ids=["sampled", "likely"]
 )
-def test_student_comes_closer_and_replays(name: str, settings: list[str], taught: Path) -> None:
+def test_student_comes_closer_and_replays(
+    name: str, settings: list[str], taught: Path, typed: Typed
+) -> None:
     done = cli("train", "distillation", "--name", name, *STUDENT, *SIZES, *settings, cwd=taught)
     assert done.returncode == 0, done.stdout + done.stderr
     run = areal_flow.open_run(taught / "runs" / name)
@@ -48,13 +51,13 @@ def test_student_comes_closer_and_replays(name: str, settings: list[str], taught
     assert len(divergence) == 24
     assert sum(divergence[-2:]) < 0.75 * sum(divergence[:2])
     check_accounting(RunLayout((taught / "runs" / name).resolve()))
-    replayed = cli("replay", name, "--step", "14", cwd=taught)
+    replayed = typed("replay", name, "--step", "14", cwd=taught)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
-def test_another_teacher_is_refused(taught: Path) -> None:
+def test_another_teacher_is_refused(taught: Path, typed: Typed) -> None:
     with (taught / "teacher" / "config.json").open("a") as config:
         config.write(" ")
-    again = cli("train", "--resume", "student", "--num-steps", "25", cwd=taught)
+    again = typed("train", "--resume", "student", "--num-steps", "25", cwd=taught)
     assert again.returncode == 1
     assert "teacher/config.json: expected the content" in again.stderr

@@ -213,8 +213,10 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    slow = [*small_arguments(), "--sft.num-steps", "1000"]
+def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(
+    tmp_path: Path, typed: Typed
+) -> None:
+    slow = [*small_arguments(), "--sft.num-steps", "300"]
     slow += ["--sft.checkpoint-every-steps", "10000"]
     with started_cli("train", "--name", "w", *slow, cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -228,13 +230,13 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
         assert "Traceback" not in output
         assert "areal-flow train --resume w" in output
         assert not psutil.wait_procs(children, timeout=20)[1]
-        assert "stopped" in cli("runs", cwd=tmp_path).stdout
+        assert "stopped" in typed("runs", cwd=tmp_path).stdout
     layout = RunLayout((tmp_path / "runs" / "w").resolve())
     (stopped_at,) = list_checkpoints(layout.sft_checkpoints)
-    assert 0 < stopped_at < 1000
+    assert 0 < stopped_at < 300
     done = cli("train", "--resume", "w", "--num-steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list_checkpoints(layout.sft_checkpoints)[-1] == 1000
+    assert list_checkpoints(layout.sft_checkpoints)[-1] == 300
     check_accounting(layout)
 
 

@@ -1,8 +1,6 @@
 """Peak memory of trainer ranks, from the trainer's own step on tensors without content.
 
 Nothing is estimated by formula: the policy, its passes, losses and optimizer are those that train.
-Of layers that are alike a few are computed, and of a head's chunks three: what the others take
-follows to the byte.
 Tensors of the policy, and all that is computed from them, are torch's fake ones, which have a shape
 and no content; what the host computes (batches, advantages, plans) is real. A number that the
 host reads of a fake tensor is 1.
@@ -20,10 +18,10 @@ each rank has as many rows and equally long ones, and none has more of a tensor.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_flow.config import LoraSettings, Recipe, TrainerSettings
+from areal_flow.errors import ConfigError
 from areal_flow.models import reward_model, segments
 from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
-from areal_flow.planning.depth import StepTrace, trace_of
-from areal_flow.planning.step_tracker import StepTracker
+from areal_flow.planning.passes_tracker import PassesTracker
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer import activations, critic, linear_logprobs, passes
 from areal_flow.trainer.rank import TrainerRank
@@ -57,6 +55,17 @@ RESERVED_BYTES = 2**30
 """CUDA's context, NCCL's buffers and cuBLAS's workspace."""
 FRAGMENTATION = 0.05
 """Of the peak: what the caching allocator holds in parts too small to be used."""
+
+_KINDS = {
+    "Parameter": "parameters",
+    "Buffer": "parameters",
+    "Gradient": "gradients",
+    "Optstate": "optimizer",
+    "Activation": "activations",
+    "Other": "activations",
+    "Temp": "temporaries",
+}
+"""What torch's tracker calls each kind, and what it is called here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +89,13 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     Args:
         config: the policy's configuration, as `transformers` has it.
     """
-    found = trace_of(config, partial(_trace, recipe))
-    peak_bytes, kept_bytes = sum(found.peak.values()), sum(found.kept.values())
-    num_ranks = recipe.cluster.num_trainers
-    return [RankMemory(each, peak_bytes, found.peak, kept_bytes) for each in range(num_ranks)]
-
-
-def _trace(recipe: Recipe, config: Any) -> StepTrace:
+    if recipe.trainer.optimizer != "adamw":
+        raise ConfigError(
+            f"trainer.optimizer = {recipe.trainer.optimizer!r}: expected 'adamw', the only one "
+            "whose memory can be planned; Muon has one moment of a matrix where AdamW has two"
+        )
     on_cuda = torch.device(recipe.trainer.device).type == "cuda"
     num_ranks, lora = recipe.cluster.num_trainers, recipe.trainer.lora
-    chunks_differ = recipe.algorithm.reference_top_k > 0  # what each returns is put together
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
         if lora.rank:  # here: `peft` moves its tensors, which fake ones cannot
@@ -98,16 +104,20 @@ def _trace(recipe: Recipe, config: Any) -> StepTrace:
     if on_cuda:
         _undo_onednn(policy)
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
-    with fake_ranks(num_ranks) as ranks, _as_on(on_cuda, chunks_differ), fake, device:
+    # What each chunk returns of likely tokens is put together.
+    all_chunks = recipe.algorithm.reference_top_k > 0
+    with fake_ranks(num_ranks) as ranks, _as_on(on_cuda, all_chunks), fake, device:
         rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
         if recipe.algorithm.needs_reference and not lora.rank:
             with unset_fake_temporarily(), torch.device("meta"):
                 reference = policy_from_config(config, device="meta")
             rank.backend.hold_reference(reference)
         for _, optimizer in _trained(rank):
-            for group in getattr(optimizer, "param_groups", ()) if on_cuda else ():
+            for group in optimizer.param_groups if on_cuda else ():
                 group["fused"] = True
-        return trace_step(rank)
+        by_kind, kept_bytes = memory_of_step(rank)
+    peak_bytes = sum(by_kind.values())
+    return [RankMemory(each, peak_bytes, by_kind, kept_bytes) for each in range(num_ranks)]
 
 
 def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
@@ -132,8 +142,8 @@ def _undo_onednn(policy: nn.Module) -> None:
         layer.__class__ = nn.Linear
 
 
-def trace_step(rank: TrainerRank) -> StepTrace:
-    """Return bytes by kind at a step's peaks, and those that are kept until the next step."""
+def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
+    """Return bytes by kind at a step's peak, and those that are kept until the next step."""
     recipe, backend = rank.recipe, rank.backend
     algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
@@ -141,16 +151,20 @@ def trace_step(rank: TrainerRank) -> StepTrace:
     # The first step makes the optimizer's state and the places of gathered weights, which are
     # there at every later peak.
     train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
-    trained = _trained(rank)
-    tracker = StepTracker([model for model, _ in trained])
-    tracker.track_external(*chain.from_iterable(trained))
+    tracker = PassesTracker()
+    tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker, warnings.catch_warnings():
         # It says so of modules that are gone by then, which have nothing to be counted.
         warnings.filterwarnings("ignore", message="Module is None. Skipping POST_BW hook")
         sequences = longest_sequences(longest_rows(recipe), num_batches)
         train_step(backend, sequences, step=2, settings=settings)
         backend.free_memory()
-    return tracker.trace()
+        kept = tracker.get_tracker_snapshot("current").values()
+    found: Counter[str] = Counter(dict.fromkeys(_KINDS.values(), 0))
+    for snapshot in tracker.get_tracker_snapshot("peak").values():
+        for kind, name in _KINDS.items():
+            found[name] += snapshot.get(kind, 0)
+    return dict(found), sum(snapshot["Total"] for snapshot in kept)
 
 
 def longest_rows(recipe: Recipe) -> list[int]:
@@ -205,7 +219,7 @@ class _FakeRanks(ConnectedRanks):
 
 
 @contextmanager
-def _as_on(on_cuda: bool, chunks_differ: bool) -> Iterator[None]:
+def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
     """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU.
 
     What a GPU offloads is not there until it comes back. What comes to the host is real.
@@ -214,10 +228,10 @@ def _as_on(on_cuda: bool, chunks_differ: bool) -> Iterator[None]:
     def offloaded(settings: TrainerSettings) -> Any:
         return _Elsewhere() if settings.activations == "offload" else nullcontext()
 
-    all_chunks = linear_logprobs._chunks
+    chunks_of = linear_logprobs._chunks
 
     def few_chunks(*of: int) -> list[slice]:
-        return _first_and_last([*all_chunks(*of)])
+        return _first_and_last([*chunks_of(*of)])
 
     def critic_of(policy: nn.Module, **of: Any) -> Any:
         with unset_fake_temporarily():  # as the policy, whose tensors are on the meta device
@@ -231,7 +245,7 @@ def _as_on(on_cuda: bool, chunks_differ: bool) -> Iterator[None]:
         (passes, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
         *([(activations, "offloaded", offloaded)] if on_cuda else []),
-        *([] if chunks_differ else [(linear_logprobs, "_chunks", few_chunks)]),
+        *([] if all_chunks else [(linear_logprobs, "_chunks", few_chunks)]),
     ]
     own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     try:

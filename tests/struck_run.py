@@ -32,8 +32,7 @@ class StruckRun:
 
     def __init__(self, root: Path, *python_path: Path) -> None:
         """Take where its processes find modules, too, such as a `sitecustomize`."""
-        folders = *python_path, Path(__file__).parents[1]
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+        self._python_path = os.pathsep.join(map(str, (*python_path, Path(__file__).parents[1])))
         self.layout = RunLayout((root / "runs" / "struck").resolve())
         self.log = root / "drivers.log"
         self.num_drivers = self.num_refused_drivers = self.num_audits = 0
@@ -164,7 +163,7 @@ class StruckRun:
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "pipelines.cli.main", "train", *arguments],
             cwd=self._root,
-            env=self._environment,
+            env={**os.environ, "PYTHONPATH": self._python_path},
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -9,6 +9,7 @@ from subprocess import PIPE
 from typing import Any
 
 from areal_flow.cluster.control import add_to, remove_from
+from areal_flow.cluster.launchers.child import last_line
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.controller.balance import Balance
 from areal_flow.errors import ConfigError, EngineError, RunError
@@ -76,5 +77,5 @@ async def _printed_by(*command: str) -> int:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise RunError(f"the planner failed: {said.decode().strip().rpartition(chr(10))[2]}")
+        raise RunError(f"the planner failed: {last_line(said)}")
     return int(found)

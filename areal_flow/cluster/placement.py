@@ -13,8 +13,6 @@ from areal_flow.config import Recipe
 from areal_flow.controller.flow_setup import groups_in_flight
 from areal_flow.errors import ConfigError
 
-ROLES = ("generator", "reward", "trainer")
-
 WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker_process")
 """Arguments of Python for a worker; its options and its parent's process number follow."""
 

@@ -22,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_flow.errors import ModelError
-from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
+from areal_flow.models.huggingface import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    on_meta_device,
+    revert_weight_conversion,
+)
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.paged_decode import decode
 from areal_flow.models.paged_prefill import Chunk, PagedCache, prefill
@@ -177,7 +182,7 @@ def check_weights(directory: Path, config: Any) -> None:
     Names and shapes in the files' headers answer for a model that is stored as the installed
     transformers would store it. Any other (an old one, or a base model's) is loaded to know.
     """
-    with torch.device("meta"):
+    with on_meta_device():
         policy = AutoModelForCausalLM.from_config(config)
     needed = {
         name: tuple(tensor.shape)

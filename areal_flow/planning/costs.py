@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
+from areal_flow.models.huggingface import on_meta_device
 from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.card_memory import generator_memory
 from areal_flow.planning.cards import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Card
@@ -113,7 +112,7 @@ class Policy:
 
     @classmethod
     def of(cls, config: Any) -> Policy:
-        with torch.device("meta"):
+        with on_meta_device():
             module = policy_from_config(config, device="meta")
         shape = PolicyShape.of(module)
         if shape is None:

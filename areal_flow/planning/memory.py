@@ -155,7 +155,7 @@ def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
     tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker, warnings.catch_warnings():
         # It says so of modules that are gone by then, which have nothing to be counted.
-        warnings.filterwarnings("ignore", message="Module is None. Skipping POST_BW hook")
+        warnings.filterwarnings("ignore", message="Module is None. Skipping")
         sequences = longest_sequences(longest_rows(recipe), num_batches)
         train_step(backend, sequences, step=2, settings=settings)
         backend.free_memory()

@@ -134,20 +134,26 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
     run(live)
 
 
+async def third_process(pool: WorkerPool, placement: WorkerPlacement) -> psutil.Process:
+    """Return the process of a worker of which two have died: one killed, and one that hung."""
+    await pool.start_until_joined([placement])
+    (record,) = pool.registry.all()
+    first = await process_of(pool)
+    os.kill(first.pid, signal.SIGKILL)
+    second = await process_of(pool, other_than=first.pid)
+    assert [death.cause for death in record.deaths] == ["killed by signal 9"]
+    os.kill(second.pid, signal.SIGSTOP)
+    await pool.replace(placement.name, why="it hangs")
+    third = await process_of(pool, other_than=second.pid)
+    assert len(record.deaths) == 2
+    await gone(first, second)
+    return third
+
+
 def test_killed_and_stopped_workers_are_noticed_and_start_again(settings: ClusterSettings) -> None:
     async def die_twice() -> None:
         async with empty_pool(settings) as pool:
-            await pool.start_until_joined([generator(settings)])
-            (record,) = pool.registry.all()
-            first = await process_of(pool)
-            os.kill(first.pid, signal.SIGKILL)
-            second = await process_of(pool, other_than=first.pid)
-            assert [death.cause for death in record.deaths] == ["killed by signal 9"]
-            os.kill(second.pid, signal.SIGSTOP)
-            await pool.replace("generator-0", why="it hangs")
-            third = await process_of(pool, other_than=second.pid)
-            assert len(record.deaths) == 2
-            await gone(first, second)
+            third = await third_process(pool, generator(settings))
         await gone(third)
 
     run(die_twice)
@@ -181,7 +187,12 @@ asyncio.run(live(ClusterSettings.model_validate_json(sys.argv[1])))
 
 
 def test_worker_ends_with_its_driver_even_if_it_hangs(settings: ClusterSettings) -> None:
-    command = [sys.executable, "-c", DRIVER, settings.model_dump_json(exclude_none=True)]
+    check_worker_ends_with(DRIVER, settings.model_dump_json(exclude_none=True))
+
+
+def check_worker_ends_with(program: str, *arguments: str) -> None:
+    """Kill a driver, which prints its worker's number, while that one is stopped."""
+    command = [sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as driver:
         assert driver.stdout is not None
         worker = psutil.Process(int(driver.stdout.readline()))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,7 +17,14 @@ from areal_flow.cluster.launchers.template import WorkerTemplate, worker_templat
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.machine import is_linux
-from tests.contracts.test_launchers import LIMIT_S, empty_pool, gone, process_of, run
+from tests.contracts.test_launchers import (
+    check_worker_ends_with,
+    empty_pool,
+    gone,
+    process_of,
+    run,
+    third_process,
+)
 
 pytestmark = pytest.mark.skipif(not is_linux(), reason="needs Linux's parent-death signals")
 
@@ -63,18 +68,8 @@ def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Starte
 def test_killed_and_stopped_forks_are_noticed_and_forked_again(template: Started) -> None:
     async def die_twice() -> None:
         async with empty_pool(ClusterSettings(), template[0]) as pool:
-            await pool.start_until_joined([PLACEMENT])
-            (record,) = pool.registry.all()
-            first = await process_of(pool)
-            os.kill(first.pid, signal.SIGKILL)
-            second = await process_of(pool, other_than=first.pid)
-            assert [death.cause for death in record.deaths] == ["killed by signal 9"]
-            os.kill(second.pid, signal.SIGSTOP)
-            await pool.replace("generator-0", why="it hangs")
-            third = await process_of(pool, other_than=second.pid)
-            assert len(record.deaths) == 2
+            third = await third_process(pool, PLACEMENT)
             assert third.ppid() == template[1].pid
-            await gone(first, second)
         await gone(third)
 
     run(die_twice)
@@ -152,11 +147,4 @@ with worker_template([PLACEMENT]) as template:
 
 
 def test_fork_ends_with_its_driver_even_if_it_hangs() -> None:
-    command = [sys.executable, "-c", DRIVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as driver:
-        assert driver.stdout is not None
-        worker = psutil.Process(int(driver.stdout.readline()))
-        helpers = psutil.Process(driver.pid).children(recursive=True)
-        worker.suspend()
-        driver.kill()
-    assert not psutil.wait_procs([worker, *helpers], timeout=LIMIT_S)[1]
+    check_worker_ends_with(DRIVER)

@@ -19,6 +19,7 @@ import pytest
 import areal_flow
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.lease import newest_lease
+from tests.chaos import SETTINGS
 from tests.struck_run import StruckRun
 
 pytestmark = pytest.mark.slow
@@ -39,20 +40,12 @@ async def noted(engine, change, *, asleep):
 threaded_engine.ThreadedEngine._between_steps = noted
 """
 
-SETTINGS = {
+ON_A_CPU = {
+    **SETTINGS,
     "schedule": "sync",
     "generation.engine": "torch",
-    "prompts.num-prompts": "4000",
-    "prompts.num-held-out": "0",
-    "sft.num-steps": "20",
-    "generation.max-num-seqs": "32",
-    "generation.max-new-tokens": "24",
-    "generation.max-model-len": "64",
-    "controller.batch-size": "128",
-    "controller.group-size": "8",
-    "trainer.checkpoint-every-steps": "3",
     "cluster.num-generators": "1",
-    "tracking.enabled": "false",
+    "cluster.silent-after-s": "10",  # a trainer that is stopped in its turn is no hung one
 }
 
 
@@ -108,7 +101,7 @@ def turn_that_does_not_end(run: StruckRun) -> Iterator[int]:
 @pytest.mark.parametrize("medium", ["directory", "broadcast"])
 def test_run_in_turns_survives_kills_in_mid_turn(run: StruckRun, medium: str) -> None:
     """Of the generator, which starts again after the turn, then of the trainer, then the driver."""
-    run.begin({**SETTINGS, "weights.medium": medium})
+    run.begin({**ON_A_CPU, "weights.medium": medium})
     (generator,) = run.live_workers("generator")
     with turn_that_does_not_end(run):
         os.kill(generator.pid, signal.SIGKILL)

@@ -95,7 +95,6 @@ def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str,
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
 
 
-@pytest.mark.slow
 def test_three_of_a_heads_chunks_tell_what_all_take_to_the_byte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,6 +120,7 @@ def test_a_plan_of_another_optimizer_is_refused() -> None:
         trainer_memory(recipe(optimizer="muon"), config())
 
 
+@pytest.mark.slow
 def test_sharded_ranks_hold_their_part_of_the_state_each() -> None:
     shape = config(num_layers=1)
     weights = num_weights(shape)

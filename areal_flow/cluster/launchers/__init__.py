@@ -55,7 +55,7 @@ LAUNCHERS: dict[str, Callable[[str, ClusterSettings, WorkerTemplate, Path], Laun
     "ssh": SshLauncher,
 }
 """By `cluster.launcher`; each is made from the scheduler's address, the settings, the template
-processes and a folder for what workers print; it need not use the last two."""
+of workers and a folder for what workers print; it need not use the last two."""
 
 
 def make_launcher(

@@ -20,7 +20,7 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import ParallelSettings, TrainerSettings
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
+from areal_flow.trainer.replicas import ReplicaGroup, connect_ranks
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -41,7 +41,8 @@ def measure_rank(
     policy = random_policy(VOCABULARY, chosen.hidden, chosen.layers, **shape)
     replicas: ReplicaGroup = ReplicaGroup()
     if chosen.ranks > 1:
-        replicas = ConnectedRanks(Rendezvous("ranks", rank, chosen.ranks), point, host="127.0.0.1")
+        rendezvous = Rendezvous("ranks", rank, chosen.ranks)
+        replicas = connect_ranks(rendezvous, point, host="127.0.0.1")
     trainer = TrainerSettings(
         tokens_per_micro_batch=num_tokens,
         activations=chosen.activations,

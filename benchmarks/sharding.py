@@ -23,7 +23,7 @@ from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
+from areal_flow.trainer.replicas import ReplicaGroup, connect_ranks
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
@@ -58,7 +58,7 @@ def measure_rank(
     replicas: ReplicaGroup = ReplicaGroup()
     if num_ranks > 1:
         rendezvous = Rendezvous("ranks", rank, num_ranks)
-        replicas = ConnectedRanks(rendezvous, directory / "point", host="127.0.0.1")
+        replicas = connect_ranks(rendezvous, directory / "point", host="127.0.0.1")
     policy = make_policy(chosen, "cpu" if replicas.is_alone else "meta")
     settings = TrainerSettings(tokens_per_micro_batch=256)
     backend = TrainerBackend(policy, settings, replicas)

@@ -23,7 +23,7 @@ from areal_flow import open_run
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import load_policy
+from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
@@ -178,4 +178,4 @@ def sample_batch(task: Task, engine: TorchEngine, seed: int, step: int) -> list[
 
 
 def weights_of(backend: TrainerBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.export_weights().items()}
+    return {name: tensor.clone() for name, tensor in policy_tensors(backend.policy).items()}

@@ -69,7 +69,7 @@ def by_vllm(model: Any, directory: str, name: str, chosen: argparse.Namespace) -
     module = [chosen.vllm, "-m", "benchmarks.generation_vllm", directory, name]
     command = [*module, str(chosen.groups), str(chosen.max_num_seqs)]
     threads = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive"}
-    return lambda: float(harness.output_of(command, **threads).splitlines()[-1])
+    return lambda: float(harness.output_of(command, added=threads).splitlines()[-1])
 
 
 def measure_ways(

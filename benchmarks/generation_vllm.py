@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from areal_flow.generation.vllm import engine as vllm_engine
 from areal_flow.generation.vllm.core import InProcessCore, engine_config
@@ -24,7 +25,8 @@ def end_at_given_lengths(load: Load) -> None:
     """End each completion at its own length: a member's seed is its place in the load."""
     lengths, parameters = load.lengths.ravel().tolist(), vllm_engine._parameters
 
-    def of_member(sampling: Sampling, seed: int) -> vllm_engine.SamplingParams:
+    def of_member(sampling: Sampling, seed: int | None) -> Any:
+        assert seed is not None, "completions are seeded on a CPU"
         return parameters(replace(sampling, max_new_tokens=lengths[seed]), seed)
 
     vllm_engine._parameters = of_member

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from areal_flow.generation.protocol import Engine, GenerationSettings
+from areal_flow.generation.protocol import Engine, GenerationSettings, VLLMSettings
 from areal_flow.generation.registry import engine_factory
 from areal_flow.models.policy import DTYPES, policy_tensors
 from areal_flow.types import GroupRequest, Sampling, as_tokens
@@ -58,7 +58,7 @@ async def measure(
         max_num_seqs=chosen.groups * chosen.members,
         max_new_tokens=chosen.tokens,
         max_model_len=PROMPT_TOKENS + chosen.tokens,
-        **({"vllm": {"gpu_memory_utilization": 0.7}} if chosen.engine == "vllm" else {}),
+        vllm=VLLMSettings(gpu_memory_utilization=0.7),
     )
     channel = ChosenChannel(model.parent / medium, medium)
     channel.stage(0, tensors)

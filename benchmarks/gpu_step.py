@@ -12,7 +12,7 @@ Needs 50 GB of GPU memory. `--device cpu --layers 1 --hidden 128 --lengths 256` 
 from __future__ import annotations
 
 import sys
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -28,7 +28,7 @@ from benchmarks.shapes import random_policy, random_trajectory
 VOCABULARY = 151_936
 HEAD_DIMENSION, GROUPED = 128, 6
 """As Qwen2.5-1.5B has them: six heads share keys and values."""
-DTYPE = "bfloat16"
+DTYPE: Literal["bfloat16"] = "bfloat16"
 
 
 def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[str, float]:

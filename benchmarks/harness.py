@@ -12,12 +12,13 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from math import floor, isfinite, log10
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
@@ -41,14 +42,16 @@ Found = TypeVar("Found")
 def parse_options(
     doc: str | None,
     arguments: Sequence[str] | None = None,
+    /,
     *,
-    choices: Mapping[str, Collection[str]] | None = None,
+    choices: Any = None,
     **defaults: Any,
 ) -> argparse.Namespace:
     """Read the command line, or these arguments; `--json FILE` is an option of every benchmark.
 
     A list is the default of an option with several values, `False` of a switch; a type stands for
-    an option of that type without a default. The first line of `doc` describes the command.
+    an option of that type without a default. The first line of `doc` describes the command, and
+    `choices` are the values that an option takes, by its name.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     for name, default in {**defaults, "json": Path}.items():
@@ -56,7 +59,7 @@ def parse_options(
         if default is False:
             parser.add_argument(flag, action="store_true")
             continue
-        several = {"nargs": "+"} if isinstance(default, list) else {}
+        several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
         kind = default if isinstance(default, type) else type(default[0] if several else default)
         value = None if kind is default else default
         limits = {"choices": (choices or {}).get(name), **several}
@@ -166,7 +169,13 @@ def environment(**added: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **added}
 
 
-def output_of(command: Sequence[str], *, cwd: Path = ROOT, stdin: str = "", **added: str) -> str:
+def output_of(
+    command: Sequence[str],
+    *,
+    cwd: Path = ROOT,
+    stdin: str = "",
+    added: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Return what a command prints, with `added` in its environment; if it fails, exit."""
     done = subprocess.run(
         command, cwd=cwd, env=environment(**added), input=stdin, capture_output=True, text=True

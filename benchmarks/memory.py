@@ -70,7 +70,7 @@ def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     train(recipe_of(case, tokens, chosen.device), config_of(chosen.hidden, chosen.layers))
     if chosen.device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(chosen.device) / 1e9
-    return harness.peak_gb() - own
+    return float(harness.peak_gb() - own)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 from typing import Any
 
 from areal_flow.store.queries import Run
@@ -56,7 +56,7 @@ def compare_schedules(
 
     def ratio(column: str) -> float:
         sync, async_ = (mean(turn[column] for turn in found[name]) for name in ("sync", "async"))
-        return sync / async_
+        return float(sync / async_)
 
     rows = [row for turns in zip(*found.values(), strict=True) for row in turns]
     harness.report(chosen.json, {f"One training step of {title}": rows})
@@ -78,7 +78,7 @@ def measure(
     rows = harness.steps_after(run, chosen.skip)
 
     def per_step(*columns: str) -> float:
-        return mean(sum(row[column] for column in columns) for row in rows)
+        return fmean(sum(row[column] for column in columns) for row in rows)
 
     step_s, generate_s = per_step("seconds_step"), per_step("seconds_generate") / num_cores
     train_s = per_step("seconds_read", "seconds_train", "seconds_stage")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,10 +76,10 @@ def random_load(num_groups: int, lengths: Lengths, vocabulary: int, *, seed: int
     return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
 
 
-def settings_for(load: Load, max_num_seqs: int, **others: object) -> GenerationSettings:
+def settings_for(load: Load, max_num_seqs: int, **others: Any) -> GenerationSettings:
     """Return an engine's settings, with as much room as the load's longest completion needs."""
-    sizes = {"max_num_seqs": max_num_seqs, "max_new_tokens": load.longest}
-    return GenerationSettings(**sizes, max_model_len=PROMPT_TOKENS + load.longest, **others)
+    sizes = {"max_new_tokens": load.longest, "max_model_len": PROMPT_TOKENS + load.longest}
+    return GenerationSettings(max_num_seqs=max_num_seqs, **{**sizes, **others})
 
 
 def add_all(engine: EngineCore, load: Load) -> None:
@@ -112,5 +113,5 @@ def end_at_given_lengths(load: Load) -> list[int]:
         ended = len(sequence.tokens) >= limit[sequence.request.request_id][sequence.index]
         sequence.finish_reason = "length" if ended else None
 
-    SampledSequence.append = append  # type: ignore[method-assign]
+    SampledSequence.append = append  # type: ignore[method-assign, assignment]
     return num_sampled

@@ -111,7 +111,7 @@ def by_trl(
     given |= {"num_steps": of.num_steps, "reward": of.reward, "settings": of.settings}
     environment = {**PROCESS_ENVIRONMENT, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     command = [python, "-m", "benchmarks.trl_side"]
-    said = harness.output_of(command, stdin=json.dumps(given), **environment)
+    said = harness.output_of(command, stdin=json.dumps(given), added=environment)
     batches, ends = json.loads(said.splitlines()[-1])
     num_updates = of.settings["algorithm.num-minibatches"]
     ends = ends[num_updates - 1 :: num_updates]
@@ -137,7 +137,7 @@ def compare(
         "sync": partial(by_schedule, cwd, model, of, "sync"),
         "async": partial(by_schedule, cwd, model, of, "async"),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way, turns in harness.take_turns(num_rounds, ways).items():
         means = {column: mean(turn[column] for turn in turns) for column in turns[0]}
         rows.append({"profile": name, "way": way, **means})

@@ -41,7 +41,7 @@ def portions() -> Iterator[tuple[pa.Table, pa.Table]]:
         arrays |= {name: pa.array(values) for name, values in made.items()}
         log = repeated(group_table(1), version_spans=pa.array(spans), **arrays)
         hashes = [*content_hashes(log.slice(0, BATCH)), *[""] * (AT_ONCE - BATCH)]
-        trained = pa.ListArray.from_arrays(np.arange(0, AT_ONCE + 1, BATCH, np.int32), ids)
+        trained = pa.ListArray.from_arrays(np.arange(0, AT_ONCE + 1, BATCH, dtype=np.int32), ids)
         row = pa.Table.from_pylist([step_row(1)], schema=STEPS)
         ledger = {"step": pa.array(steps + 1), "policy_version": pa.array(steps)}
         log = log.drop_columns("content_hash").append_column("content_hash", [hashes])

@@ -30,7 +30,7 @@ from areal_flow.generation.registry import engine_factory
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import assign_tensors, empty_policy, policy_tensors
 from areal_flow.types import GroupRequest, Sampling, as_tokens
-from areal_flow.weights.channel import WeightsWriter
+from areal_flow.weights.channel import WeightsReader, WeightsWriter
 from areal_flow.weights.directory import DirectoryWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
@@ -62,6 +62,10 @@ def publish(channel: WeightsWriter, version: int, tensors: Mapping[str, Tensor])
     channel.publish(version)
 
 
+def load(channel: WeightsReader, policy: Any, version: int) -> None:
+    assign_tensors(policy, channel.load(version))
+
+
 def measure_speeds(name: str, policy: Any, directory: Path) -> list[dict[str, Any]]:
     """Return how quickly a policy is copied, hashed, published and loaded, in GB/s."""
     tensors = {name: tensor.clone() for name, tensor in policy_tensors(policy).items()}
@@ -73,7 +77,7 @@ def measure_speeds(name: str, policy: Any, directory: Path) -> list[dict[str, An
     }
     for medium, channel in channels.items():
         ways[f"publish {medium}"] = partial(publish, channel, tensors=tensors)
-        ways[f"load {medium}"] = lambda version, c=channel: assign_tensors(policy, c.load(version))
+        ways[f"load {medium}"] = partial(load, channel, policy)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     try:
         for version in range(NUM_WARM + NUM_UPDATES):

@@ -27,7 +27,7 @@ EXPERIMENTS = (
     "age",
 )
 BEGIN, END = "<!-- written by the script: begin -->", "<!-- written by the script: end -->"
-SHARED = {"processes": 2, "quick": False, "to": harness.ROOT / "docs" / "science"}
+SHARED: dict[str, Any] = {"processes": 2, "quick": False, "to": harness.ROOT / "docs" / "science"}
 """Options of every experiment. Only `processes` changes no figure, but for times."""
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         "took": f"{(perf_counter() - began) / 60:.1f} minutes",
         "intervals": "95%, Student's t over seeds; differences are of equal seeds",
     }
-    page = write_page(chosen.to, name, experiment.__doc__, facts, found)
+    page = write_page(chosen.to, name, experiment.__doc__ or "", facts, found)
     harness.report(chosen.json, found.tables)
     print("\n".join(found.conclusions), f"\n{page}")
 

@@ -15,8 +15,8 @@ from benchmarks.plots import draw_bars
 from benchmarks.science import learning
 from benchmarks.science.findings import Estimate, Finding, conclude, difference
 
-DECOUPLED = {"name": "decoupled_ppo"}
-ALGORITHMS = {
+DECOUPLED: dict[str, Any] = {"name": "decoupled_ppo"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
     "decoupled PPO": DECOUPLED,
     "TIS, cap 2": {
         **DECOUPLED,

@@ -96,6 +96,6 @@ def run(chosen: Any) -> Finding:
         conclude(f"{rule}: speed over drain", ratio, nothing=1.0, num_decimals=2)
         for rule, ratio in others.items()
     ]
-    bars = {rule: (ratio.mean, ratio.half) for rule, ratio in others.items()}
+    bars: dict[str, tuple[float, float]] = {r: (x.mean, x.half) for r, x in others.items()}
     draw = partial(draw_bars, bars, x="tokens a processor second, over those of drain", none=1.0)
     return Finding({"One engine, one thread, new weights after each batch": rows}, said, draw)

@@ -2,7 +2,8 @@
 
 A rank that waits for another one, in an exchange, is idle too. So a rank hangs only if no rank has
 begun fewer exchanges, and neither it nor any other that has begun as few uses a processor. A rank
-that is slow uses one; a rank that reads or writes files is not within a step.
+that is slow uses one; a rank that reads or writes files is not within a step. And no rank may have
+begun an exchange lately: the others may have, too, which their last reports do not say yet.
 """
 
 from __future__ import annotations
@@ -30,19 +31,24 @@ class StepProgress(NamedTuple):
     num_exchanges: int
     idle_s: float
     """For how long it has used no processor, within a step and since its latest exchange."""
+    still_s: float
+    """For how long it has begun no exchange."""
 
 
 class StepClock:
     """Measures for how long a rank has been idle within a step."""
 
     def __init__(self) -> None:
-        self._looked_at, self._processor_s = monotonic(), 0.0
-        self._found = StepProgress(0, 0.0)
+        self._looked_at = self._began_at = monotonic()
+        self._processor_s = 0.0
+        self._found = StepProgress(0, 0.0, 0.0)
 
     def look(self, replicas: ReplicaGroup) -> StepProgress:
         now, before = monotonic(), self._found
-        self._found = StepProgress(replicas.num_exchanges, 0.0)
-        if not replicas.is_within_step or self._found.num_exchanges != before.num_exchanges:
+        if replicas.num_exchanges != before.num_exchanges:
+            self._began_at = now
+        self._found = StepProgress(replicas.num_exchanges, 0.0, now - self._began_at)
+        if not replicas.is_within_step or self._began_at == now:
             self._looked_at = now
             return self._found
         elapsed_s = now - self._looked_at
@@ -51,7 +57,8 @@ class StepClock:
             return before
         processor_s = _processor_s()
         if processor_s - self._processor_s < MIN_PROCESSORS * elapsed_s:
-            self._found = before._replace(idle_s=before.idle_s + min(elapsed_s, LONGEST_LOOK_S))
+            idle_s = before.idle_s + min(elapsed_s, LONGEST_LOOK_S)
+            self._found = self._found._replace(idle_s=idle_s)
         self._looked_at, self._processor_s = now, processor_s
         return self._found
 
@@ -72,7 +79,8 @@ def hung_ranks(
 
     Nothing is known unless all report: one that does not may be what the others wait for.
     """
-    if len(ranks) < num_ranks:
+    is_still = all(each.still_s >= LONGEST_LOOK_S for each in ranks.values())
+    if len(ranks) < num_ranks or not is_still:
         return {}
     fewest = min((each.num_exchanges for each in ranks.values()), default=0)
     behind = {name: r.idle_s for name, r in ranks.items() if r.num_exchanges == fewest}

@@ -58,3 +58,11 @@ def test_every_experiment_has_a_page_and_a_small_plot(name: str) -> None:
     assert page.count(BEGIN) == page.count(END) == 1
     assert "- seeds: " in page
     assert (DOCS / "science" / f"{name}.png").stat().st_size < 60_000
+
+
+@pytest.mark.walk
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs(name: str, tmp_path: Path) -> None:
+    main([name, "--quick", "--to", str(tmp_path)])
+    assert "- seeds: " in (tmp_path / f"{name}.md").read_text()

@@ -17,17 +17,18 @@ from areal_flow.trainer.replicas import ReplicaGroup
         ({"a": (7, 11.0), "b": (8, 99.0)}, ["a"]),
         ({"a": (7, 11.0), "b": (7, 0.5), "c": (8, 99.0)}, []),  # b has yet to begin what c waits in
         ({"a": (8, 11.0), "b": (8, 12.0)}, ["a", "b"]),  # what both wait in does not end
+        ({"a": (7, 11.0), "b": (8, 0.5)}, []),  # b was slow; what a has done since is not known yet
     ],
 )
 def test_ranks_that_are_waited_for_and_idle_hang(
     idle_s: dict[str, tuple[int, float]], hung: list[str]
 ) -> None:
-    ranks = {name: StepProgress(*found) for name, found in idle_s.items()}
+    ranks = {name: StepProgress(*found, still_s=found[1]) for name, found in idle_s.items()}
     assert [*hung_ranks(ranks, num_ranks=len(ranks), silent_after_s=10.0)] == hung
 
 
 def test_a_rank_does_not_hang_that_may_wait_for_one_that_does_not_report() -> None:
-    assert not hung_ranks({"b": StepProgress(8, 99.0)}, num_ranks=2, silent_after_s=10.0)
+    assert not hung_ranks({"b": StepProgress(8, 99.0, 99.0)}, num_ranks=2, silent_after_s=10.0)
 
 
 def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
@@ -56,6 +57,9 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
         assert clock.look(rank).idle_s == 5.0
         rank.num_exchanges += 1
         assert idle_s(1) == 0.0
+        assert clock.look(rank).still_s == 0.0
+        assert idle_s(4, computes=0.5) == 0.0
+        assert clock.look(rank).still_s == pytest.approx(4.0)
         now[0] += 100.0
         assert idle_s(1) == step_progress.LONGEST_LOOK_S, "it was suspended"
     assert idle_s(1) == 0.0

@@ -42,8 +42,9 @@ class ShardedModel(nn.Module):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if mesh.device_type == "cpu":
-                    module.set_custom_all_gather(_GlooAllGather())
-                    module.set_custom_reduce_scatter(_GlooReduceScatter())
+                    gather, scatter = _GlooAllGather(), _GlooReduceScatter()
+                    module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
 
     def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(self.model, *arguments, **keywords)

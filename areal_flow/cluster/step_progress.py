@@ -45,10 +45,11 @@ class StepClock:
 
     def look(self, replicas: ReplicaGroup) -> StepProgress:
         now, before = monotonic(), self._found
-        if replicas.num_exchanges != before.num_exchanges:
+        num_exchanges = replicas.num_exchanges  # the step's thread may begin the next one meanwhile
+        if has_begun := num_exchanges != before.num_exchanges:
             self._began_at = now
-        self._found = StepProgress(replicas.num_exchanges, 0.0, now - self._began_at)
-        if not replicas.is_within_step or self._began_at == now:
+        self._found = StepProgress(num_exchanges, 0.0, now - self._began_at)
+        if has_begun or not replicas.is_within_step:
             self._looked_at = now
             return self._found
         elapsed_s = now - self._looked_at

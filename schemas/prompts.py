@@ -10,7 +10,8 @@ class PromptRow(pa.DataFrameModel):
     """A prompt ready to be rolled out: rendered by the template and tokenised once."""
 
     prompt_id: str = pa.Field(
-        str_length={"min_value": 1}, description="names the question; equal texts may share it"
+        str_length={"min_value": 1},
+        description="unique but for equal rows; ID or SOURCE/ID",
     )
     prompt: str = pa.Field(str_length={"min_value": 1}, description="text after the template")
     answer: str = pa.Field(

@@ -11,6 +11,7 @@ found) for each place that breaks it. Nothing here reads a run.
     placed        `consumed`, and the place and watermark of the row that says so
     recounted     `steps`, and beside them the same numbers, counted from the log: `log_...`
     batch_metrics what the log has for each entry of `metrics` that a step's batch makes
+    repeated_ids  ids of the prompt tables that several prompts share
     forks, parents, recipe, files, checkpoints, published, dataset: see `sql/tables.sql`
 """
 
@@ -28,7 +29,7 @@ from areal_flow.store.database import empty_database, read_sql
 from schemas import content_hashes
 
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
-_PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
+_PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")
 
 
 class AuditDatabase:
@@ -57,6 +58,15 @@ class AuditDatabase:
         for name in _PROMPT_COLUMNS:
             batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
         self._with("batch", batch, _sql("insert_log"))
+
+    def add_prompts(self, place: str, prompts: pa.Table) -> None:
+        self._with(
+            "prompts",
+            prompts,
+            f"INSERT INTO repeated_ids SELECT '{place}', prompt_id, "
+            "count(DISTINCT hash(prompt, answer, metadata)) AS num_prompts "
+            "FROM prompts GROUP BY source, prompt_id HAVING num_prompts > 1",
+        )
 
     def add(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if found := list(rows):

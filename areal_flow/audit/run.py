@@ -8,7 +8,7 @@ it, so that each row finds what it names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,11 @@ class _Audit:
             self.report.add(prompts)
             return None
         self.report.checked["prompts"] = len(prompts)
+        for path in (self.layout.train_prompts, self.layout.held_out_prompts):
+            with suppress(OSError, pa.ArrowException):  # the table itself is judged elsewhere
+                table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+                self.database.add_prompts(path.name, table)
+        self._judge("prompts")
         return prompts
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -68,6 +68,13 @@ def _pass_rates(
     rows: Sequence[Mapping[str, Any]], threshold: float
 ) -> dict[tuple[str, str], float]:
     passed = defaultdict[tuple[str, str], list[bool]](list)
+    samples = Counter((row["held_out"], row["prompt_id"], row["sample"]) for row in rows)
+    if repeated := next((sample for sample, num in samples.items() if num > 1), None):
+        held_out, prompt_id, _ = repeated
+        raise ModelError(
+            f"cannot pair answers: several prompts of the set {held_out!r} have the id "
+            f"{prompt_id!r}; give --data FILE with unique ids, in Python prompts=..."
+        )
     for row in rows:
         passed[row["held_out"], row["prompt_id"]].append(passes(row["reward"], threshold=threshold))
     return {prompt: fmean(of) for prompt, of in passed.items()}

@@ -6,17 +6,22 @@ A file with bad rows is refused, and the first ten of them are named.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import ArealFlowError, PromptError
-from areal_flow.prompts.rows import Row
+from areal_flow.prompts.rows import Row, given_id
 
 LANCE = ".lance"
 MAX_LINE_BYTES = 64 << 20
@@ -35,6 +40,7 @@ def read_prompts(
     *,
     on_bad: Callable[[Place, PromptError], None],
     keeps: Callable[[int], bool] = lambda place: True,
+    refused: Mapping[int, str] = MappingProxyType({}),
     once: bool = False,
 ) -> Iterator[Made]:
     """Yield what is made of each row of a file.
@@ -43,22 +49,62 @@ def read_prompts(
         make: raises ValueError for a bad row.
         on_bad: called with each bad row, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
+        refused: places of rows that are bad beside others of the file, with the reason.
         once: whether equal lines of JSONL, such as a curriculum's, share what is made of them.
     """
 
     def of_line(line: bytes) -> Made:
-        return make(_parse_line(line))
+        return make(_parsed(line))
 
     of_line = cache(of_line) if once else of_line
     for place, (origin, found) in enumerate(read_rows(path)):
         if not keeps(place):
             continue
         try:
+            if place in refused:
+                raise ValueError(refused[place])
             made = make(found) if isinstance(found, dict) else of_line(found)
         except ValueError as error:
             on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
             yield made
+
+
+def repeated_ids(path: Path) -> dict[int, str]:
+    """Return why rows are bad, by place: a row before them has the same id and other content.
+
+    Rows that are equal throughout may share an id. 8 bytes a row are in memory.
+    """
+    ids = array("Q")
+    for _, found in read_rows(path):
+        identifier = _id_of(found)
+        ids.append(xxhash.xxh3_64_intdigest(identifier.encode()) if identifier else 0)
+    hashes = np.frombuffer(ids, np.uint64)
+    values, counts = np.unique(hashes, return_counts=True)
+    if not (repeated := {*values[counts > 1].tolist()} - {0}):
+        return {}
+    first: dict[str, tuple[str, str]] = {}
+    reasons: dict[int, str] = {}
+    for place, (origin, found) in enumerate(read_rows(path)):
+        if int(hashes[place]) not in repeated:
+            continue
+        row, identifier = _parsed(found), _id_of(found)
+        content = sha256_hex(json.dumps(row, sort_keys=True, default=str))
+        first_origin, first_content = first.setdefault(identifier, (origin, content))
+        if content != first_content:
+            reasons[place] = (
+                f"its id {identifier!r} is that of {first_origin}, another prompt; give each row "
+                "an id of its own, or none"
+            )
+    return reasons
+
+
+def _id_of(found: Row | bytes) -> str:
+    """Return a row's id; empty for a line that is no row, which is refused when it is read."""
+    try:
+        return given_id(_parsed(found))
+    except ValueError:
+        return ""
 
 
 def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
@@ -132,7 +178,9 @@ def _numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[s
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _parse_line(line: bytes) -> Row:
+def _parsed(line: Row | bytes) -> Row:
+    if isinstance(line, dict):
+        return line
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
     try:

@@ -11,18 +11,25 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from areal_flow.config import Recipe
 from areal_flow.digests import sha256_hex
 from areal_flow.errors import PromptError
+from areal_flow.evaluation.pass_rates import HELD_OUT
 from areal_flow.prompts.difficulty import DifficultyFilter
-from areal_flow.prompts.files import Place, read_prompts, read_rows, refuse_bad_rows
+from areal_flow.prompts.files import (
+    Place,
+    read_prompts,
+    read_rows,
+    refuse_bad_rows,
+    repeated_ids,
+)
 from areal_flow.prompts.rendering import (
     Render,
     files_of_prompts,
@@ -88,7 +95,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     rest, cut_to = list[Iterator[Row]](), dict[str, int]()
     for name, part in recipe.by_source().items():
         read = _reader(part, layout, bad_rows, source=name)
-        candidates, others = _split(part, read, cut_to)
+        candidates, others = _split(part, read, cut_to, source=name)
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
@@ -162,13 +169,14 @@ Read = Callable[..., Iterator[Row]]
 
 
 def _split(
-    recipe: Recipe, read: Read, cut_to: dict[str, int]
+    recipe: Recipe, read: Read, cut_to: dict[str, int], *, source: str
 ) -> tuple[Iterator[Row], Iterator[Row]]:
     """Return rows that may be held out, at most a fifth of a file, and the others."""
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
     if settings.held_out_path is not None:
-        return read(settings.held_out_path), read(path)
+        held_out = "/".join(filter(None, (source, HELD_OUT)))
+        return read(settings.held_out_path, ids_of=held_out), read(path)
     num_rows = sum(1 for _ in read_rows(path))
     num_candidates = min(settings.num_held_out, num_rows // 5)
     if num_candidates < settings.num_held_out:
@@ -203,18 +211,23 @@ def _set_rows(
 def _reader(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
 ) -> Read:
-    return partial(
-        read_prompts,
-        make=partial(
-            _prompt_row,
-            source=source,
-            recipe=recipe,
-            render=renderer(recipe, layout.model),
-            tokenizer=tokenizer_of(layout.model),
-            algebra=MathPool(1),
-        ),
-        on_bad=bad_rows.__setitem__,
+    """Return what reads a file's rows; `ids_of` names the rows among which an id is unique."""
+    make = partial(
+        _prompt_row,
+        source=source,
+        recipe=recipe,
+        render=renderer(recipe, layout.model),
+        tokenizer=tokenizer_of(layout.model),
+        algebra=MathPool(1),
     )
+    refused = cache(repeated_ids)
+
+    def read(path: Path, *, ids_of: str = source, **keeps: Any) -> Iterator[Row]:
+        made = partial(make, ids_of=ids_of)
+        on_bad = bad_rows.__setitem__
+        return read_prompts(path, made, on_bad=on_bad, refused=refused(path), **keeps)
+
+    return read
 
 
 def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
@@ -228,6 +241,7 @@ def _prompt_row(
     row: Row,
     *,
     source: str,
+    ids_of: str,
     recipe: Recipe,
     render: Render,
     tokenizer: Tokenizer,
@@ -258,7 +272,9 @@ def _prompt_row(
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
-    prompt_id = columns["prompt_id"] or sha256_hex(text, 16)
+    # Equal texts with other answers or columns are other prompts.
+    own_id = columns["prompt_id"] or sha256_hex(text + columns["metadata"], 16)
+    prompt_id = f"{ids_of}/{own_id}" if ids_of else own_id
     made = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
     return {**columns, **made}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isinf
 from typing import Any
 
 from areal_flow.prompts.settings import PromptSettings
@@ -31,24 +32,63 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
     itself, and the right answer with its own type, which `take_right_answer` takes out again.
     """
     answer = answer_of(row, settings, needs_answer=needs_answer)
-    difficulty = row.get("difficulty", 0)
-    if isinstance(difficulty, str):
-        difficulty = 0
-    if type(difficulty) is not int or not 0 <= difficulty <= MAX_DIFFICULTY:
-        raise ValueError(
-            f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, found "
-            f"{difficulty!r}"
-        )
     nested = row.get("metadata")
     columns = {**(nested if isinstance(nested, Mapping) else {}), "answer": answer, **row}
     if columns["answer"] != answer:
         columns[RIGHT_ANSWER] = answer
     return {
-        "prompt_id": str(row.get("id") or row.get("prompt_id") or ""),
+        "prompt_id": given_id(row),
         "answer": answer_text(answer),
-        "difficulty": difficulty,
-        "metadata": json.dumps(columns, default=str),
+        "difficulty": _difficulty_of(row),
+        "metadata": _as_json(columns),
     }
+
+
+def given_id(row: Row) -> str:
+    """Return the id that a row brings along, as text; empty without one."""
+    for field in ("id", "prompt_id"):
+        if not _is_unset(value := row.get(field)) and value != "":
+            return checked_text(str(value), field)
+    return ""
+
+
+def _difficulty_of(row: Row) -> int:
+    value = row.get("difficulty")
+    if _is_unset(value) or isinstance(value, str):
+        return 0
+    if isinstance(value, float) and value.is_integer():  # pandas has no other beside a null
+        value = int(value)
+    if type(value) is not int or not 0 <= value <= MAX_DIFFICULTY:
+        raise ValueError(
+            f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, got {value!r}"
+        )
+    return value
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value != value
+
+
+def _as_json(columns: Row) -> str:
+    """Return columns as JSON, which has neither NaN, stored as null, nor infinities."""
+    try:
+        return json.dumps(columns, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(
+            {name: _without_nan(value, name) for name, value in columns.items()}, default=str
+        )
+
+
+def _without_nan(value: Any, name: str) -> Any:
+    match value:
+        case Mapping():
+            return {key: _without_nan(each, f"{name}.{key}") for key, each in value.items()}
+        case list() | tuple():
+            return [_without_nan(each, name) for each in value]
+        case float() if isinf(value):
+            raise ValueError(f"field {name!r}: expected a finite number, got {value}")
+        case _:
+            return None if _is_unset(value) else value
 
 
 def take_right_answer(columns: Row) -> Any:

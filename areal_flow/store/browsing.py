@@ -148,7 +148,8 @@ def show_rows(
         params=[rows[0]["group_id"]],
     ).fetchall()
     answers = database.sql(
-        "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[rows[0]["prompt_id"]]
+        "SELECT answer FROM prompts WHERE source = ? AND prompt_id = ? LIMIT 1",
+        params=[rows[0]["source"], rows[0]["prompt_id"]],
     ).fetchall()
     recipe, tokenizer = run.recipe, run.tokenizer
     max_staleness = recipe.controller.max_staleness

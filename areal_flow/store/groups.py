@@ -39,7 +39,8 @@ ORDERS = {
 MOST_GROUPS = 50
 MOST_SECONDS = 60
 COLUMNS = "Columns are those that `areal-flow trajectories --help` lists"
-_MEMBER = (*LOG_COLUMNS, "submission_index", "prompt_id", "difficulty", "reward", "version_spans")
+_PROMPT = ("source", "prompt_id", "difficulty")
+_MEMBER = (*LOG_COLUMNS, *_PROMPT, "submission_index", "reward", "version_spans")
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,8 @@ class Run:
         if names_row_columns(columns):
             read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
             prompts = self.layout.train_prompts
-            return convert(with_row_columns(read, columns or (), prompts), format)
+            table = with_row_columns(read, columns or (), prompts, source="source")
+            return convert(table, format)
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
@@ -114,7 +115,8 @@ class Run:
         if names_row_columns(columns):
             read = partial(self.evaluations, "arrow", where=where)
             prompts = self.layout.held_out_prompts
-            return convert(with_row_columns(read, columns or (), prompts), format)
+            table = with_row_columns(read, columns or (), prompts, source="held_out")
+            return convert(table, format)
         return self._read("evaluations", format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
@@ -192,7 +194,8 @@ class Run:
     def prompts(self) -> pa.Table:
         """Return the prompts of training, mapped into memory; none where they are not there."""
         if not self.layout.train_prompts.is_file():
-            return pa.table(dict.fromkeys(("prompt_id", "prompt", "answer"), pa.array([], "str")))
+            names = ("source", "prompt_id", "prompt", "answer")
+            return pa.table(dict.fromkeys(names, pa.array([], "str")))
         return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 
     @property

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import RunError
+from areal_flow.evaluation.pass_rates import HELD_OUT
 
 OF_ROW = "metadata."
 """What stands before the name of a column of a prompt's row."""
@@ -31,19 +32,30 @@ def names_row_columns(columns: Sequence[str] | None) -> bool:
 
 
 def with_row_columns(
-    read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path
+    read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path, *, source: str
 ) -> pa.Table:
-    """Return what `read` gives with columns of the prompts' rows, null where a row lacks one."""
+    """Return what `read` gives with columns of the prompts' rows, null where a row lacks one.
+
+    Args:
+        source: the column that has the name of the prompt's source.
+    """
     of_rows = [name for name in columns if name.startswith(OF_ROW)]
-    table = read(columns=[*({*columns, "prompt_id"} - {*of_rows})])
+    table = read(columns=[*({*columns, source, "prompt_id"} - {*of_rows})])
     with pa.memory_map(str(prompts)) as file:
         known = pa.ipc.open_file(file).read_all()
-        places = pc.index_in(table["prompt_id"], known["prompt_id"].combine_chunks()).to_pylist()
+        places = pc.index_in(_keys(table, source), _keys(known, "source")).to_pylist()
         rows = {at: json.loads(known["metadata"][at].as_py()) for at in {*places} - {None}}
     for name in of_rows:
         values = {at: row.get(name.removeprefix(OF_ROW)) for at, row in rows.items()}
         table = table.append_column(name, _column([values.get(at) for at in places]))
     return table.select(columns)
+
+
+def _keys(table: pa.Table, source: str) -> pa.Array:
+    """Return what is unique in a run, also in one whose ids were unique in their source alone."""
+    of_main_set = pc.equal(table[source], HELD_OUT)
+    sources = pc.if_else(of_main_set, "", table[source])
+    return pc.binary_join_element_wise(sources, table["prompt_id"], "\n").combine_chunks()
 
 
 def _column(values: list[Any]) -> pa.Array:

@@ -135,6 +135,15 @@ def publish_other_weights(run: RunLayout) -> None:
         shutil.copy(other.parent / name, newest.parent / name)
 
 
+def give_all_prompts_one_id(run: RunLayout, path: Path | None = None) -> None:
+    path = path or run.train_prompts
+    prompts = pa.ipc.open_file(path.read_bytes()).read_all()
+    column = prompts.schema.get_field_index("prompt_id")
+    prompts = prompts.set_column(column, "prompt_id", pa.array(["1"] * len(prompts)))
+    with pa.ipc.new_file(str(path), prompts.schema) as writer:
+        writer.write_table(prompts)
+
+
 def break_evaluation(run: RunLayout) -> None:
     lance.dataset(str(run.evaluations)).update({"difficulty": "-1"}, where="evaluation = 'before'")
 
@@ -242,6 +251,11 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "another run seed": ("prompt", edit_recipe("seed = 0", "seed = 1")),
     "another prompt": ("prompt", edit_log(add(5, "prompt_tokens", [1]))),
     "other prompts": ("prompt", lambda run: run.held_out_prompts.replace(run.train_prompts)),
+    "an id of two prompts": ("prompt-id", give_all_prompts_one_id),
+    "an id of two held-out prompts": (
+        "prompt-id",
+        lambda run: give_all_prompts_one_id(run, run.held_out_prompts),
+    ),
     "another verifier in the ledger": ("verifier", edit_ledger(put(2, verifier="other@1"))),
     "another verifier": ("trajectory-verifier", edit_log(put(5, verifier="other@1"))),
     "regraded": ("trained-other-verifier", edit_trained(lambda row: row.update(verifier="x@1"))),

@@ -30,7 +30,7 @@ from tests.integration.damages import (
 )
 from tests.rows import written_group
 
-RULE_FILES = ("ledger", "trajectories", "log", "files")
+RULE_FILES = ("prompts", "ledger", "trajectories", "log", "files")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from areal_flow.cluster.control import list_workers
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
+from areal_flow.store.browsing import Selection, show_trajectory
 from areal_flow.weights.shared_memory import available_bytes, segments_of
 from pipelines.workers import scheduler_of
 from tests.integration.conftest import Typed
@@ -85,11 +86,14 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
     """It trains on a mixture, of which a resume reads nothing but the run's own copy."""
     layout = RunLayout((tmp_path / "runs" / "k").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
-    given = tmp_path / "given.jsonl"
-    rows = [{"question": f"{n % 10}+{n // 10} =", "answer": n % 10 + n // 10} for n in range(60)]
-    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, sign in (("given", 1), ("less", -1)):  # both files number their rows from 0
+        rows = [
+            {"id": n, "question": f"{a}{'+' if sign > 0 else '-'}{b} =", "answer": a + sign * b}
+            for n, (a, b) in enumerate((n % 10, n // 10) for n in range(60))
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = """[{name = "made", source = "arithmetic", weight = 2.0},
-                  {name = "given", path = "given.jsonl"}]"""
+                  {name = "given", path = "given.jsonl"}, {name = "less", path = "less.jsonl"}]"""
     arguments += ["--sources", sources]
     with started_cli("train", "--name", "k", *arguments, cwd=tmp_path) as process:
         wait_for_step(process, layout, 3)
@@ -105,7 +109,7 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
         left = segments_of(layout.weights_of(1))
         assert left.exists() == bool(available_bytes())
         assert "crashed" in typed("runs", cwd=tmp_path).stdout
-        given.unlink()
+        (tmp_path / "given.jsonl").unlink()
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
         newest = list_checkpoints(layout.checkpoints)[-1]
         done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
@@ -119,8 +123,14 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
         check_accounting(layout)
         roles = check_costs(layout)[0]["by_role"]
         assert min(roles[role]["lost"] for role in ("generator", "trainer")) > 1, "restarts"
-        trajectories = areal_flow.open_run(layout.root).trajectories("arrow")
-        assert set(trajectories["source"].to_pylist()) == {"made", "given"}
+        run = areal_flow.open_run(layout.root)
+        columns = ["source", "prompt", "metadata.question", "metadata.answer", "trajectory_id"]
+        shown = run.trajectories(columns=columns, text=True)
+        assert {*shown.source} == {"made", "given", "less"}
+        assert [*shown.prompt] == [*shown["metadata.question"]]
+        row = shown[shown.source == "less"].iloc[-1]
+        answer = show_trajectory(run, row.trajectory_id, selection=Selection()).answer
+        assert answer == str(row["metadata.answer"])
         whole = replay_step(layout, step=head + 3, from_checkpoint=0)
         steps = [*whole.before, whole.compared]
         assert [compared.equal for compared in steps] == [True] * (head + 3)

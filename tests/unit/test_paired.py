@@ -35,6 +35,12 @@ def test_golden_mcnemar() -> None:
     assert found.low < found.difference < found.high
 
 
+def test_answers_to_several_prompts_of_one_id_are_not_paired() -> None:
+    repeated = [{**row, "prompt_id": "p0"} for row in answers(1.0, 0.0)]
+    with pytest.raises(ModelError, match=r"several prompts of the set 'sums' have the id 'p0'"):
+        compare_answers(repeated, repeated, threshold=0.5)
+
+
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_p_value_is_that_of_the_exact_binomial_test(better: int, worse: int) -> None:
     expected = binomtest(better, better + worse).pvalue if better + worse else 1.0

@@ -125,8 +125,9 @@ def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> No
     run = open_run(make_finished_run(tmp_path / "r", num_steps=2).root)
     known, *_ = run.trajectories("arrow", columns=["prompt_id"])["prompt_id"].to_pylist()
     prompts = {
-        "prompt_id": [known, "unasked"],
-        "metadata": [json.dumps({"kind": "sum", "level": 2, "mixed": 1}), "{}"],
+        "source": ["elsewhere", "", ""],
+        "prompt_id": [known, known, "unasked"],
+        "metadata": ['{"kind": "wrong"}', json.dumps({"kind": "sum", "level": 2}), "{}"],
     }
     run.layout.train_prompts.parent.mkdir(exist_ok=True)
     with pa.ipc.new_file(str(run.layout.train_prompts), pa.table(prompts).schema) as writer:
@@ -159,7 +160,8 @@ def test_rows_are_parsed_once_each_and_any_integer_is_read(
     ):
         known = pa.array(sorted({*log["prompt_id"].to_pylist()}))
         rows = pa.array([json.dumps({"big": 2**63, "kind": file.stem})] * len(known))
-        prompts = pa.table({"prompt_id": known, "metadata": rows})
+        sources = pa.array([""] * len(known))
+        prompts = pa.table({"source": sources, "prompt_id": known, "metadata": rows})
         with pa.ipc.new_file(str(file), prompts.schema) as writer:
             writer.write_table(prompts)
     parsed: list[str] = []

@@ -11,6 +11,7 @@ SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
        chosen_spans(version_spans, loss_mask) AS spans,
        CASE WHEN found_hash <> content_hash THEN [content_hash, found_hash] END AS other_content,
        list_filter([
+           CASE WHEN source <> expected_source THEN 'source' END,
            CASE WHEN prompt_id <> expected_prompt_id THEN 'prompt_id' END,
            CASE WHEN difficulty <> expected_difficulty THEN 'difficulty' END,
            CASE WHEN prompt_tokens <> expected_prompt_tokens THEN 'prompt_tokens' END

@@ -13,6 +13,9 @@ CREATE TABLE log (
     other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
 );
 
+-- Ids that several prompts share which differ, in the table of training or in the held-out one.
+CREATE TABLE repeated_ids (place VARCHAR, prompt_id VARCHAR, num_prompts BIGINT);
+
 -- How many rows the dataset of trajectories has. Watermarks count superseded drivers' rows, too.
 CREATE TABLE dataset (num_rows BIGINT);
 

@@ -16,7 +16,8 @@ SELECT
 FROM (
     SELECT *, list_min([span.version FOR span IN version_spans]) AS oldest,
            list_max([span.version FOR span IN version_spans]) AS newest,
-           (SELECT any_value(prompt) FROM prompts WHERE prompt_id = members.prompt_id) AS prompt
+           (SELECT any_value(prompt) FROM prompts
+            WHERE source = members.source AND prompt_id = members.prompt_id) AS prompt
     FROM members JOIN consumption USING (trajectory_id, writer_epoch)
 )
 GROUP BY submission_index

@@ -17,7 +17,7 @@ FROM steps ORDER BY step;
 CREATE VIEW used_prompts AS
 SELECT prompt_id, any_value(difficulty) AS difficulty, count(*) AS num_trajectories,
        avg(reward) AS reward_mean, min(step) AS first_step, max(step) AS last_step
-FROM used GROUP BY prompt_id ORDER BY prompt_id;
+FROM used GROUP BY source, prompt_id ORDER BY source, prompt_id;
 
 CREATE VIEW verifiers AS
 SELECT verifier, count(*) AS num_trajectories, min(step) AS first_step, max(step) AS last_step

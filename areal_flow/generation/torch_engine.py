@@ -28,7 +28,7 @@ from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, requ
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.paged_decode import decode
 from areal_flow.models.paged_prefill import PagedCache, fill_pages, page_tokens_for, prefill
-from areal_flow.models.policy import assign_tensors, empty_policy
+from areal_flow.models.policy import assign_tensors, policy_with
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
@@ -293,8 +293,10 @@ async def start_torch_engine(
 
 
 def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> TorchEngine:
-    policy = empty_policy(model, dtype=settings.dtype, device=settings.device)
     version = reader.newest()
-    assign_tensors(policy, reader.load(version))
+    weights = reader.load(version).items()
+    # New versions are copied into these tensors, and the reader's are its own.
+    own = {name: tensor.to(settings.device, copy=True) for name, tensor in weights}
+    policy = policy_with(model, own, dtype=settings.dtype).to(settings.device)
     tokenizer = tokenizer_of(model) if settings.stop.strings else None
     return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

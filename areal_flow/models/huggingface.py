@@ -53,7 +53,7 @@ class _AbsentCompiler(ModuleType):
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def without_compiler() -> Iterator[None]:
     """Have torch's compiler stand aside, unless it is imported already; later it can be."""
     if COMPILER in sys.modules:
         yield
@@ -78,7 +78,7 @@ def _replaced(module: ModuleType, name: str, answer: object) -> Iterator[None]:
 
 with (
     _hidden("sklearn", "scipy", "accelerate"),
-    _uncompiled(),
+    without_compiler(),
     _replaced(distributed, "is_available", False),  # built for one process
     # Read of every installed package; without it a package is looked up by its own name.
     _replaced(metadata, "packages_distributions", {}),
@@ -103,7 +103,7 @@ with (
 @contextmanager
 def on_meta_device() -> Iterator[None]:
     """Have modules made without storage; torch would import its compiler to draw their weights."""
-    with torch.device("meta"), _uncompiled():
+    with torch.device("meta"), without_compiler():
         yield
 
 

@@ -23,6 +23,7 @@ from areal_flow.models.huggingface import (
     AutoModelForCausalLM,
     GradientCheckpointingLayer,
     on_meta_device,
+    without_compiler,
     without_progress_bars,
 )
 from areal_flow.models.linear import swap_linear_layers
@@ -65,9 +66,10 @@ def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
 
 
 def _load_merged(directory: Path, *, dtype: str) -> Any:
-    with_adapter = empty_policy(directory)
     try:
-        add_adapter(with_adapter, read_lora_settings(directory))
+        with on_meta_device():
+            with_adapter = empty_policy(directory, device="meta")
+            add_adapter(with_adapter, read_lora_settings(directory))
         files = [load_file(file) for file in weight_files(directory)]
         tensors = {name: tensor for file in files for name, tensor in file.items()}
         assign_tensors(with_adapter, tensors)
@@ -76,10 +78,9 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
             f"expected a checkpoint's {ADAPTER_FILE} and, in it or in that of step 0 beside it, "
             f"the model.safetensors that it belongs to, found {directory}: {error}"
         ) from error
-    policy = empty_policy(directory, dtype=dtype)
     merge, (plain, _) = merge_adapter(with_adapter, tensors), split_adapter(tensors)
-    assign_tensors(policy, {name: merge(name, tensor) for name, tensor in plain.items()})
-    return policy
+    merged = {name: merge(name, tensor) for name, tensor in plain.items()}
+    return policy_with(directory, merged, dtype=dtype)
 
 
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
@@ -175,8 +176,36 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def assign_tensors(policy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the policy, in place; after an error it must not be used."""
+    """Copy named tensors into the policy, in place; after an error it must not be used.
+
+    A policy on the meta device takes no values: names and shapes are compared.
+    """
     copy_by_name(policy_tensors(policy), tensors, tensors.__getitem__)
+
+
+@torch.no_grad()
+def policy_with(directory: Path | str, tensors: Mapping[str, Tensor], *, dtype: str) -> Any:
+    """Return a directory's policy whose weights are these tensors, not copies of them.
+
+    Nothing is drawn at random, and only a tensor of another type than the policy's is converted.
+
+    Raises:
+        WeightsError: names or shapes are others.
+    """
+    with on_meta_device():
+        policy = empty_policy(directory, dtype=dtype, device="meta")
+    targets = policy_tensors(policy)
+    assign_tensors(policy, tensors)
+    for module in policy.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    with without_compiler():
+        fill_buffers(policy)  # first: it would draw over the weights
+    own = {name: tensor.to(targets[name].dtype) for name, tensor in tensors.items()}
+    policy.load_state_dict(own, strict=False, assign=True)
+    policy.tie_weights()
+    return policy
 
 
 @torch.no_grad()

@@ -16,11 +16,18 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import ModelError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.generation.vllm.weights import check_logprobs
 from areal_flow.models import attention
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.logits import logits_of
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import hidden_at, logits_at, policy_from_config, policy_tensors
+from areal_flow.models.policy import (
+    hidden_at,
+    logits_at,
+    policy_from_config,
+    policy_tensors,
+    policy_with,
+)
 from areal_flow.models.probe import probe_config, small_copy
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.head import token_logprobs
@@ -186,6 +193,27 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         start = len(tokens) - len(completion.tokens)
         exact = [float(logprobs_TV[at - 1, tokens[at]]) for at in range(start, len(tokens))]
         assert completion.logprobs == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", quick_first(SUPPORTED))
+def test_check_of_an_engine_computes_with_the_weights_where_they_are(
+    name: str, tmp_path: Path
+) -> None:
+    """To draw a policy of 1.5B numbers first took 30 s, and its memory, at each engine's start."""
+    policy = sharp_policy(config_of(name, SUPPORTED[name]))
+    policy.config.save_pretrained(tmp_path)
+    tensors = policy_tensors(policy)
+    settings = GenerationSettings(max_num_seqs=3, max_model_len=64, max_new_tokens=16)
+    before = torch.get_rng_state()
+    check_logprobs(TorchEngine(policy, settings, version=0), tmp_path, tensors, settings)
+    assert torch.equal(torch.get_rng_state(), before), "something was drawn"
+    taken = policy_tensors(policy_with(tmp_path, tensors, dtype="float32"))
+    assert {n: t.data_ptr() for n, t in taken.items()} == {
+        n: t.data_ptr() for n, t in tensors.items()
+    }
+    changed = {**tensors, next(iter(tensors)): torch.randn_like(next(iter(tensors.values())))}
+    with pytest.raises(ModelError, match=r"log-probabilities differ by"):
+        check_logprobs(TorchEngine(policy, settings, version=0), tmp_path, changed, settings)
 
 
 @pytest.mark.parametrize("name", quick_first(SUPPORTED))

@@ -7,7 +7,7 @@ before any tensor is loaded, and log-probabilities after the first time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from areal_flow.errors import ModelError
 from areal_flow.generation.protocol import EngineCore, GenerationSettings
 from areal_flow.models.huggingface import revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import assign_tensors, empty_policy, logits_at
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.models.policy import assign_tensors, empty_policy, logits_at, policy_with
+from areal_flow.types import Completion, GroupRequest, Sampling, Tokens, as_tokens
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.5}
 """The largest mean difference of log-probabilities that is rounding; a wrong tensor makes more."""
@@ -38,23 +38,26 @@ class ServedTensors:
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the policy's weights by their names in a checkpoint, which are vLLM's."""
-        assign_tensors(self._policy, tensors)  # names and shapes alone: it is on the meta device
+        assign_tensors(self._policy, tensors)  # compares names and shapes
         return dict(revert_weight_conversion(self._policy, dict(tensors)))
 
 
 def check_logprobs(
     core: EngineCore, model: Path, tensors: Mapping[str, Tensor], settings: GenerationSettings
 ) -> None:
-    """Refuse a model that an idle engine computes otherwise than the trainer from its weights."""
-    policy = empty_policy(model, dtype=settings.dtype)
-    assign_tensors(policy, tensors)
+    """Refuse a model that an idle engine computes otherwise than the trainer from its weights.
+
+    The policy computes on the CPU with the weights where they lie: a GPU is full of the engine, and
+    main memory may have no room for them twice.
+    """
+    policy = policy_with(model, tensors, dtype=settings.dtype)
     num_new = min(NUM_CHECKED, settings.max_model_len - 1)
     prompt = as_tokens([policy.config.vocab_size // 2])
     core.add(GroupRequest("check", prompt, (0, 1), Sampling(num_new)))
     completions: list[Completion] = []
     while core.has_work():
         completions += [each for _, group in core.step() for each in group]
-    difference = float(np.mean([_difference(policy, prompt, each) for each in completions]))
+    difference = _difference(policy, prompt, completions)
     tolerance = TOLERANCES[settings.vllm.quantization or settings.dtype]
     if not difference <= tolerance:
         raise ModelError(
@@ -65,10 +68,14 @@ def check_logprobs(
 
 
 @torch.no_grad()
-def _difference(policy: Any, prompt: Any, completion: Completion) -> float:
-    ids_T = torch.from_numpy(np.concatenate((prompt, completion.tokens)).astype(np.int64))
-    before_T = torch.arange(len(prompt) - 1, len(ids_T) - 1)
-    logits_TV = logits_at(policy, ids_T[None], PackedLayout([len(ids_T)]), before_T)
-    logprobs_TV = logits_TV.float().log_softmax(dim=1)
-    expected_T = logprobs_TV.gather(1, ids_T[len(prompt) :, None])[:, 0]
-    return float((expected_T - torch.from_numpy(completion.logprobs)).abs().mean())
+def _difference(policy: Any, prompt: Tokens, completions: Sequence[Completion]) -> float:
+    """Return the mean difference of log-probabilities; one pass reads the weights for all."""
+    ids = [np.concatenate((prompt, each.tokens)) for each in completions]
+    layout = PackedLayout([len(each) for each in ids])
+    ids_T = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    before = [places[len(prompt) - 1 : -1] for places in layout.places]
+    before_M = torch.from_numpy(np.concatenate(before))
+    logprobs_MV = logits_at(policy, ids_T[None], layout, before_M).float().log_softmax(dim=1)
+    expected_M = logprobs_MV.gather(1, ids_T[before_M + 1, None])[:, 0]
+    served_M = torch.from_numpy(np.concatenate([each.logprobs for each in completions]))
+    return float((expected_M - served_M).abs().mean())

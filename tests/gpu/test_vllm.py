@@ -74,7 +74,11 @@ async def test_tokens_have_the_log_probabilities_of_their_versions_across_new_we
     assert np.mean([difference(c, policies) for c in completions]) < 0.1
 
 
-async def test_seeds_reproduce_completions_where_they_are_asked_to(engine: Any) -> None:
+async def test_seeds_reproduce_completions(engine: Any) -> None:
+    """To the last token with batch-invariant kernels; else until rounding changes a choice."""
     first, second = [await engine.generate(REQUEST) for _ in range(2)]
-    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True)]
-    assert all(same) == engine._core.settings.batch_invariant
+    num_compared = None if engine._core.settings.batch_invariant else 20
+    drawn = [[tuple(c.tokens[:num_compared].tolist()) for c in each] for each in (first, second)]
+    num_equal = sum(a == b for a, b in zip(*drawn, strict=True))
+    assert num_equal >= (len(first) if num_compared is None else len(first) - 2)
+    assert len({*drawn[0]}) == len(first), "members of a group differ"

@@ -21,7 +21,7 @@ from areal_flow.generation.registry import (
     with_engine,
 )
 from areal_flow.generation.vllm import support as vllm_support
-from areal_flow.generation.vllm.support import BUILDS, VERSION, engine_arguments, is_seeded
+from areal_flow.generation.vllm.support import BUILDS, VERSION, engine_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,6 @@ ON_A_CARD = VLLMSettings(
                 "enforce_eager": False,
                 "block_size": None,
                 "hf_overrides": {"head_dtype": "float32"},
-                "seed": 7,
                 "tensor_parallel_size": 1,
                 "quantization": None,
                 "gpu_memory_utilization": 0.9,
@@ -102,11 +101,11 @@ ON_A_CARD = VLLMSettings(
         ),
         (
             {"device": "cuda", "batch_invariant": True},
-            {"async_scheduling": True, "hf_overrides": {"head_dtype": "model"}, "seed": 0},
+            {"async_scheduling": True, "hf_overrides": {"head_dtype": "model"}},
         ),
         (
             {"device": "cpu"},
-            {"async_scheduling": False, "enforce_eager": True, "block_size": 32, "seed": 0},
+            {"async_scheduling": False, "enforce_eager": True, "block_size": 32},
         ),
         ({"device": "cuda", "vllm": ON_A_CARD}, ON_A_CARD.model_dump()),
         (
@@ -120,20 +119,15 @@ def test_vllm_is_asked_for_what_a_recipe_says_on_a_device(
     settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     chosen = GenerationSettings(**{"engine": "vllm", "max_new_tokens": 8, **settings})
-    asked = engine_arguments(ROOT, chosen, unique_seed=7)
+    asked = engine_arguments(ROOT, chosen)
     assert {name: asked[name] for name in expected} == expected
     assert (asked["logprobs_mode"], asked["enable_prefix_caching"]) == ("processed_logprobs", True)
 
 
-def test_seeds_are_sent_to_a_gpu_only_where_completions_are_to_be_reproduced() -> None:
-    """A seed a request makes vLLM's sampler loop over requests."""
-    asked = [
-        GenerationSettings(device=device, batch_invariant=invariant)
-        for device, invariant in (("cpu", False), ("cuda", False), ("cuda", True))
-    ]
-    assert [is_seeded(each) for each in asked] == [True, False, True]
-    invariant = [vllm_support.environment(each)["VLLM_BATCH_INVARIANT"] for each in asked]
-    assert invariant == ["0", "0", "1"]
+def test_vllm_is_asked_for_batch_invariant_kernels_where_a_recipe_wants_them() -> None:
+    settings = [GenerationSettings(device="cuda", batch_invariant=each) for each in (False, True)]
+    values = [vllm_support.environment(each)["VLLM_BATCH_INVARIANT"] for each in settings]
+    assert values == ["0", "1"]
 
 
 def test_keys_and_values_of_long_contexts_fit_a_card() -> None:

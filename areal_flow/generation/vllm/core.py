@@ -16,7 +16,6 @@ generator and makes `torch.set_num_threads` do nothing.
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
 import threading
 import warnings
@@ -170,7 +169,7 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     # and log-probabilities of the next one differed by 0.005.
     rotary_embedding._ROPE_DICT.clear()
     arguments = EngineArgs(
-        **engine_arguments(model, settings, unique_seed=secrets.randbits(31)),
+        **engine_arguments(model, settings),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{RegistersTransfer.__module__}.{RegistersTransfer.__name__}",
     )

@@ -27,7 +27,7 @@ from areal_flow.generation.vllm.core import (
     engine_config,
     find_stop_strings,
 )
-from areal_flow.generation.vllm.support import is_seeded, require_vllm_serves
+from areal_flow.generation.vllm.support import require_vllm_serves
 from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.card_transfer import CardTransfer
@@ -112,8 +112,7 @@ class VLLMEngine:
             "cache_salt": str(self.version),
         }
         member.spans = [[self.version, 0]]
-        seed = request.seeds[member.index] if is_seeded(self.settings) else None
-        parameters = _parameters(request.sampling, seed)
+        parameters = _parameters(request.sampling, request.seeds[member.index])
         if request.on_token:
             parameters.output_kind = RequestOutputKind.CUMULATIVE
         self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes names unique itself
@@ -167,7 +166,7 @@ class VLLMEngine:
         member.finish_reason = output.finish_reason
 
 
-def _parameters(sampling: Sampling, seed: int | None) -> SamplingParams:
+def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,

@@ -23,26 +23,15 @@ BLOCK_TOKENS = 32
 """Tokens of one page of keys and values on the CPU, where vLLM needs a multiple of 32."""
 
 
-def is_seeded(settings: GenerationSettings) -> bool:
-    """Return whether each completion is drawn with its own seed.
-
-    For seeds vLLM's sampler loops over its requests on the host at every token.
-    """
-    return settings.batch_invariant or settings.device == "cpu"
-
-
 def environment(settings: GenerationSettings) -> dict[str, str]:
     """Return what vLLM has no argument for, read when an engine is made."""
     return {"VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant))}
 
 
-def engine_arguments(
-    model: Path, settings: GenerationSettings, *, unique_seed: int = 0
-) -> dict[str, Any]:
+def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
 
-    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither. Engines with
-    equal `unique_seed` would draw alike.
+    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither.
     """
     on_gpu = settings.device == "cuda"
     # The trainer's logits are float32: rounded to bfloat16 they are another policy's. vLLM's
@@ -54,7 +43,6 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": settings.dtype,
-        "seed": 0 if is_seeded(settings) else unique_seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "tensor_parallel_size": settings.vllm.tensor_parallel_size,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import ConsoleMessage, Page, Response
 
 WIDTHS = (1280, 400)
 HEIGHT = 900
@@ -36,17 +36,20 @@ def opened(url: str, *, width: int = WIDTHS[0]) -> Iterator[Page]:
             if urlsplit(address).hostname not in (host, None):
                 problems.append(f"asked another host: {address}")
 
-        page.on("console", lambda said: said.type == "error" and problems.append(said.text))
+        def logged(message: ConsoleMessage) -> None:
+            if message.type == "error":
+                problems.append(message.text)
+
+        def answered(response: Response) -> None:
+            if response.status >= 400:
+                problems.append(f"{response.url}: status {response.status}")
+
+        page.on("console", logged)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: requested(request.url))
         page.on("websocket", lambda socket: requested(socket.url))
         page.on("requestfailed", lambda failed: problems.append(f"{failed.url}: {failed.failure}"))
-        page.on(
-            "response",
-            lambda answer: (
-                answer.status >= 400 and problems.append(f"{answer.url}: status {answer.status}")
-            ),
-        )
+        page.on("response", answered)
         try:
             page.goto(url)
             yield page

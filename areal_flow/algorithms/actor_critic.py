@@ -86,9 +86,11 @@ class ActorCriticPPO(ClippedTokens):
             old_T: v_old, of the critic before the step.
             targets_T: R.
         """
-        near_T = old_T + (values_T - old_T).clamp(-VALUE_CLIP, VALUE_CLIP)
+        moved_T = values_T - old_T
+        near_T = old_T + moved_T.clamp(-VALUE_CLIP, VALUE_CLIP)
         free_T, clipped_T = (values_T - targets_T).square(), (near_T - targets_T).square()
-        ended_T = (clipped_T > free_T).detach()
+        # Rounding alone makes v_old + (v - v_old) another number than v.
+        ended_T = ((moved_T.abs() > VALUE_CLIP) & (clipped_T > free_T)).detach()
         metrics = {
             "critic_loss": mean(free_T / 2),
             "critic_clip_fraction": mean(ended_T),

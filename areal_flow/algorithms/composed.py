@@ -125,6 +125,11 @@ class ComposedAlgorithm(Settings):
         """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
         return self.needs_reference and self.kl_in == "reward"
 
+    @property
+    def bound_needs_kl(self) -> bool:
+        """Whether `minibatch_bound` reads the reference, which costs it a pass too."""
+        return self.needs_minibatch_bound and self.needs_reference and self.kl_in == "advantage"
+
     @model_validator(mode="after")
     def _consistent(self) -> ComposedAlgorithm:
         require(
@@ -236,7 +241,8 @@ class ComposedAlgorithm(Settings):
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
         """Return what `objective` needs of all N tokens of a minibatch, before its update.
 
-        The ratios are to the policies that sampled the tokens.
+        The ratios are to the policies that sampled the tokens. With kl_in = "advantage", the
+        advantages are A_t - beta K_t, as in `loss`.
         """
         raise NotImplementedError
 
@@ -254,7 +260,7 @@ class ComposedAlgorithm(Settings):
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
         if kl_T is not None and self.kl_in == "advantage":
-            inputs = replace(inputs, advantages_T=inputs.advantages_T - self.kl_coefficient * kl_T)
+            inputs = replace(inputs, advantages_T=self.less_kl(inputs.advantages_T, kl_T))
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
         found = self.objective(log_ratio_T, inputs)
@@ -279,6 +285,9 @@ class ComposedAlgorithm(Settings):
             metrics["kl_policy_reference"] = mean(kl_T)
         ended_T = (found.low_T | found.high_T | at_bound(found.ratio_T)) & found.ends_gradients
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
+
+    def less_kl(self, advantages_T: Tensor, kl_T: Tensor) -> Tensor:
+        return advantages_T - self.kl_coefficient * kl_T
 
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:
         if not self.needs_reference or self.needs_kl:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums
+from areal_flow.algorithms.objective import kl_to_reference
 from areal_flow.algorithms.protocol import (
     LossInputs,
     Metric,
@@ -30,7 +31,7 @@ from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-from areal_flow.trainer.updates import Minibatch, MinibatchPlan, UpdateNumbers
+from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
 
 RunOn = Callable[..., Any]
 """Returns `function(policy, *arguments, **keywords)` for `function, *arguments, **keywords`, with
@@ -129,10 +130,20 @@ class Passes:
                 logprobs_M = self.logprobs(micro, settings.temperature)
                 log_ratio_M = logprobs_M - micro.behavior_logprobs_M
                 end = at + len(log_ratio_M)
-                sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
+                advantages_M = self._trained_advantages(micro, settings)
+                sent[rank][:, at:end] = torch.stack([log_ratio_M, advantages_M])
                 at = end
         tokens_2N = torch.cat(self._gather(sent), dim=1)
         return settings.algorithm.minibatch_bound(*tokens_2N)
+
+    def _trained_advantages(self, micro: MicroBatch, settings: StepSettings) -> Tensor:
+        """Return the advantages that the loss multiplies its ratio by."""
+        algorithm = settings.algorithm
+        if not algorithm.bound_needs_kl:
+            return micro.advantages_M
+        reference_M = self.reference_logprobs(micro, settings.temperature)
+        kl_M = kl_to_reference(micro.behavior_logprobs_M, reference_M, algorithm.kl_estimator)
+        return algorithm.less_kl(micro.advantages_M, kl_M)
 
     def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> Found:
         def loss_of(micro: MicroBatch) -> PolicyLoss:

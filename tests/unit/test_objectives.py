@@ -27,7 +27,12 @@ from areal_flow.algorithms.objective import (
     proximal_logprobs,
 )
 from areal_flow.algorithms.objectives import CISPO, DPPO, M2PO, SAPO
-from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, effective_sample_fraction
+from areal_flow.algorithms.protocol import (
+    LossInputs,
+    MinibatchSize,
+    PolicyLoss,
+    effective_sample_fraction,
+)
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
@@ -122,6 +127,41 @@ def test_m2po_bound_masks_what_the_papers_loop_masks(tokens: list[tuple[float, f
     bound = M2PO().minibatch_bound(columns[0], columns[1])
     assert sorted(abs(x) for x in outward if abs(x) < bound) == kept
     assert (bound == inf) == (len(kept) == len(outward))
+
+
+def test_m2po_bounds_what_the_loss_trains_where_a_divergence_is_in_the_advantages() -> None:
+    algorithm = M2PO(
+        num_minibatches=1,
+        kl_coefficient=1.0,
+        kl_estimator="k1",
+        kl_in="advantage",
+        max_second_moment=1.0,
+    )
+    micro_batches, masks = list[LossInputs](), list[torch.Tensor]()
+
+    def loss(of: LossInputs) -> PolicyLoss:
+        loss = algorithm.loss(of)
+        assert loss.clipped_T is not None
+        micro_batches.append(of)
+        masks.append(loss.clipped_T)
+        return loss
+
+    backend = state(tokens_per_micro_batch=32)
+    backend.hold_reference(small_policy(seed=2))
+    how = StepSettings(algorithm, temperature=1.0, seed=0, loss=loss)
+    train_step(backend, make_sequences(), step=1, settings=how)
+    assert len(micro_batches) > 1
+    whole = [
+        torch.cat([getattr(micro, f"{name}_T").detach() for micro in micro_batches])
+        for name in ("logprobs", "behavior_logprobs", "reference_logprobs", "advantages")
+    ]
+    logprobs, behavior, reference, advantages = whole
+    log_ratio, trained_advantages = logprobs - behavior, advantages - (behavior - reference)
+    outward, kept = log_ratio * trained_advantages > 0, ~torch.cat(masks)
+    assert log_ratio[outward & kept].square().mean() <= 1.0
+    bound = algorithm.minibatch_bound(log_ratio, trained_advantages)
+    assert (kept == ~(outward & (log_ratio.abs() >= bound))).all()
+    assert bound != algorithm.minibatch_bound(log_ratio, advantages)
 
 
 def test_dual_clip_ends_the_pull_of_a_likely_token_of_negative_advantage() -> None:

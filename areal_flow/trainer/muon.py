@@ -1,24 +1,31 @@
 """Muon over the matrices of a policy's layers, and AdamW over all else: embeddings, head, norms.
 
 (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982.) An update is made as long as AdamW's
-would be, so that rate and weight decay mean what they mean there.
+would be, so that rate and weight decay mean what they mean there. This is `torch.optim.Muon`, but
+for the type that it orthogonalises in: torch's is always bfloat16, which turns the last bits of a
+float32 gradient into 1% of an update.
+
+Letters: R rows and C columns of a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from inspect import unwrap
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from areal_flow.config import TrainerSettings
+from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.ranked_model import whole
 from areal_flow.trainer.tensor_rows import is_sharded, local_rows
 
 KEY = "momentum_buffer"
+MOMENTUM = 0.95
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of the Newton-Schulz iteration (Jordan et al.)."""
+NUM_ITERATIONS = 5
 
 
 class PolicyMuon:
@@ -28,6 +35,7 @@ class PolicyMuon:
         named = {name: p for name, p in parameters if p.requires_grad}
         self.trainable = list(named.values())
         self._weight_decay = settings.adamw.weight_decay
+        self._dtype = DTYPES[settings.dtype]
         self._matrices = {name: p for name, p in named.items() if is_of_layers(name, p)}
         self._momenta: dict[str, Tensor] = {}
         others = [(name, p) for name, p in named.items() if name not in self._matrices]
@@ -40,17 +48,18 @@ class PolicyMuon:
                 self._update_matrix(parameter, momentum, learning_rate)
         self._others.update(learning_rate=learning_rate)
 
+    @torch.no_grad()
     def _update_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Of rows on several ranks each rank updates the whole matrix, and keeps its own rows."""
         assert parameter.grad is not None
-        matrix, whole_momentum = nn.Parameter(whole(parameter.detach())), whole(momentum)
-        matrix.grad = whole(parameter.grad)
-        decay = self._weight_decay
-        muon = _Muon([matrix], lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        muon.state[matrix][KEY] = whole_momentum
-        muon.step()  # type: ignore[no-untyped-call]
-        _take_rows(parameter.detach(), matrix.detach())
-        _take_rows(momentum, whole_momentum)
+        matrix_RC, momentum_RC = whole(parameter.detach()), whole(momentum)
+        gradient_RC = whole(parameter.grad)
+        momentum_RC.lerp_(gradient_RC, 1 - MOMENTUM)
+        update_RC = orthogonal(gradient_RC.lerp(momentum_RC, MOMENTUM).to(self._dtype))
+        matrix_RC.mul_(1 - rate * self._weight_decay)
+        matrix_RC.add_(update_RC, alpha=-rate * 0.2 * max(matrix_RC.shape) ** 0.5)
+        _take_rows(parameter.detach(), matrix_RC)
+        _take_rows(momentum, momentum_RC)
 
     def named_state(self) -> dict[str, Tensor]:
         own = {f"{name}.{KEY}": momentum for name, momentum in self._momenta.items()}
@@ -66,8 +75,20 @@ class PolicyMuon:
         self._others.load_named_state({n: t for n, t in tensors.items() if n not in own})
 
 
-class _Muon(torch.optim.Muon):
-    add_param_group = unwrap(Optimizer.add_param_group)  # see `adamw`
+def orthogonal(matrix_RC: Tensor) -> Tensor:
+    """Return a matrix with the singular vectors of another, and singular values near 1.
+
+    Newton-Schulz: X <- a X + b (X X^T) X + c (X X^T)^2 X, from X / |X| (Jordan et al.).
+    """
+    if len(matrix_RC) > matrix_RC.shape[1]:
+        return orthogonal(matrix_RC.T).T
+    a, b, c = COEFFICIENTS
+    matrix_RC = matrix_RC / matrix_RC.norm().clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram_RR = matrix_RC @ matrix_RC.T
+        change_RR = torch.addmm(gram_RR, gram_RR, gram_RR, beta=b, alpha=c)
+        matrix_RC = torch.addmm(matrix_RC, change_RR, matrix_RC, beta=a)
+    return matrix_RC
 
 
 def is_of_layers(name: str, parameter: nn.Parameter) -> bool:

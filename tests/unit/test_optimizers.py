@@ -15,6 +15,7 @@ from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.muon import is_of_layers
 from areal_flow.trainer.optimizers import OPTIMIZERS, PolicyOptimizer, make_optimizer
+from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
@@ -22,8 +23,8 @@ from tests.unit.test_trainer import make_sequences, settings
 DECAY = AdamWSettings(weight_decay=0.3)
 
 
-def optimizer_of(policy: Any, name: Any) -> PolicyOptimizer:
-    chosen = TrainerSettings(optimizer=name, adamw=DECAY)
+def optimizer_of(policy: Any, name: Any, **of: Any) -> PolicyOptimizer:
+    chosen = TrainerSettings(optimizer=name, adamw=DECAY, **of)
     return make_optimizer(policy.named_parameters(), chosen)
 
 
@@ -34,9 +35,9 @@ def give_gradients(policy: Any, seed: int) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def updated(name: str, *, num_updates: int = 3) -> tuple[Any, PolicyOptimizer]:
+def updated(name: str, *, num_updates: int = 3, **of: Any) -> tuple[Any, PolicyOptimizer]:
     policy = small_policy()
-    optimizer = optimizer_of(policy, name)
+    optimizer = optimizer_of(policy, name, **of)
     for seed in range(num_updates):
         give_gradients(policy, seed)
         optimizer.update(learning_rate=1e-2 / (1 + seed))
@@ -53,7 +54,7 @@ def test_recipes_know_the_optimizers_that_there_are() -> None:
 
 
 def test_muon_is_torchs_muon_on_matrices_of_layers_and_torchs_adamw_on_the_rest() -> None:
-    found, _ = updated("muon")
+    found, _ = updated("muon", dtype="bfloat16")  # in which torch's own orthogonalises
     policy = small_policy()
     named = dict(policy.named_parameters())
     in_layers = {name: p for name, p in named.items() if ".layers." in name and p.ndim == 2}
@@ -142,6 +143,25 @@ def test_what_is_frozen_or_has_no_gradient_stays(name: str) -> None:
     adapted = {key for key, p in policy.named_parameters() if p.requires_grad and p is not still}
     assert moved == adapted
     assert all("lora" in key for key in moved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_order_of_sums_moves_weights_by_rounding_alone(name: Any) -> None:
+    """As it does where ranks share a policy, and their step is replayed in one process."""
+
+    def trained(num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+        chosen = TrainerSettings(optimizer=name, learning_rate=1e-3, tokens_per_micro_batch=32)
+        backend = TrainerBackend(small_policy(), chosen, ReplicaGroup(num_ranks))
+        steps = [
+            train_step(backend, make_sequences(seed=step), step=step, settings=settings())
+            for step in range(1, 7)
+        ]
+        return weights(backend.policy), [norm for step in steps for norm in step.grad_norms]
+
+    (alone, norms), (shared, shared_norms) = trained(1), trained(2)
+    for key, expected in alone.items():
+        torch.testing.assert_close(shared[key], expected, rtol=0, atol=2e-5)
+    assert shared_norms == pytest.approx(norms, rel=1e-5)
 
 
 def test_training_with_muon_is_saved_restored_and_learns() -> None:

@@ -5,7 +5,8 @@ Letters: B trajectories of one step, T tokens of the longest, in N blocks of K.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import isclose
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 GAE_BLOCK = 64
 """Tokens whose estimates are one matrix product: more of them are more work, fewer more steps."""
+
+
+def rewards_are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether rewards differ by rounding at most, as sums of the same parts may."""
+    return isclose(min(rewards), max(rewards), rel_tol=1e-9, abs_tol=1e-9)
 
 
 def batch_norm_advantages(rewards_B: Tensor, num_tokens_B: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from areal_flow.algorithms.advantages import (
     GROUP_RELATIVE,
     batch_norm_advantages,
     overlong_penalties,
+    rewards_are_equal,
 )
 from areal_flow.algorithms.logprobs import (
     at_bound,
@@ -202,7 +203,7 @@ class ComposedAlgorithm(Settings):
 
         Equal rewards give no group-relative advantage (DAPO, arXiv 2503.14476, section 3.2).
         """
-        return self.group_filter == "all" or len(set(rewards)) > 1
+        return self.group_filter == "all" or bool(rewards and not rewards_are_equal(rewards))
 
     def punished_rewards(self, inputs: AdvantageInputs) -> Tensor:
         if self.overlong_tokens is None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_flow.algorithms.advantages import rewards_are_equal
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
@@ -90,7 +91,7 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
             if value != ""
         },
         "rollout/reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
-        "rollout/zero_variance_groups_fraction": fmean(len(set(group)) == 1 for group in groups),
+        "rollout/zero_variance_groups_fraction": fmean(map(rewards_are_equal, groups)),
         "rollout/truncated_fraction": fmean(row["finish_reason"] == "length" for row in rows),
         **{f"rollout/completion_p{share}_tokens": value for share, value in percentiles},
     }

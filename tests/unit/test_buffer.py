@@ -94,6 +94,13 @@ def test_group_that_the_algorithm_would_not_train_is_discarded_and_frees_its_slo
     assert len(buffer) == 1
 
 
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, group_filter="mixed_rewards")
+    discards = buffer.add(group(0, rewards=(0.1 + 0.2, 0.3)), policy_version=0)
+    assert [d.reason for d in discards] == ["group_filter", "group_filter"]
+    assert buffer.add(group(1, rewards=(0.3 + 1e-6, 0.3)), policy_version=0) == []
+
+
 def test_group_that_arrives_too_old_is_discarded_at_once() -> None:
     buffer = make_buffer(groups_per_step=1, max_staleness=2)
     assert len(buffer.add(group(0, version=0), policy_version=3)) == 2

@@ -43,7 +43,7 @@ def row(group: int, reward: float, num_tokens: int, **columns: Any) -> dict[str,
 
 ROWS = [
     row(0, 1.0, 1),
-    row(0, 1.0, 2),
+    row(0, 0.7 + 0.2 + 0.1, 2),  # not 1.0, by rounding
     row(1, 0.0, 3),
     row(1, 0.75, 4),
     row(2, 0.0, 10, finish_reason="length"),

@@ -215,6 +215,7 @@ def test_update_that_is_not_finite_is_skipped_as_if_it_had_never_been(broken: An
     train_step(trained, make_sequences(seed=1), step=1, settings=how)
     skipped = train_step(trained, broken(), step=2, settings=how)
     assert (skipped.losses, skipped.metrics[SKIPPED_UPDATES].value) == ([], 1.0)
+    assert skipped.metrics.keys() == {SKIPPED_UPDATES, "advantage_mean", "advantage_std"}
     for backend in (trained, other):
         made = train_step(backend, make_sequences(seed=1), step=1, settings=how)
         assert made.metrics[SKIPPED_UPDATES].value == 0.0

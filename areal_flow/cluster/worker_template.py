@@ -14,6 +14,8 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
+import numpy as np
+
 from areal_flow.cluster.worker_process import end_with_parent, work
 
 MODULES = (
@@ -48,8 +50,8 @@ def fork_for_requests(requests: socket.socket) -> str:
     """Fork for each request; return in a fork, with its options.
 
     A message has the options of a worker and three descriptors: its input, its output, and a pipe
-    that gets its process number and, once it has ended, its exit code. The end of messages ends
-    this process, and the kernel its forks.
+    that gets its process number and, once it has ended, its exit code; nothing if the fork fails.
+    The end of messages ends this process, and the kernel its forks.
     """
     template = os.getpid()
     running: dict[int, tuple[int, int]] = {}
@@ -65,16 +67,21 @@ def fork_for_requests(requests: socket.socket) -> str:
         options, descriptors, *_ = socket.recv_fds(requests, REQUEST_BYTES, 3)
         if not options:
             sys.exit()
-        pid = os.fork()
+        try:
+            standard_input, output, report = descriptors
+            pid = os.fork()
+        except (OSError, ValueError):  # too many processes, or descriptors
+            for descriptor in descriptors:  # the end of `report` tells the driver
+                os.close(descriptor)
+            continue
         if not pid:
             selector.close()
             requests.close()
-            for descriptor, (_, report) in running.items():
+            for descriptor, (_, reported) in running.items():
                 os.close(descriptor)
-                os.close(report)
-            _become_worker(template, *descriptors)
+                os.close(reported)
+            _become_worker(template, standard_input, output, report)
             return options.decode()
-        standard_input, output, report = descriptors
         os.close(standard_input)
         os.close(output)
         _send(report, pid)
@@ -100,6 +107,7 @@ def _become_worker(template: int, standard_input: int, output: int, report: int)
     for descriptor in (standard_input, output, report):
         os.close(descriptor)
     end_with_parent(template)
+    np.random.seed()  # else all forks would draw the same numbers; `random` does this by itself
 
 
 if __name__ == "__main__":

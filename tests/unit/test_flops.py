@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
+from areal_flow.algorithms.clipped import PPO
+from areal_flow.algorithms.objectives import M2PO
 from areal_flow.config import LoraSettings, TrainerSettings
 from areal_flow.models import linear
+from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter
 from areal_flow.trainer import sequences as training_sequences
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.flops import PolicyShape
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, sequence_of, settings
 
@@ -49,9 +56,44 @@ def test_formula_gives_the_operations_that_torch_counts(
         assert shape.step_flops(sequences, alone, how.algorithm) > 2 * expected
 
 
+@pytest.mark.parametrize("which", ["critic", "teacher", "m2po"])
+def test_other_models_of_a_step_count_with_their_own_size(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic has a head of one output, a teacher wider layers; M2PO's bound reads it again."""
+    monkeypatch.setattr(training_sequences, "LEAST_MULTIPLE", 1)
+    monkeypatch.setattr(linear, "onednn_is_faster", lambda: False)
+    policy = small_policy(vocab_size=2000)
+    config = deepcopy(policy.config)
+    config.intermediate_size = 800
+    teacher = type(policy)(config)
+    swap_linear_layers(teacher)
+    divergence: dict[str, Any] = {"kl_coefficient": 0.1, "num_minibatches": 1}
+    algorithms = {
+        "critic": ActorCriticPPO(num_minibatches=1),
+        "teacher": PPO(**divergence),
+        "m2po": M2PO(kl_in="advantage", **divergence),
+    }
+    algorithm = algorithms[which]
+    shape, of_teacher = PolicyShape.of(policy), PolicyShape.of(teacher)
+    assert shape is not None
+    assert of_teacher is not None
+    backend = TrainerBackend(policy, TrainerSettings())
+    if isinstance(algorithm, ActorCriticPPO):
+        backend.add_critic(algorithm)
+    else:
+        backend.hold_reference(teacher)
+    how, sequences = StepSettings(algorithm, temperature=1.0, seed=0), make_sequences(16)
+    with FlopCounterMode(display=False) as counter:
+        numbers = train_step(backend, sequences, step=1, settings=how)
+    shape, of_teacher = (replace(each, attention=0) for each in (shape, of_teacher))
+    expected = shape.step_flops(sequences, numbers.plan, algorithm, of_teacher)
+    assert expected == pytest.approx(counter.get_total_flops(), rel=0.08)
+
+
 def test_attention_of_a_shared_prompt_counts_once() -> None:
     """A prompt of 4, completions of 2 and 3: 16 pairs, and 36 - 16 and 49 - 16 beside them."""
     first, other = (sequence_of([1, 2, 3, 4], [5] * n, [0.0] * n, [True] * n) for n in (2, 3))
-    shape = PolicyShape(num_weights=0, head=0, attention=3, trains_weights=True)
+    shape = PolicyShape(num_weights=0, hidden=0, head=0, attention=3, trains_weights=True)
     assert shape.forward_flops([[first, other]]) == 2 * 3 * (16 + 20 + 33)
     assert shape.forward_flops([[first], [other]]) == 2 * 3 * (36 + 49)

@@ -51,8 +51,8 @@ class LocalLauncher:
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         options = worker_options(placement, self._scheduler, self._network)
-        forked = await self._template.fork(placement, options)
         try:
+            forked = await self._template.fork(placement, options)
             process = forked or start_process(self.command(placement, options), placement)
             child = Child(process, placement.name)
         except OSError as error:

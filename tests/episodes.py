@@ -80,9 +80,9 @@ class FakeServices:
         self.tool_calls += [(path, arguments) for arguments in calls]
         return range(len(self.tool_calls))[-len(calls) :]
 
-    def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
+    def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         assert (ended_by, role) == (STOP, "user")
-        return self.encode(content)
+        return self.encode(*contents)
 
     def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
         raise NotImplementedError

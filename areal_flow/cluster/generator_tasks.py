@@ -171,11 +171,12 @@ class GeneratorRole:
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         return await on_reward_worker(call_tool, path, calls)
 
-    def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
+    def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         if self._chat is None:
-            return self.encode(content)
+            return self.encode("\n".join(contents))
         end = self._context.tokenizer.decode([ended_by], skip_special_tokens=False)
-        return self.encode(self._chat.next_turn(content.strip(), ended_by=end, role=role))
+        turn = self._chat.next_turn(*map(str.strip, contents), ended_by=end, role=role)
+        return self.encode(turn)
 
     def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
         assert self._chat is not None

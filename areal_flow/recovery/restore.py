@@ -27,9 +27,9 @@ SHARED = {"backend", "context_ranks", "shard_ranks"}
 """What of a numeric environment says that ranks shared the policy, or its sequences."""
 
 TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 5e-2}
-"""By how much numbers of a step from equal weights may differ, relatively (and by a hundredth of it absolutely), where
-the same sums have another order: its ranks shared the policy or sequences, which the replay's one
-process has whole, or a GPU adds up as it comes. By the type of the passes."""
+"""By how much numbers of a step from equal weights may differ, relatively (and by a hundredth of it
+absolutely), where the same sums have another order: its ranks shared the policy or sequences, which
+the replay's one process has whole, or a GPU adds up as it comes. By the type of the passes."""
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from areal_flow.digests import sha256_hex
+from areal_flow.workflows.tool_calls import arguments_of, blank_reasoning
 
 Message = Mapping[str, Any]
 """`role` and `content`; an assistant's calls of tools."""
@@ -62,9 +63,10 @@ class ChatTemplate:
             ) from error
         return str(rendered)
 
-    def next_turn(self, content: str, *, ended_by: str, role: str = "user") -> str:
-        """Return the text between two answers, in which the user or a tool says something."""
-        messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
+    def next_turn(self, *contents: str, ended_by: str, role: str = "user") -> str:
+        """Return the text between two answers: messages of the user, or of tools."""
+        asked = _said("user", "?"), _said("assistant", _ANSWER)
+        messages = [*asked, *(_said(role, content) for content in contents)]
         template = self._with_tools if role == "tool" else self
         return template.following(messages, 1, ended_by=ended_by)
 
@@ -130,8 +132,11 @@ class ChatTemplate:
         return start.strip()
 
     def calls_in(self, answer: str) -> list[tuple[str, str]]:
-        """Return name and input of each call in an answer; both are empty where it is not JSON."""
-        start = self.call_start
+        """Return name and input of each call in an answer; both are empty where it is not JSON.
+
+        What it says within `<think>...</think>` is no call.
+        """
+        start, answer = self.call_start, blank_reasoning(answer).replace("\0", "")
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []
         return [_json_call(text.lstrip()) for text in answer.split(start)[1:]]
@@ -148,11 +153,13 @@ def tool_schema(name: str, description: str) -> Tool:
 
 
 def _json_call(text: str) -> tuple[str, str]:
-    """Return name and input of the call with which a text begins; two empty texts without one."""
+    """Return name and input of the call with which a text begins; two empty texts without one.
+
+    A call without arguments has an empty input.
+    """
     try:
         call, _ = json.JSONDecoder().raw_decode(text)
-        arguments = call.get("arguments", call.get("parameters"))
-        (given,) = arguments.values()
+        (given,) = arguments_of(call).values() or ("",)
         return str(call["name"]), str(given)
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return "", ""

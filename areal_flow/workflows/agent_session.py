@@ -18,6 +18,7 @@ from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.types import Score
 from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.tool_calls import arguments_of, blank_reasoning
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -193,20 +194,25 @@ def _statuses(error: BaseException) -> list[int]:
 
 
 def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> dict[str, Any]:
-    """Return an answer as a message; with tools, `<tool_call>{JSON}</tool_call>` are its calls."""
+    """Return an answer as a message; with tools, `<tool_call>{JSON}</tool_call>` are its calls.
+
+    One within `<think>...</think>` is none.
+    """
     calls: list[dict[str, Any]] = []
-    for found in _CALL.findall(text) if tools else ():
+    content, end = "", 0
+    for match in _CALL.finditer(blank_reasoning(text)) if tools else ():
+        content, end = content + text[end : match.start()], match.end()
         try:
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call["arguments"])}
-        except (ValueError, KeyError, TypeError):
+            call = json.loads(match[1])
+            function = {"name": str(call["name"]), "arguments": json.dumps(arguments_of(call))}
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
         name = f"call_{call_number}_{len(calls)}"
         calls.append({"id": name, "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message |= {"content": _CALL.sub("", text).rstrip() or None, "tool_calls": calls}
-    return message
+    if not calls:
+        return {"role": "assistant", "content": text}
+    content = (content + text[end:]).rstrip()
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
 def _normal(message: Message) -> Message:
@@ -229,9 +235,7 @@ def _normal(message: Message) -> Message:
 def _normal_call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
-        arguments = function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        named = {"name": function["name"], "arguments": parsed}
+        named = {"name": function["name"], "arguments": arguments_of(function)}
         return {"id": call.get("id"), "type": "function", "function": named}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CallRefused(f"expected a call of a function, found {call!r:.80}") from error

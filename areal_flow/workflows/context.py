@@ -58,8 +58,8 @@ class EpisodeServices(Protocol):
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Call a function on a reward worker; return what each call returned or raised."""
 
-    def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
-        """Return the tokens of a user's or a tool's message after an answer that a token ended."""
+    def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
+        """Return the tokens of messages of a user or tools after an answer that a token ended."""
         ...
 
     def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
@@ -219,11 +219,11 @@ class EpisodeContext:
         Raises:
             ValueError: the chat template rewrites earlier answers.
         """
-        return self._services.next_turn(content, int(after[-1]), "user")
+        return self._services.next_turn([content], int(after[-1]), "user")
 
-    def tool_turn(self, content: str, *, after: Sequence[int] | Tokens) -> Tokens:
-        """Return the tokens with which a tool answers; see `user_turn`."""
-        return self._services.next_turn(content, int(after[-1]), "tool")
+    def tool_turn(self, *contents: str, after: Sequence[int] | Tokens) -> Tokens:
+        """Return the tokens with which tools answer, a message for each call; see `user_turn`."""
+        return self._services.next_turn(contents, int(after[-1]), "tool")
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Return text without special tokens."""

@@ -137,7 +137,7 @@ class ToolUse(TimedWorkflow):
                 break
             num_calls += len(calls)
             results = await all_of(self._answer(call, context) for call in calls)
-            answered = draft.with_environment(self._shown("\n".join(results), draft, context))
+            answered = draft.with_environment(self._shown(results, draft, context))
             if context.num_tokens_left(answered.tokens) < 1:
                 limit = "generation.max_model_len"
                 break
@@ -152,9 +152,12 @@ class ToolUse(TimedWorkflow):
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)
         return [call] if call else []
 
-    def _shown(self, result: str, draft: TrajectoryDraft, context: EpisodeContext) -> Tokens:
+    def _shown(
+        self, results: Sequence[str], draft: TrajectoryDraft, context: EpisodeContext
+    ) -> Tokens:
         if context.is_chat:
-            return context.tool_turn(result, after=draft.tokens)
+            return context.tool_turn(*results, after=draft.tokens)
+        (result,) = results  # a text has one call, at its end
         return context.encode(self.result_template.replace("{result}", result))
 
     async def _answer(self, call: ToolCall, context: EpisodeContext) -> str:

@@ -40,6 +40,20 @@ from tests.policies import write_model_directory
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "1 + 1 ="}
 TOOLS = {"name": "tool_use", "tools": ["calculator"]}
+ONE_TURN_OF_TOOLS = (
+    HERMES.replace(
+        "{% for message in messages %}<|im_start|>",
+        "{% for message in messages %}"
+        "{% if message.role != 'tool' or loop.previtem.role != 'tool' %}<|im_start|>",
+    )
+    .replace("message.role }}\n", "message.role }}\n{% endif %}")
+    .replace(
+        "{% endfor %}<|im_end|>\n{% endfor %}",
+        "{% endfor %}{% if message.role != 'tool' or loop.last or loop.nextitem.role != 'tool' %}"
+        "<|im_end|>\n{% endif %}{% endfor %}",
+    )
+)
+"""As Qwen2.5's: tools that answer side by side share a turn of the user's."""
 CHAT = [
     {"role": "user", "content": "2 + 2 ="},
     {"role": "assistant", "content": " #### 4"},
@@ -315,9 +329,30 @@ def test_policy_is_told_of_tools_and_calls_them_as_its_template_does(layout: Run
     assert chat.calls_in(f"I ask.{call}\n{call}") == [("calculator", "6*7")] * 2
     assert chat.calls_in("42") == []
     assert chat.calls_in("<tool_call>{broken") == [("", "")]
+    assert chat.calls_in(f"<think>{call}</think>42") == chat.calls_in(f"so {call}</think>42") == []
+    as_text = call.replace('{"input": "6*7"}', r'"{\"input\": \"6*7\"}"')
+    assert chat.calls_in(as_text) == [("calculator", "6*7")]
+    assert chat.calls_in('<tool_call>{"name": "calculator"}') == [("calculator", "")]
     shown = chat.next_turn("42", ended_by="<|im_end|>", role="tool")
     answered = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
     assert shown == f"\n{answered}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", [HERMES, ONE_TURN_OF_TOOLS])
+def test_answers_of_two_calls_are_two_messages(layout: RunLayout, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    give_chat_template(layout.model, template)
+    reference = PreTrainedTokenizerFast.from_pretrained(layout.model)
+    reference.chat_template = template
+    chat = chat_template_of(layout.model)
+    assert chat is not None
+    called = {"role": "assistant", "content": "both"}
+    answered = [{"role": "tool", "content": content} for content in ("42", "7")]
+    messages = [ASKED, called, *answered]
+    whole = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    shown = chat.next_turn("42", "7", ended_by="<|im_end|>", role="tool")
+    assert whole == chat.render([ASKED]) + "both<|im_end|>" + shown
 
 
 @pytest.mark.parametrize("template", [CHATML, HERMES, LLAMA_3])

@@ -154,15 +154,15 @@ class ChattingServices(ScriptedServices):
     def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
         return [("calculator", "6*7"), ("unknown", "")] if 8 in answer else []
 
-    def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
+    def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         assert (ended_by, role) == (0, "tool")
-        return self.encode(content)
+        return self.encode("|".join(contents))
 
 
 def test_calls_of_one_answer_in_a_chat_are_answered_together() -> None:
     services = ChattingServices([8, 0], ANSWER, max_model_len=400)
     (_, draft), *_ = roll_out(services).drafts
-    computed, told = services.shown[0].split("\n")
+    computed, told = services.shown[0].split("|")
     assert computed == "42"
     assert told.startswith("Error: expected one of the tools")
     assert draft.score is not None

@@ -1,0 +1,28 @@
+"""What the text of an answer says about calls of tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+"""What a model thinks before it acts; the prompt may have begun it, and a limit may end it."""
+
+
+def blank_reasoning(text: str) -> str:
+    """Return a text as long, with other characters in the place of reasoning: it is no action."""
+    return _REASONING.sub(lambda reasoning: "\0" * len(reasoning[0]), text)
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call, decoded if they are a JSON string; without any, `{}`.
+
+    Raises:
+        ValueError: they are a string that is not JSON.
+    """
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str) and arguments:
+        return json.loads(arguments)
+    return arguments or {}

@@ -28,12 +28,33 @@ from areal_flow.workflows.agent_session import Answer, CallRefused, Session
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-_UNABLE: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "stop": (None,),
+_READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+_OF_THE_RECIPE = {"model", "temperature", "top_p", "top_k", "min_p", "seed"}
+_WITHOUT_EFFECT = {
+    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
 }
-"""What a call cannot have, unless it asks for no more than this."""
+"""They change no answer."""
+_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+"""Of other parameters, the only values that are served, beside null."""
+_ADVICE = {
+    "functions": ": give them as tools",
+    "stop": ": set generation.stop.strings in the recipe",
+    "tool_choice": ": the policy chooses; 'auto' and 'none' are served",
+}
 
 
 @dataclass
@@ -91,7 +112,8 @@ class Endpoint:
             asked = await _body(request)
             _refuse_what_no_call_has(asked)
             limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-            complete = partial(session.complete, asked["messages"], asked.get("tools") or (), limit)
+            tools = () if asked.get("tool_choice") == "none" else asked.get("tools") or ()
+            complete = partial(session.complete, asked["messages"], tools, limit)
             if asked.get("stream"):
                 return await _streamed(request, asked, complete)
             return _whole(await complete())
@@ -147,10 +169,12 @@ async def _body(request: web.Request) -> dict[str, Any]:
 def _refuse_what_no_call_has(asked: Mapping[str, Any]) -> None:
     if not isinstance(asked.get("messages"), list) or not asked["messages"]:
         raise CallRefused("expected messages, a list with role and content each")
-    for name, able in _UNABLE.items():
-        if asked.get(name) not in able:
-            hint = ": set generation.stop.strings in the recipe" if name == "stop" else ""
-            raise CallRefused(f"{name} = {asked[name]!r:.80} is not served here{hint}")
+    for name, value in asked.items():
+        if name in _READ | _OF_THE_RECIPE | _WITHOUT_EFFECT or value is None:
+            continue
+        if value not in _ACCEPTED.get(name, ()):
+            advice = _ADVICE.get(name, "")
+            raise CallRefused(f"{name} = {value!r:.80} is not served here{advice}")
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise CallRefused(f"max_tokens: expected a number of 1 or more, found {limit!r:.80}")

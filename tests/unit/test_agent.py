@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import threading
@@ -368,6 +369,16 @@ def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
         ({"n": 2}, "n = 2 is not served here"),
         ({"stop": ["x"]}, "set generation.stop.strings in the recipe"),
         ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "'auto' and 'none' are served"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"functions": [{"name": "add"}]}, "give them as tools"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "expected messages"),
         ({"messages": [{"role": "refused", "content": "?"}]}, "chat template"),
@@ -385,6 +396,44 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
         return await asks_once(create)
 
     assert len(run_talk(asks_for_it)) == 1
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    without_effect: dict[str, Any] = {
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "u",
+        "extra_body": {"reasoning_effort": None},
+    }
+
+    async def asks_for_it(create: Create) -> float:
+        await create(messages=HI, tools=TOOLS, **without_effect)
+        return 1.0
+
+    assert len(run_talk(asks_for_it)) == 1
+
+
+def test_policy_that_may_call_no_tool_is_told_of_none() -> None:
+    told = list[Any]()
+
+    class Calling(FakeServices):
+        def chat(self, messages: Any, tools: Any = (), **after: Any) -> Tokens:
+            told.append(tools)
+            return super().chat(messages, tools, **after)
+
+        def decode(self, tokens: Tokens) -> str:
+            return CALL
+
+    async def calls_none(create: Create) -> float:
+        found = [await create(messages=HI, tools=TOOLS, tool_choice=c) for c in ("auto", "none")]
+        assert [bool(each.choices[0].message.tool_calls) for each in found] == [True, False]
+        return 1.0
+
+    run_talk(calls_none, Calling())
+    assert [bool(tools) for tools in told] == [True, False]
 
 
 def test_sampling_is_the_recipes_whatever_a_call_asks_for() -> None:
@@ -602,6 +651,61 @@ def test_calls_of_tools_are_read_from_the_answer() -> None:
     assert answer_message(text, [], call_number=3)["content"] == text
     broken = "<tool_call>{not json}</tool_call>"
     assert answer_message(broken, tools, call_number=3)["content"] == broken
+
+
+IN_THOUGHT = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"<think>{IN_THOUGHT}</think>", None),
+        (f"<think>{IN_THOUGHT}", None),
+        (f"the prompt began to think {IN_THOUGHT}</think>\n\nno call", None),
+        (f"<think>{IN_THOUGHT}</think>{CALL}", f"<think>{IN_THOUGHT}</think>"),
+        (f"<think><tool_call>{{</think>{CALL}", "<think><tool_call>{</think>"),
+        (f"{CALL}<think>{IN_THOUGHT}", f"<think>{IN_THOUGHT}"),
+    ],
+)
+def test_a_call_within_reasoning_is_no_call(text: str, content: str | None) -> None:
+    message = answer_message(text, TOOLS, call_number=3)
+    called = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    assert called == ([] if content is None else ['{"a": 2}'])
+    assert message["content"] == (content or text)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        (', "arguments": "{\\"a\\": 1}"', '{"a": 1}'),
+        (', "arguments": ""', "{}"),
+        (', "arguments": null', "{}"),
+        ("", "{}"),
+    ],
+)
+def test_arguments_are_decoded_once_and_may_be_missing(given: str, arguments: str) -> None:
+    """In an answer, and in the messages with which an agent goes on."""
+    text = f'<tool_call>{{"name": "add"{given}}}</tool_call>'
+    (call,) = answer_message(text, TOOLS, call_number=3)["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": arguments}
+    read = list[Any]()
+
+    class Reading(FakeServices):
+        def chat(self, messages: Any, *rest: Any, **after: Any) -> Tokens:
+            read.extend(messages)
+            return super().chat(messages, *rest, **after)
+
+    async def goes_on(create: Create) -> float:
+        function = json.loads(f'{{"name": "add"{given}}}')
+        call = {"id": "c", "type": "function", "function": function}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        answered = {"role": "tool", "tool_call_id": "c", "content": "2"}
+        await create(messages=[*HI, called, answered])
+        return 1.0
+
+    run_talk(goes_on, Reading())
+    assert read[1]["tool_calls"][0]["function"]["arguments"] == json.loads(arguments)
 
 
 def logged(

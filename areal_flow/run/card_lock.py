@@ -19,7 +19,7 @@ POLL_S = 0.05
 @asynccontextmanager
 async def card_lock(processes: Path, kind: int) -> AsyncIterator[None]:
     """Hold the lock that stands in the folder of a driver's processes."""
-    with (processes / "card").open("a") as file:
+    with (processes / "card").open("a+") as file:
         while True:
             try:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,8 +41,19 @@ def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> N
             f"or continue it with --resume {layout.name}"
         )
     layout.root.mkdir(parents=True)
-    write_identity(layout, recipe_name=recipe_name)
-    layout.config.write_text(dump_recipe(recipe))
+    with removed_on_failure(layout):
+        write_identity(layout, recipe_name=recipe_name)
+        layout.config.write_text(dump_recipe(recipe))
+
+
+@contextmanager
+def removed_on_failure(layout: RunLayout) -> Iterator[None]:
+    """Remove a new run's directory if the block fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(layout.root, ignore_errors=True)
+        raise
 
 
 def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:

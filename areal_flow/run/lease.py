@@ -138,7 +138,8 @@ def _link_locked(root: Path, epoch: int) -> int:
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     who |= {"code": CODE_VERSION, "commit": git_commit()}
     partial.write_text(json.dumps(who))
-    descriptor = os.open(partial, os.O_RDONLY)
+    # NFS locks a file exclusively only where it is open for writing, and together for reading.
+    descriptor = os.open(partial, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.fsync(descriptor)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -26,7 +26,7 @@ from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.rewards.shipping import what_is_executed
-from areal_flow.run.directory import State, create_run, hold_run, leave_run
+from areal_flow.run.directory import State, create_run, hold_run, leave_run, removed_on_failure
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
@@ -201,19 +201,18 @@ def start(
     check_devices(recipe)
     url = url_of_datasets(datasets, layout.name) if datasets else ""
     create_run(layout, recipe, recipe_name=recipe_name)
-    if url:
-        layout.datasets_url.write_text(url)
-    with hold_run(layout) as writer, worker_template(job.workers(recipe)) as template:
-        try:
+    with ExitStack() as held:
+        with removed_on_failure(layout):
+            if url:
+                layout.datasets_url.write_text(url)
+            writer = held.enter_context(hold_run(layout))
+            template = held.enter_context(worker_template(job.workers(recipe)))
             recipe = fill(layout, recipe)
             if fork is not None:
                 recipe = fork.begin(layout, recipe, writer)
             layout.config.write_text(dump_recipe(recipe))
             prepared = job.prepare(layout, recipe)
             recipe = load_recipe(layout.config)  # a preparation may settle what it leaves open
-        except BaseException:
-            shutil.rmtree(layout.root, ignore_errors=True)
-            raise
         with log_kept(layout.log):
             say(f"Run {layout.name} in {layout.root}: {prepared}")
             return _drive(job, layout, recipe, writer, template, resume=False, began=began)

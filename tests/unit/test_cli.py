@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -99,6 +100,18 @@ def test_completion_knows_commands_and_settings(shell: Any) -> None:
     script = app.generate_completion(shell=shell)
     for word in ("trajectories", "take-over", "trainer.learning-rate", "batch_norm"):
         assert word in script
+
+
+def test_run_that_cannot_be_locked_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available"):
+        main(["train", "--name", "n", "--runs", str(tmp_path)])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_settings_reach_the_recipe_over_the_file(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -21,6 +24,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.recovery.bootstrap import take_over
+from areal_flow.run.card_lock import ALONE, TOGETHER, card_lock
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import (
@@ -76,6 +80,34 @@ def test_second_lease_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> N
         assert writer.writer_epoch == 2
         assert is_sole_writer(writer)
         assert [path.name for path in tmp_path.glob(".lease-*")] == []
+
+
+@pytest.fixture
+def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lock as NFS does, by ranges of bytes: they need a file that is open for the kind of lock."""
+    flock = fcntl.flock
+    lacks = {fcntl.LOCK_EX: os.O_RDONLY, fcntl.LOCK_SH: os.O_WRONLY}
+
+    def lock(file: Any, operation: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == lacks[operation & ~fcntl.LOCK_NB]:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+
+
+@pytest.mark.usefixtures("nfs")
+def test_run_and_card_can_be_locked_on_nfs(tmp_path: Path) -> None:
+    async def take_turn(kind: int) -> None:
+        async with asyncio.timeout(2), card_lock(tmp_path, kind):
+            pass
+
+    with hold_lease(tmp_path) as writer:
+        assert is_held(tmp_path, writer.writer_epoch)
+    for kind in (ALONE, TOGETHER):
+        asyncio.run(take_turn(kind))
 
 
 def hold(root: Path) -> None:

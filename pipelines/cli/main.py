@@ -1,7 +1,7 @@
 """`areal-flow`: the command line. Heavy imports wait for the command that needs them.
 
-Exit codes: 0 done; 1 an error, said in one message; 2 wrong usage or settings; 130 and 143 stopped
-by SIGINT or SIGTERM.
+Exit codes: 0 done; 1 an error, said in one message; 2 wrong usage or settings; 129, 130 and
+143 stopped by SIGHUP, SIGINT or SIGTERM.
 """
 
 from __future__ import annotations

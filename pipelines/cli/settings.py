@@ -38,7 +38,7 @@ class Folders:
 Given = Annotated[Folders, Parameter(parse=False)]
 Flag = Annotated[bool, Parameter(negative="")]
 Prices = Annotated[tuple[str, ...], Parameter(metavar="[KIND=]PRICE", negative="")]
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 def _option(setting: Setting, group: Group) -> Any:

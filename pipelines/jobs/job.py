@@ -37,7 +37,7 @@ from pipelines.jobs.forking import Fork
 from pipelines.jobs.preflight import check_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
-from pipelines.jobs.stop_signals import Outcome, is_loop_running, wait_for
+from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
 from pipelines.jobs.train import run_training
 from pipelines.references import newest_checkpoint
 
@@ -201,7 +201,7 @@ def start(
     check_devices(recipe)
     url = url_of_datasets(datasets, layout.name) if datasets else ""
     create_run(layout, recipe, recipe_name=recipe_name)
-    with ExitStack() as held:
+    with raised_as_interrupts(), ExitStack() as held:
         with removed_on_failure(layout):
             if url:
                 layout.datasets_url.write_text(url)
@@ -244,6 +244,7 @@ def resume(
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
     with (
+        raised_as_interrupts(),
         hold_run(layout, take_over=take_over) as writer,
         worker_template(job.workers(recipe)) as template,
         log_kept(layout.log),

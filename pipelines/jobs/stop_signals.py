@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAKE_EVERY_S = 0.2
 _RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
 """What signals are passed on to, by the loop that it runs on."""
@@ -30,7 +32,7 @@ class Outcome:
 
 
 class StopSignals:
-    """Handles both signals while it is entered; made and used on the event loop.
+    """Handles `STOPS` while it is entered; made and used on the event loop.
 
     Outside `finishing_steps` there is no step to finish, and the first signal ends everything.
     Python handles signals in the main thread only: elsewhere this has those that `wait_for` passes
@@ -43,18 +45,23 @@ class StopSignals:
         self._driver = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         is_main = threading.current_thread() is threading.main_thread()
-        self._handled = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        self._handlers = {
+            number: signal.getsignal(number)
+            for number in STOPS
+            if is_main and not _is_run_by_nohup(number)
+        }
 
     def __enter__(self) -> StopSignals:
-        for number in self._handled:
+        for number in self._handlers:
             self._loop.add_signal_handler(number, self._on_signal, number.name)
         _RECEIVERS[self._loop] = self._on_signal
         return self
 
     def __exit__(self, *_: object) -> None:
         del _RECEIVERS[self._loop]
-        for number in self._handled:
+        for number, handler in self._handlers.items():
             self._loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)
 
     @contextmanager
     def finishing_steps(self, request_stop: Callable[[], None]) -> Iterator[None]:
@@ -67,6 +74,8 @@ class StopSignals:
 
     def _on_signal(self, name: str) -> None:
         self.received.append(name)
+        if name == "SIGHUP":
+            _leave_closed_terminal()
         if self._request_stop is not None and len(self.received) == 1:
             say("", f"{name}: finishing this step; once more to stop at once")
             self._request_stop()
@@ -82,6 +91,44 @@ class StoppedAtOnce(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: stopped at once by {self}"]
+
+
+def _is_run_by_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+@contextmanager
+def raised_as_interrupts() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the block by an exception, as SIGINT does.
+
+    Not in a notebook, whose kernel they are meant for.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
+        raise StoppedAtOnce(signal.Signals(number).name)
+
+    is_program = threading.current_thread() is threading.main_thread() and not is_loop_running()
+    numbers = [each for each in STOPS if signal.getsignal(each) == signal.SIG_DFL]
+    for number in numbers if is_program else ():
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers if is_program else ():
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave_closed_terminal() -> None:
+    """Write to nowhere if standard output or error is a terminal that was closed."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"\n")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

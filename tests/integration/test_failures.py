@@ -179,6 +179,7 @@ def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
     [
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.walk),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.walk),
     ],
 )
 def test_signal_stops_cleanly_and_says_how_to_resume(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -370,6 +372,48 @@ async def test_interrupt_that_comes_after_the_work_is_ignored() -> None:
         return 7
 
     assert wait_for(work) == 7
+
+
+CLOSED_TERMINAL = """
+import asyncio
+from pipelines.jobs.stop_signals import StopSignals
+async def work():
+    requested = asyncio.Event()
+    with StopSignals() as signals, signals.finishing_steps(requested.set):
+        print("ready", flush=True)
+        await requested.wait()
+        print("finished", flush=True)
+asyncio.run(work())
+"""
+
+
+def test_closed_terminal_lets_the_step_finish_although_nothing_can_be_printed() -> None:
+    ours, theirs = os.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen([sys.executable, "-c", CLOSED_TERMINAL], **terminal) as program:
+        os.close(theirs)
+        assert b"ready" in os.read(ours, 100)
+        os.close(ours)
+        program.send_signal(signal.SIGHUP)
+        try:
+            assert program.wait(20) == 0
+        finally:
+            program.kill()
+
+
+def test_closed_terminal_stops_nothing_under_nohup() -> None:
+    async def work() -> list[str]:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        return signals.received
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert asyncio.run(work()) == []
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_path_of_a_model_is_never_the_name_of_one_made_here(

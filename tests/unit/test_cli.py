@@ -6,8 +6,10 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -112,6 +114,36 @@ def test_run_that_cannot_be_locked_leaves_no_directory(
     with pytest.raises(OSError, match="No locks available"):
         main(["train", "--name", "n", "--runs", str(tmp_path)])
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signal_during_the_preparation_leaves_no_run(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(placements: object) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(pipelines.jobs.job, "worker_template", prepare)
+    assert main(["train", "--name", "n", "--runs", str(tmp_path)]) == code
+    assert not [*tmp_path.iterdir()]
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_interrupt_while_the_program_is_imported_prints_no_traceback() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"areal-flow": "areal_flow.__main__:main"}
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'pipelines.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from areal_flow.__main__ import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
 
 
 def test_settings_reach_the_recipe_over_the_file(

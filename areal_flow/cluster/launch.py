@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dask
 from distributed import Client, Scheduler, Security
+from distributed.scheduler import DEFAULT_EXTENSIONS
 from prometheus_client import REGISTRY
 
 from areal_flow.cluster.control import serve_pool
@@ -32,6 +33,7 @@ from areal_flow.cluster.worker_process import (
     DASHBOARD_HOST,
     DASK_SETTINGS,
     connection_security,
+    used_extensions,
     with_certificates,
 )
 from areal_flow.config import Recipe
@@ -137,6 +139,7 @@ async def _listening_scheduler(settings: ClusterSettings, security: Security) ->
         port=0,
         dashboard_address=f"{DASHBOARD_HOST}:{settings.dashboard_port}",
         security=security,
+        extensions=used_extensions(DEFAULT_EXTENSIONS),
     )
     try:
         return await scheduler

@@ -13,6 +13,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ import dask
 from distributed import Security, Worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
+from distributed.worker import DEFAULT_EXTENSIONS
 
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
@@ -36,11 +38,16 @@ DASK_SETTINGS: dict[str, Any] = {
     "distributed.comm.timeouts.connect": "30 s",
     "distributed.worker.profile.enabled": False,
     "distributed.worker.http.routes": [],  # the driver has the numbers of all workers
+    # Of the last messages to each worker, prompts included; 1,000 would be gigabytes.
+    "distributed.admin.low-level-log-length": 10,
     "distributed.admin.system-monitor.gil.enabled": False,
     "distributed.admin.system-monitor.interval": "2 s",
     "distributed.admin.tick.interval": "1 s",  # with 20 ms, an idle scheduler takes 1.4% of a core
 }
 """Of the driver and of every worker process."""
+
+UNUSED_EXTENSIONS = {"spans"}
+"""Of Dask: this one keeps 3 KB for good each time that the scheduler gets work after a pause."""
 
 DASHBOARD_HOST = "127.0.0.1"
 """Dask's pages have no authentication: reach them from elsewhere through a tunnel."""
@@ -147,6 +154,7 @@ async def _work(
             memory_limit=0,
             dashboard_address=f"{DASHBOARD_HOST}:0",  # Dask listens, though there are no pages
             startup_information={VERSIONS: _own_versions},
+            extensions=used_extensions(DEFAULT_EXTENSIONS),
         )
         await worker
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
@@ -154,6 +162,11 @@ async def _work(
         await asyncio.gather(*closing)
     sys.stderr.flush()
     os._exit(0)  # a thread in a long call would hold up a regular exit
+
+
+def used_extensions(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Dask's extensions of a scheduler or a worker; both must have the same."""
+    return {name: default[name] for name in default.keys() - UNUSED_EXTENSIONS}
 
 
 async def _own_versions(worker: Worker) -> dict[str, str]:

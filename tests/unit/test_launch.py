@@ -13,6 +13,7 @@ import pytest
 
 from areal_flow.cluster.control import list_workers
 from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_process import with_certificates
@@ -62,3 +63,19 @@ async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_sch
             with pytest.raises(RunError, match="does not answer"):
                 await list_workers(address, network)
     assert not folder.exists()
+
+
+async def test_scheduler_keeps_few_messages_and_nothing_of_finished_work(tmp_path: Path) -> None:
+    placement = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
+    async with launch_cluster([placement], ClusterSettings(), WorkerContext(tmp_path, 1)) as made:
+        scheduler = made.pool.scheduler
+        (worker,) = scheduler.workers.values()
+        joined = worker.last_seen
+        for number in range(20):
+            assert await made.client.submit(abs, -number) == number
+        (messages,) = scheduler.stream_comms.values()
+        assert len(messages.recent_message_log) <= 10
+        assert "spans" not in scheduler.extensions
+        async with asyncio.timeout(20):
+            while worker.last_seen == joined:  # a worker with other extensions is not understood
+                await asyncio.sleep(0.05)

@@ -34,8 +34,8 @@ from typing import Any, Literal
 from distributed.core import rpc
 
 import areal_flow
+from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.cluster.worker_process import connection_security
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.replay import replay_step
 from tests.struck_run import DriverEnded, StruckRun

@@ -17,6 +17,11 @@ from distributed import Client, Scheduler, Security
 from distributed.scheduler import DEFAULT_EXTENSIONS
 from prometheus_client import REGISTRY
 
+from areal_flow.cluster.certificates import (
+    check_certificates,
+    connection_security,
+    with_certificates,
+)
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
@@ -32,9 +37,7 @@ from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
     DASHBOARD_HOST,
     DASK_SETTINGS,
-    connection_security,
     used_extensions,
-    with_certificates,
 )
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
@@ -72,7 +75,7 @@ def check_cluster(recipe: Recipe) -> None:
             f"cluster.launcher = {recipe.cluster.launcher!r}: there is no {launcher.program}; "
             "start the driver where jobs are submitted"
         )
-    connection_security(recipe.cluster.network)
+    check_certificates(recipe.cluster.network)
     if recipe.cluster.planned_card:
         card_named(recipe.cluster.planned_card)
 

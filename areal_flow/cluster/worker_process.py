@@ -1,7 +1,4 @@
-"""The program of a worker process: one Dask worker, which ends with the process that started it.
-
-It also makes the certificates with which the processes of a run identify each other.
-"""
+"""The program of a worker process: one Dask worker, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -16,21 +13,19 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Security, Worker
+from distributed import Worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 from distributed.worker import DEFAULT_EXTENSIONS
 
+from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.errors import ConfigError
 from areal_flow.machine import is_linux
 from areal_flow.run.code_version import VERSION
-from areal_flow.run.durable import write_secret
 
 DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
@@ -71,39 +66,6 @@ def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkS
         "network": network.model_dump_json(exclude_none=True),
     }
     return json.dumps(options)
-
-
-CERTIFICATES = ("ca.pem", "certificate.pem", "key.pem")
-"""The authority's certificate, this run's own, and the key of that."""
-
-
-def connection_security(network: NetworkSettings) -> Security:
-    """Return Dask's connection settings; all processes use one certificate, if there is one."""
-    if network.tls_directory is None:
-        return Security()
-    authority, certificate, key = (network.tls_directory / name for name in CERTIFICATES)
-    for path in (authority, certificate, key):
-        if not path.is_file():
-            raise ConfigError(f"cluster.network.tls_directory: there is no file {path}")
-    roles = ("client", "scheduler", "worker")
-    files = {f"tls_{role}_cert": str(certificate) for role in roles}
-    files |= {f"tls_{role}_key": str(key) for role in roles}
-    return Security(require_encryption=True, tls_ca_file=str(authority), **files)
-
-
-def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings:
-    """Return settings with certificates, new ones if none are given.
-
-    Any user of a machine can connect to its loopback, and a client of the scheduler can run code.
-    So only this user may read the new certificates.
-    """
-    if network.tls_directory is not None:
-        return network
-    made = Security.temporary()
-    texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
-    for name, text in zip(CERTIFICATES, texts, strict=True):
-        write_secret(folder / name, text)
-    return network.model_copy(update={"tls_directory": folder})
 
 
 @cache

@@ -6,18 +6,21 @@ import asyncio
 import gc
 import logging
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from cryptography import x509
 
+from areal_flow.cluster.certificates import with_certificates
 from areal_flow.cluster.control import list_workers
-from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.launch import check_cluster, launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
-from areal_flow.cluster.worker_process import with_certificates
-from areal_flow.errors import RunError
+from areal_flow.config import build_recipe
+from areal_flow.errors import ConfigError, RunError
 
 
 async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(
@@ -79,3 +82,22 @@ async def test_scheduler_keeps_few_messages_and_nothing_of_finished_work(tmp_pat
         async with asyncio.timeout(20):
             while worker.last_seen == joined:  # a worker with other extensions is not understood
                 await asyncio.sleep(0.05)
+
+
+def test_certificate_is_valid_on_a_host_whose_clock_is_behind(tmp_path: Path) -> None:
+    with_certificates(NetworkSettings(), tmp_path)
+    certificate = x509.load_pem_x509_certificate((tmp_path / "certificate.pem").read_bytes())
+    now = datetime.now(UTC)
+    assert certificate.not_valid_before_utc <= now - timedelta(hours=12)
+    assert certificate.not_valid_after_utc > now + timedelta(days=300)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640])
+def test_given_key_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    network = with_certificates(NetworkSettings(), tmp_path)
+    recipe = build_recipe({"cluster": {"network": {"tls_directory": tmp_path}}}, source="test")
+    check_cluster(recipe)
+    (tmp_path / "key.pem").chmod(mode)
+    for refuse in (lambda: check_cluster(recipe), lambda: with_certificates(network, tmp_path)):
+        with pytest.raises(ConfigError, match=f"read .*key.pem .mode {mode:o}.*chmod 600"):
+            refuse()

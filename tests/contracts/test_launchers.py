@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from distributed import Client, Scheduler
 
+from areal_flow.cluster.certificates import connection_security, with_certificates
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
 from areal_flow.cluster.launchers.template import WorkerTemplate
@@ -76,14 +78,25 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 async def empty_pool(
     settings: ClusterSettings, template: WorkerTemplate | None = None
 ) -> AsyncIterator[WorkerPool]:
-    async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
-        logs = Path(os.environ.get("SLURM_CONF") or os.environ.get("KUBECONFIG", "nowhere")).parent
-        launcher = make_launcher(scheduler.address, settings, template, logs)
-        pool = WorkerPool(scheduler, launcher, machines_of(settings), Executions(Path("nowhere")))
-        try:
-            yield pool
-        finally:
-            await pool.stop()
+    with TemporaryDirectory() as folder:
+        network = with_certificates(settings.network, Path(folder))
+        settings = settings.model_copy(update={"network": network})
+        security = connection_security(network)
+        listen = {"host": HOST, "port": 0, "dashboard_address": f"{HOST}:0", "security": security}
+        async with Scheduler(**listen) as scheduler:
+            logs = Path(os.environ.get("SLURM_CONF") or os.environ.get("KUBECONFIG", "nowhere"))
+            launcher = make_launcher(scheduler.address, settings, template, logs.parent)
+            executions = Executions(Path("nowhere"))
+            pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
+            try:
+                yield pool
+            finally:
+                await pool.stop()
+
+
+def client_of(pool: WorkerPool) -> Client:
+    scheduler = pool.scheduler
+    return Client(scheduler.address, asynchronous=True, security=scheduler.security)
 
 
 async def process_of(pool: WorkerPool, *, other_than: int = 0) -> psutil.Process:
@@ -113,7 +126,7 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
         async with empty_pool(settings) as pool:
             await pool.start_until_joined([generator(settings, AREAL_FLOW_TEST="a b'c")])
             process = await process_of(pool)
-            async with Client(pool.scheduler.address, asynchronous=True) as client:
+            async with client_of(pool) as client:
                 found = await client.submit(
                     os.getenv, "AREAL_FLOW_TEST", resources={"generator": 2}
                 )

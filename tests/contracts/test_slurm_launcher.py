@@ -114,8 +114,9 @@ def test_stranger_who_connects_in_place_of_a_job_is_refused() -> None:
                 text=True,
                 check=True,
             )
-            port = int(shown.stdout.partition("/dev/tcp/127.0.0.1/")[2].split()[0])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            port = int(shown.stdout.partition("--driver 127.0.0.1 ")[2].split()[0])
+            tls = pool.scheduler.security.get_connection_args("client")["ssl_context"]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
             writer.write(b"generator-0\n")
             assert await reader.read() == b""
             writer.close()

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from distributed import Client
 
 from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
@@ -19,6 +18,7 @@ from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.machine import is_linux
 from tests.contracts.test_launchers import (
     check_worker_ends_with,
+    client_of,
     empty_pool,
     gone,
     process_of,
@@ -51,7 +51,7 @@ def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Starte
             await pool.start_until_joined([PLACEMENT])
             process = await process_of(pool)
             assert (process.ppid(), process.name()) == (template[1].pid, PLACEMENT.name)
-            async with Client(pool.scheduler.address, asynchronous=True) as client:
+            async with client_of(pool) as client:
                 threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
                 group = await client.submit(os.getpgrp)
                 has_torch = await client.submit(lambda: "torch" in sys.modules)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from areal_flow.cluster.certificates import connection_security, with_certificates
 from areal_flow.cluster.launch import check_cluster
-from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.launchers import make_launcher, queued
 from areal_flow.cluster.launchers.queued import JobState, cause_of_end
 from areal_flow.cluster.launchers.slurm import SlurmLauncher, job_states
 from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
+from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
 
@@ -51,12 +56,63 @@ def test_job_asks_for_cores_and_gpus_and_a_roles_options_come_last() -> None:
     assert not {each for each in directives("generator") if "gpu" in each}
 
 
-def test_job_that_cannot_reach_its_driver_ends() -> None:
-    launcher = make_launcher("tls://127.0.0.1:1", recipe().cluster, logs=Path("jobs"))
+def certified(folder: Path) -> ClusterSettings:
+    network = with_certificates(NetworkSettings(), folder)
+    return recipe().cluster.model_copy(update={"network": network})
+
+
+def test_job_that_cannot_reach_its_driver_ends(tmp_path: Path) -> None:
+    launcher = make_launcher("tls://127.0.0.1:1", certified(tmp_path), logs=Path("jobs"))
     script = launcher.preview(place_workers(recipe())[0]).replace("PORT", "1")
     done = subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("/dev/tcp/127.0.0.1/1: Connection refused")
+    assert done.stderr == "the driver at 127.0.0.1:1 cannot be reached: Connection refused\n"
+
+
+SBATCH = "#!/bin/sh\ncat > job\nbash job > log 2>&1 &\necho 7\n"
+
+
+async def test_jobs_channel_is_open_to_the_job_alone_and_nothing_is_sent_in_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a plain connection nor another run's certificate is enough, even with the token."""
+    for name, text in (("sbatch", "#!/bin/sh\ncat > job\necho 7\n"), ("squeue", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(queued, "WORKER_PROGRAM", ("-c", "import time; time.sleep(60)"))
+    for folder in ("own", "other"):
+        (tmp_path / folder).mkdir()
+    settings = certified(tmp_path / "own")
+    launcher = make_launcher("tls://127.0.0.1:1", settings, logs=tmp_path)
+    starting = asyncio.create_task(
+        launcher.start(WorkerPlacement("reward-0", "reward", 1), pytest.fail)
+    )
+    while not (tmp_path / "job").is_file() or "exec" not in (tmp_path / "job").read_text():
+        await asyncio.sleep(0.02)
+    script = (tmp_path / "job").read_text()
+    port = int(script.partition("--driver 127.0.0.1 ")[2].split()[0])
+    (token,) = tmp_path.glob("*.token")
+    contexts = [
+        connection_security(each.network).get_connection_args("client")["ssl_context"]
+        for each in (certified(tmp_path / "other"), settings)
+    ]
+    for tls, sent in ((None, token), (contexts[0], token), (contexts[1], tmp_path / "sbatch")):
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+            writer.write(sent.read_bytes())
+            assert await reader.read() == b""
+            writer.close()
+        assert not starting.done()
+    with subprocess.Popen(["bash", "job"], env=os.environ | {"PATH": os.defpath}) as job:
+        try:
+            await asyncio.wait_for(starting, 20)
+            assert not token.exists()
+            await asyncio.wait_for(launcher.stop("reward-0"), 20)
+            assert job.wait(20) == 128 + signal.SIGTERM
+        finally:
+            job.kill()
 
 
 def test_slurm_chooses_gpus_which_are_neither_counted_nor_named_here() -> None:

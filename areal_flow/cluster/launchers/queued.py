@@ -1,7 +1,7 @@
 """Workers as jobs of a system that decides when and where they start; each ends with the driver.
 
-A job first connects to the driver. The connection is the standard input of its supervisor
-(`areal_flow.cluster.supervisor`), so that the worker ends when the driver does, even by force.
+A job's supervisor (`areal_flow.cluster.supervisor`) first connects to the driver, with TLS as all
+processes of a run. It ends the worker when the driver ends, even by force.
 
 | what happens            | who reports it       | what follows                               |
 |-------------------------|----------------------|--------------------------------------------|
@@ -29,6 +29,7 @@ from time import monotonic
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.launchers.child import (
     NUM_LAST_BYTES,
     cause_of_exit,
@@ -38,7 +39,7 @@ from areal_flow.cluster.launchers.child import (
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
-from areal_flow.cluster.supervisor import GRACE_S, KILL
+from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.errors import EngineError
 
@@ -69,7 +70,7 @@ class Job:
         self.name = name
         self.on_exit = on_exit
         self.token = secrets.token_hex(16)
-        """What its connection begins with: nobody else can connect in its place."""
+        """What its connection begins with: no other process of the run connects in its place."""
         self.token_file = logs / f"{name}-{secrets.token_hex(4)}.token"
         self.id = ""
         """Empty until the system has accepted it."""
@@ -156,14 +157,13 @@ class QueuedLauncher(ABC):
     def commands(
         self, placement: WorkerPlacement, port: object, token: Path, python: str = sys.executable
     ) -> str:
-        """Return commands for bash that connect to the driver and become the supervisor."""
-        worker = worker_options(placement, self.scheduler, self.settings.network)
-        supervised = (python, "-m", "areal_flow.cluster.supervisor", *WORKER_PROGRAM, worker)
-        return (
-            f"exec 0<>/dev/tcp/{self._host}/{port} || exit 1\n"
-            f"cat {shlex.quote(str(token))} >&0 || exit 1\n"
-            f"exec {shlex.join(supervised)}"
-        )
+        """Return a command for bash that becomes the supervisor, which connects to the driver."""
+        network = self.settings.network
+        certificates = str(network.tls_directory or "CERTIFICATES")
+        driver = (TO_DRIVER, self._host, str(port), certificates, str(token))
+        worker = worker_options(placement, self.scheduler, network)
+        supervisor = (python, "-m", "areal_flow.cluster.supervisor", *driver)
+        return f"exec {shlex.join((*supervisor, *WORKER_PROGRAM, worker))}"
 
     def variables(self, placement: WorkerPlacement) -> dict[str, str]:
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
@@ -187,7 +187,10 @@ class QueuedLauncher(ABC):
             self.logs.mkdir(parents=True, exist_ok=True)
             job.token_file.touch(0o600)
             job.token_file.write_text(f"{job.token}\n")
-            job.server = await asyncio.start_server(job.accept, self._host, 0)
+            tls = connection_security(self.settings.network).get_listen_args("scheduler")
+            job.server = await asyncio.start_server(
+                job.accept, self._host, 0, ssl=tls["ssl_context"]
+            )
             port = job.server.sockets[0].getsockname()[1]
             job.id = await self.submit(placement, port, job.token_file)
         except (OSError, ValueError) as error:
@@ -212,7 +215,7 @@ class QueuedLauncher(ABC):
         await asyncio.wait([job.submission])
         if job.connection is not None:
             with suppress(OSError, TimeoutError):
-                job.connection.write_eof()
+                job.connection.write(END)
                 await asyncio.wait_for(job.disconnected.wait(), GRACE_S + 3.0)
         if job.id and (self.keeps_ended or not job.disconnected.is_set()):
             await self._cancel(job)

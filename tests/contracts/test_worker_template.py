@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,6 +108,40 @@ def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
         child.close()
 
     run(fail)
+
+
+FAILS_ONCE = """
+import os, socket, sys
+import numpy as np
+from areal_flow.cluster.worker_template import fork_for_requests
+fork = os.fork
+def refuse():
+    os.fork = fork
+    raise BlockingIOError("no process is left")
+os.fork = refuse
+fork_for_requests(socket.socket(fileno=sys.stdin.fileno()))
+print(np.random.random(), flush=True)
+"""
+
+
+def test_failed_fork_ends_no_other_and_forks_draw_different_numbers() -> None:
+    async def draw() -> tuple[float, float]:
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        template = WorkerTemplate()
+        template._requests, template._environment = ours, PLACEMENT.environment
+        with theirs:
+            command = [sys.executable, "-c", FAILS_ONCE]
+            template._process = subprocess.Popen(command, stdin=theirs.fileno())
+        try:
+            failed, *forks = [await template.fork(PLACEMENT, "{}") for _ in range(3)]
+            assert failed is None
+            first, second = (float(fork.stdout.read()) for fork in forks if fork is not None)
+            return first, second
+        finally:
+            template.close()
+
+    first, second = asyncio.run(asyncio.wait_for(draw(), 20))
+    assert first != second
 
 
 @pytest.mark.parametrize(

@@ -243,10 +243,13 @@ class WorkerPool(SchedulerPlugin):
         await self._unregister(record.address)
         if self._closing or not record.is_wanted:
             return
+        num_deaths = len(record.deaths)
         try:
             await self._launcher.start(record.placement, partial(self._died, record))
         except EngineError as error:
             self._died(record, str(error))
+        if not self._launcher.keeps_devices and 0 < num_deaths == len(record.deaths):
+            self.note("started", **record.placement.devices)
         if not record.is_wanted:  # it was removed meanwhile
             await self._launcher.stop(record.name)
 
@@ -263,7 +266,8 @@ class WorkerPool(SchedulerPlugin):
             self.spawn(self._start_later(record, cause))
             return
         record.died(cause, now=monotonic(), last=self.executions.last(record.process))
-        self.note("died", **record.placement.devices)
+        event = "died" if self._launcher.keeps_devices else "queued"
+        self.note(event, **record.placement.devices)
         if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
             self.spawn(self._start(record))

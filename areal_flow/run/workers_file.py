@@ -1,6 +1,11 @@
-"""When each worker of a run was there: `workers.jsonl`, a line for each that joins, dies or leaves.
+"""When each worker of a run was there: `workers.jsonl`, a line for each of these events.
 
-A worker holds its devices from when it first joins until it leaves, also while it is started again.
+    joined    it is ready for work; its devices are held from the first time on
+    died      its process ended; its devices are held while it is started again
+    queued    its job ended, and with it the hold on its devices
+    started   its next job runs, after a wait in the queue
+    left      it ended for good
+
 Moments are in seconds since 1970.
 """
 
@@ -9,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from time import time
@@ -29,7 +34,10 @@ class Tenure:
     """What its devices cost a second."""
     present: Span
     """Until infinity while it is there, and if its driver was killed."""
-    outages: list[Span]
+    outages: list[Span] = field(default_factory=list)
+    """When its devices were held without a process."""
+    in_queue: list[Span] = field(default_factory=list)
+    """When its next job waited for devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,10 @@ class Workers:
 
     def held(self, epoch: int, within: Span) -> dict[str, float]:
         """Return what a driver's workers cost in a time, by role."""
-        return self.sums(epoch, lambda of: of.rate * _overlap(of.present, within))
+        return self.sums(
+            epoch,
+            lambda of: of.rate * (_overlap(of.present, within) - _overlap(within, *of.in_queue)),
+        )
 
     def lost(self, epoch: int, within: Span) -> dict[str, float]:
         """Return what those cost meanwhile that had no process."""
@@ -61,7 +72,7 @@ def _overlap(within: Span, *spans: Span) -> float:
 
 
 def note_worker(path: Path, writer_epoch: int, event: str, **of: Any) -> None:
-    """Append that a worker `joined`, `died` or `left`, and what it is and has.
+    """Append an event of a worker, and what it is and has.
 
     A full disk must not end a run, so it is passed over.
     """
@@ -81,13 +92,16 @@ def read_workers(path: Path, prices: Mapping[Any, float]) -> Workers:
     for row, price in zip(rows, of_rows, strict=True):
         at, epoch = row["at"], row["writer_epoch"]
         rate = row["num_devices"] * (price / 3600 if any(of_rows) else 1.0)
-        key, new = (epoch, row["worker"]), Tenure(epoch, row["role"], rate, (at, inf), [])
+        key, new = (epoch, row["worker"]), Tenure(epoch, row["role"], rate, (at, inf))
         known = found.setdefault(key, new)
         latest[epoch] = at
-        if known.outages and known.outages[-1][1] == inf:
-            known.outages[-1] = known.outages[-1][0], at
-        if row["event"] == "died":
+        for spans in (known.outages, known.in_queue):
+            if spans and spans[-1][1] == inf:
+                spans[-1] = spans[-1][0], at
+        if row["event"] in ("died", "started"):
             known.outages.append((at, inf))
+        if row["event"] == "queued":
+            known.in_queue.append((at, inf))
         if row["event"] == "left":
             known.present = known.present[0], min(at, known.present[1])
     return Workers([*found.values()], any(of_rows), latest)

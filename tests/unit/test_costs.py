@@ -39,7 +39,7 @@ def workers(*tenures: Tenure) -> Workers:
 
 
 def tenure(role: str, rate: float = 1.0, begin: float = 95.0, end: float = 130.0) -> Tenure:
-    return Tenure(1, role, rate, (begin, end), [])
+    return Tenure(1, role, rate, (begin, end))
 
 
 WORKERS = workers(tenure("generator", rate=2.0), tenure("trainer"), tenure("reward"))
@@ -134,6 +134,21 @@ def test_events_become_tenures_with_outages(
     assert found.lost(3, (0.0, 10.0))["generator"] == 0.5 * (1 + 1)
     assert found.held(2, (0.0, 10.0))["generator"] == 0, "of another driver"
     assert not read_workers(tmp_path / "none", {}).tenures
+
+
+def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator at 2 $ an hour is preempted after an hour and queued for six."""
+    hours = iter((0.0, 1.0, 7.0, 7.5, 9.0))
+    monkeypatch.setattr("areal_flow.run.workers_file.time", lambda: 3600 * next(hours))
+    path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
+    for event in ("joined", "queued", "started", "joined", "left"):
+        note_worker(path, 1, event, num_devices=1, is_gpu=True, **of)
+    found, whole = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
+    assert found.held(1, whole)["generator"] == pytest.approx(2.0 * 3)
+    assert found.lost(1, whole)["generator"] == pytest.approx(2.0 * 0.5)
+    assert found.held(1, (2 * 3600.0, 3 * 3600.0))["generator"] == 0
 
 
 def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(

@@ -23,6 +23,9 @@ from areal_flow.errors import ConfigError
 class Launcher(Protocol):
     """Starts and ends worker processes, each known by the name in its placement."""
 
+    keeps_devices: bool
+    """Whether a worker's devices stay the run's while its process is started again."""
+
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         """Start the process of a worker that has none; return before it has joined the scheduler.
 

@@ -20,6 +20,7 @@ from areal_flow.errors import EngineError
 class LocalLauncher:
     """Workers that end with the driver: the kernel kills them if the driver dies."""
 
+    keeps_devices = True
     grace_s = 5.0
     """How long a process may take to end after SIGTERM."""
 

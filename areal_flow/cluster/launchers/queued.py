@@ -124,6 +124,7 @@ class QueuedLauncher(ABC):
     """What submits a job."""
     noun: str
     """What a job is called in messages, such as `Slurm job`."""
+    keeps_devices = False
     poll_s = 10.0
     """How often the jobs are listed while nothing seems to end."""
     keeps_ended = False

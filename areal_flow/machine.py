@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,9 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Where a container says how much memory it may use, in versions 2 and 1."""
+
+MAX_OPEN_FILES = 65_536
+"""More than 10,000 workers need."""
 
 
 def is_linux() -> bool:
@@ -40,3 +44,19 @@ def usable_bytes() -> int:
         with suppress(OSError, ValueError):  # it does not exist, or says "max"
             allowed.append(int(file.read_text()))
     return int(min(allowed))
+
+
+def raise_open_files_limit() -> int:
+    """Allow this process and its children to open more files; return how many, at most.
+
+    The soft limit is 1024 on most systems, for programs that use `select`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (OSError, ValueError):  # macOS has a lower limit, which it does not say
+        return soft
+    return target

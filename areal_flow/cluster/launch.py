@@ -42,9 +42,14 @@ from areal_flow.cluster.worker_process import (
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
+from areal_flow.machine import raise_open_files_limit
 from areal_flow.planning.cards import card_named
 from areal_flow.run.workers_file import note_worker
 from areal_flow.store.ledger import LedgerReader
+
+DRIVER_OPEN_FILES = 128
+OPEN_FILES_PER_WORKER = 5
+"""Two connections of Dask's, and the pipes of a launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class RunningCluster:
 def check_cluster(recipe: Recipe) -> None:
     """Refuse settings with which no cluster can start."""
     _refuse_busy_port(recipe.cluster.dashboard_port)
-    place_workers(recipe)
+    _allow_open_files(len(place_workers(recipe)))
     launcher = make_launcher("", recipe.cluster)
     if isinstance(launcher, QueuedLauncher) and shutil.which(launcher.program) is None:
         raise ConfigError(
@@ -89,6 +94,7 @@ async def launch_cluster(
 ) -> AsyncIterator[RunningCluster]:
     """Start a process for each placement, wait for all, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
+    _allow_open_files(len(placements))
     with (
         dask.config.set(DASK_SETTINGS),
         _quiet_dask(),
@@ -177,6 +183,17 @@ def _quiet_dask() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+def _allow_open_files(num_workers: int) -> None:
+    needed = DRIVER_OPEN_FILES + OPEN_FILES_PER_WORKER * num_workers
+    limit = raise_open_files_limit()
+    if needed > limit:
+        raise ConfigError(
+            f"a driver of {num_workers} workers opens about {needed} files, and this process may "
+            f"open {limit}: raise the limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf)"
+            ", or start fewer workers"
+        )
 
 
 def _refuse_busy_port(port: int) -> None:

@@ -17,6 +17,7 @@ from importlib import import_module
 import numpy as np
 
 from areal_flow.cluster.worker_process import end_with_parent, work
+from areal_flow.machine import raise_open_files_limit
 
 MODULES = (
     "areal_flow.cluster.trainer_tasks",
@@ -42,6 +43,7 @@ def main(parent: str) -> None:
     end_with_parent(int(parent))
     for module in MODULES:
         import_module(module)
+    raise_open_files_limit()
     gc.freeze()  # or the first collection in each fork would copy every page
     work(fork_for_requests(socket.socket(fileno=sys.stdin.fileno())))
 

@@ -6,6 +6,10 @@ import asyncio
 import gc
 import logging
 import re
+import resource
+import subprocess
+import sys
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.request import urlopen
@@ -101,3 +105,44 @@ def test_given_key_that_others_can_read_is_refused(mode: int, tmp_path: Path) ->
     for refuse in (lambda: check_cluster(recipe), lambda: with_certificates(network, tmp_path)):
         with pytest.raises(ConfigError, match=f"read .*key.pem .mode {mode:o}.*chmod 600"):
             refuse()
+
+
+MANY_WORKERS = """
+import asyncio, os, resource
+from distributed import Scheduler, Worker
+from areal_flow.cluster.launch import _allow_open_files
+
+async def start():
+    options = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": None}
+    async with Scheduler(port=0, **options) as scheduler:
+        workers = [Worker(scheduler.address, nthreads=1, **options) for _ in range(250)]
+        await asyncio.gather(*workers)
+        assert len(scheduler.workers) == 250
+        os._exit(0)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+_allow_open_files(250)
+asyncio.run(start())
+"""
+
+
+@pytest.mark.slow
+def test_two_hundred_and_fifty_workers_start_where_a_process_may_open_1024_files(
+    tmp_path: Path,
+) -> None:
+    """Both ends of their connections are in this process; a driver has one of them."""
+    subprocess.run([sys.executable, "-c", MANY_WORKERS], check=True, cwd=tmp_path, timeout=120)
+
+
+@pytest.mark.parametrize("hard", [4096, 1024])
+def test_limit_of_open_files_is_raised_or_the_workers_are_refused(
+    hard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(256, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    recipe = build_recipe({"cluster": {"num_generators": 300}}, source="test")
+    expected = pytest.raises(ConfigError, match=r"302 workers .* may open 1024: raise the limit")
+    with expected if hard == 1024 else nullcontext():
+        check_cluster(recipe)
+    assert limits[-1] == (hard, hard)

@@ -78,8 +78,6 @@ def train(
     if accept_verifier:
         raise ConfigError("accept_verifier goes with resume")
     begins = _beginning(recipe, source, given, runs=Path(runs))
-    if prompts is not None:
-        settings = merge(settings, {"prompts.source": "file", "sources": []})
     brought = "prompts", prompts, rewards
     started = _start(jobs.TRAINING, begins, settings, brought, name, Path(runs), datasets=datasets)
     return open_run(started.root)

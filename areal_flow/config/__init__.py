@@ -16,6 +16,7 @@ import tomlkit
 from pydantic import ValidationError
 
 from areal_flow.config.messages import explain
+from areal_flow.config.overrides import without_replaced
 from areal_flow.config.recipe import Recipe
 from areal_flow.config.sections import (
     AdamWSettings,
@@ -74,7 +75,7 @@ def build_recipe(
     """Validate a nested table with overrides; see `load_recipe`."""
     given = overrides or {}
     try:
-        return Recipe.model_validate(merge(table, given))
+        return Recipe.model_validate(merge(without_replaced(table, given), given))
     except ValidationError as error:
         with suppress(ValidationError):
             if given and Recipe.model_validate(table):

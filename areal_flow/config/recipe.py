@@ -212,6 +212,15 @@ class Recipe(Settings):
             f"prompts.path ({self.prompts.path}) and [[sources]] are two ways to say the same: "
             "make the file one of the sources",
         )
+        for name, part in self.by_source().items():
+            of, where = part.prompts, f"sources {name!r}: " if name else "prompts."
+            for setting in ("path", "held_out_path"):
+                require(
+                    of.source == "file" or getattr(of, setting) is None,
+                    f"{where}{setting} ({getattr(of, setting)}) would not be read, since source is "
+                    f"{of.source!r}: leave one of them out, or name a held-out file in "
+                    "[[evaluation.held_out]]",
+                )
         if not self.rewards:
             return
         names += [each.name for each in self.evaluation.held_out]

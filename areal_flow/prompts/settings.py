@@ -98,7 +98,7 @@ class PromptSettings(Settings):
     """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `reasoning_gym:TASK`;
     `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
+    """JSONL, Parquet or a Lance dataset, one prompt a row. `source` is `file` then."""
     held_out_path: Path | None = Field(None, strict=False)
     """A file of held-out prompts; default: drawn from `path`."""
     question_field: str = "question"
@@ -123,6 +123,12 @@ class PromptSettings(Settings):
     """Skip and list bad rows instead of refusing the file."""
     difficulty: DifficultySettings = DifficultySettings()
     """Choose prompts by how often they passed in an earlier run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_file_is_the_source(cls, given: Any) -> Any:
+        has_only_path = isinstance(given, dict) and given.get("path") and "source" not in given
+        return {**given, "source": "file"} if has_only_path else given
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:

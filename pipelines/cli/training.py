@@ -70,7 +70,7 @@ def train(
 
     which, given = which or Which(), dict(settings or {})
     if data is not None:
-        given |= {"prompts.source": "file", "prompts.path": str(data), "sources": []}
+        given["prompts.path"] = str(data)
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     source: Path | Fork | None = recipe

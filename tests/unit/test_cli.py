@@ -175,6 +175,17 @@ def test_settings_reach_the_recipe_over_the_file(
     assert recipe.prompts.template == "Q: {question}"
 
 
+def test_prompts_of_the_hub_replace_the_file_of_a_shipped_recipe(
+    started: list[tuple[str, RunLayout, Recipe]],
+) -> None:
+    hub = '[{name = "hub", source = "datasets:openai/gsm8k"}]'
+    assert main(["train", "gsm8k", "--sources", hub]) == 143
+    assert main(["train", "gsm8k", "--prompts.source", "datasets:mine"]) == 143
+    (of_sources, of_prompts) = [recipe for _, _, recipe in started]
+    assert [each.source for each in of_sources.sources] == ["datasets:openai/gsm8k"]
+    assert (of_prompts.prompts.source, of_prompts.prompts.path) == ("datasets:mine", None)
+
+
 def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -> None:
     assert main(["--runs", "elsewhere", "sft"]) == 143
     ((command, layout, recipe),) = started

@@ -47,6 +47,15 @@ def error_of(table: dict[str, object]) -> str:
             "must leave room for a prompt",
         ),
         ({"prompts": {"source": "file"}}, "--data FILE"),
+        (
+            {"prompts": {"source": "arithmetic", "path": "p.jsonl"}},
+            "prompts.path (p.jsonl) would not be read, since source is 'arithmetic'",
+        ),
+        ({"prompts": {"held_out_path": "h.jsonl"}}, "held_out_path (h.jsonl) would not be read"),
+        (
+            {"sources": [{"name": "a", "source": "datasets:x", "path": "p.jsonl"}]},
+            "sources 'a': path (p.jsonl) would not be read",
+        ),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
@@ -160,6 +169,38 @@ def test_override_that_names_another_workflow_drops_the_settings_of_the_first(
     path.write_text('[workflow]\nname = "multi_turn"\nmax_turns = 3\n')
     assert load_recipe(path, {"workflow": {"max_turns": 4}}).workflow.name == "multi_turn"
     assert load_recipe(path, {"workflow": {"name": "single_turn"}}).workflow.name == "single_turn"
+
+
+def test_file_of_prompts_needs_no_source() -> None:
+    assert build_recipe({"prompts": {"path": "p.jsonl"}}, source="test").prompts.source == "file"
+
+
+WITH_FILES = {"prompts": {"path": "r", "held_out_path": "h"}}
+HUB = [{"name": "hub", "source": "datasets:openai/gsm8k"}]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "expected"),
+    [
+        ({"prompts": {"source": "arithmetic"}}, {"prompts": {"path": "p"}}, ("file", "p", None, 0)),
+        (WITH_FILES, {"prompts": {"path": "p"}}, ("file", "p", "h", 0)),
+        (
+            WITH_FILES,
+            {"prompts": {"source": "datasets:x"}},
+            ("datasets:x", None, None, 0),
+        ),
+        (WITH_FILES, {"sources": HUB}, ("arithmetic", None, None, 1)),
+        ({"sources": HUB}, {"prompts": {"path": "p"}}, ("file", "p", None, 0)),
+        ({"sources": HUB}, {"prompts": {"source": "calculator"}}, ("calculator", None, None, 0)),
+        ({"prompts": {"path": "r"}}, {"prompts": {"source": "file"}}, ("file", "r", None, 0)),
+    ],
+)
+def test_prompts_named_over_a_recipe_replace_those_of_the_recipe(
+    recipe: dict[str, object], given: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    found = build_recipe(recipe, given, source="test")
+    paths = [path and str(path) for path in (found.prompts.path, found.prompts.held_out_path)]
+    assert (found.prompts.source, *paths, len(found.sources)) == expected
 
 
 def test_unknown_setting_is_answered_with_the_nearest_one() -> None:

@@ -57,11 +57,6 @@ def load_recipe(
         raise ConfigError(f"expected a recipe at {path}, found no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    overrides = overrides or {}
-    for section, default in (("algorithm", "decoupled_ppo"), ("workflow", "single_turn")):
-        chosen = overrides.get(section, {}).get("name")
-        if chosen not in (None, table.get(section, {}).get("name", default)):
-            table.pop(section, None)  # the settings of another one
     return build_recipe(table, overrides, source=str(path), spelling=spelling)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.listing import all_settings, setting_names
 from areal_flow.config.messages import OPTION, nearest
@@ -163,12 +164,62 @@ def test_configuration_stays_small() -> None:
 
 
 def test_override_that_names_another_workflow_drops_the_settings_of_the_first(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[workflow]\nname = "multi_turn"\nmax_turns = 3\n')
     assert load_recipe(path, {"workflow": {"max_turns": 4}}).workflow.name == "multi_turn"
+    assert not caplog.messages
     assert load_recipe(path, {"workflow": {"name": "single_turn"}}).workflow.name == "single_turn"
+    assert caplog.messages == [
+        "workflow.name = 'single_turn': dropped from the recipe: max_turns = 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chosen", "kept", "dropped"),
+    [
+        (
+            {"advantage": "batch_norm", "num_minibatches": 4, "epsilon": 0.1},
+            "ppo",
+            {"advantage": "batch_norm", "num_minibatches": 4, "epsilon": 0.1},
+            "",
+        ),
+        (  # of tokens there, of whole sequences here
+            {"advantage": "batch_norm", "epsilon": 0.25, "epsilon_high": 0.28},
+            "gspo",
+            {"advantage": "batch_norm", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            "epsilon = 0.25, epsilon_high = 0.28",
+        ),
+        ({"advantage": "batch_norm"}, "ppo_critic", {"advantage": "gae"}, "advantage = 'batch_"),
+        ({"dual_clip": 3.0, "kl_coefficient": 0.1}, "dppo", {"kl_coefficient": 0.1}, "dual_clip"),
+        (  # together
+            {"proximal": "interpolated", "importance_weight_rule": "mask", "num_minibatches": 4},
+            "ppo",
+            {"proximal": "behavior", "importance_weight_rule": "full", "num_minibatches": 4},
+            "proximal = 'interpolated', importance_weight_rule = 'mask'",
+        ),
+    ],
+)
+def test_override_that_names_another_algorithm_keeps_what_means_the_same_to_it(
+    recipe: dict[str, object],
+    chosen: str,
+    kept: dict[str, object],
+    dropped: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = build_recipe({"algorithm": recipe}, {"algorithm": {"name": chosen}}, source="test")
+    assert {name: getattr(found.algorithm, name) for name in kept} == kept
+    assert found.algorithm.name == chosen
+    assert bool(caplog.messages) == bool(dropped)
+    assert dropped in caplog.text
+
+
+@pytest.mark.parametrize("chosen", ALGORITHMS)
+def test_defaults_that_a_recorded_recipe_names_do_not_outlive_its_algorithm(chosen: str) -> None:
+    whole, given = tomllib.loads(dump_recipe(Recipe())), {"algorithm": {"name": chosen}}
+    found = build_recipe(whole, given, source="test")
+    assert found.algorithm == build_recipe({}, given, source="test").algorithm
 
 
 def test_file_of_prompts_needs_no_source() -> None:

@@ -31,6 +31,8 @@ WHAT_TO_DO = {
     ENOSPC: "free some, or ",
 }
 """About a place that cannot be used, by the number of the error."""
+IMPORT_USER_CODE = {"train", "evaluate", "replay", "verify", "plan"}
+"""Commands that import verifiers, workflows or losses by path, or show how workers would."""
 
 app = App(
     name="areal-flow",
@@ -61,6 +63,8 @@ def launch(
     command, bound, ignored = app.parse_args(tokens)
     if json and command.__annotations__.get("return") != Report.__name__:
         raise ConfigError(f"`{' '.join(tokens[:1])}` prints no report: it takes no --json")
+    if command.__name__ in IMPORT_USER_CODE and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last, so that no file here shadows an installed module
     shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
     found = command(*bound.args, **bound.kwargs, **shared)
     return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)
@@ -76,8 +80,6 @@ class _Warnings(logging.Handler):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one message and an exit code."""
     logging.basicConfig(format="%(name)s: %(message)s", handlers=[_Warnings()])
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
     except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more

@@ -12,6 +12,7 @@ from typing import Any
 from areal_flow.config import Recipe, SftSettings, load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.directory import read_parent
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
@@ -19,6 +20,7 @@ from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
 from pipelines.console.progress import line_progress
+from pipelines.console.run_log import say
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.references import Reference
 
@@ -56,6 +58,10 @@ class Fork:
         """Write the new run's checkpoint 0; return its recipe, whose model that is."""
         from areal_flow.recovery.fork import write_version_0  # torch
 
+        own = {each.verifier for each in load_recipe(self.parent.config).rewards}
+        kept = (each.verifier for each in recipe.rewards if each.verifier in own)
+        if executed := what_is_executed(kept):
+            say(executed)
         model = str(checkpoint_path(layout.checkpoints, 0))
         recipe = recipe.model_copy(update={"model": model, "sft": SftSettings()})
         if self.parent.rewards.is_dir():

@@ -186,6 +186,21 @@ def test_prompts_of_the_hub_replace_the_file_of_a_shipped_recipe(
     assert (of_prompts.prompts.source, of_prompts.prompts.path) == ("datasets:mine", None)
 
 
+def test_working_directory_shadows_no_module_and_is_searched_only_for_user_code(
+    started: list[tuple[str, RunLayout, Recipe]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = [*sys.path]
+    monkeypatch.setattr(sys, "path", [*before])
+    for command in (["runs"], ["settings", "seed"], ["sft"], ["trajectories", "no-run"]):
+        main(command)
+        assert sys.path == before
+    assert main(["train"]) == 143
+    assert sys.path == [*before, str(tmp_path)]
+
+
 def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -> None:
     assert main(["--runs", "elsewhere", "sft"]) == 143
     ((command, layout, recipe),) = started

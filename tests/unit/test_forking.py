@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import areal_flow
 import pipelines.jobs.job
 from areal_flow.audit.run import check_run
-from areal_flow.config import Recipe, build_recipe, load_recipe
+from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.controller.ledger_row import genesis_row
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.recovery.checkpoints import (
@@ -238,6 +238,20 @@ def test_shipped_rewards_of_the_parent_go_along(parent: RunLayout) -> None:
     parent.rewards.mkdir()
     (parent.rewards / "mine@1.py").write_text("def mine(): ...")
     assert (forked(parent, 0).rewards / "mine@1.py").read_text() == "def mine(): ..."
+
+
+def test_fork_says_that_it_executes_code_of_the_parents_directory(
+    parent: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = {"verifier": "shipped:length@0123456789ab"}
+    table = load_recipe(parent.config).model_dump(mode="json")
+    parent.config.write_text(dump_recipe(build_recipe(table, {"rewards": [shipped]}, source="")))
+    forked(parent, 1)
+    assert "executes code that came with the run directory: rewards/length@0123456789ab.py" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    forked(parent, 1, "other", rewards=[{"verifier": "exact"}])
+    assert "executes code" not in capsys.readouterr().out
 
 
 def test_lineage_follows_the_link_back_while_the_parents_are_there(parent: RunLayout) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from areal_flow.config.recipe import Recipe
@@ -52,23 +51,39 @@ def _sections(
     name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
     """Yield a section, which is of one of some models, and the sections within it."""
-    settings: dict[str, Setting] = {}
+    settings: dict[str, dict[str, Setting]] = {}
     within: list[tuple[str, Any, list[Any]]] = []
-    for key, field in chain.from_iterable(model["properties"].items() for model in models):
-        dotted = f"{name}.{key}".lstrip(".")
-        parts = (field, *field.get("oneOf", ()), field.get("items", {}))
-        references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
-        if held := [definitions[reference] for reference in references]:
-            within.append((dotted, {**held[0], **field}, held))
-        if not held or "items" in field:
-            setting = _setting(dotted, field)
-            known = settings.setdefault(dotted, setting)
-            choices = dict.fromkeys((*known.choices, *setting.choices))
-            settings[dotted] = replace(known, choices=tuple(choices))
+    for model in models:
+        owner = model["properties"].get("name", {}).get("const", "")
+        for key, field in model["properties"].items():
+            dotted = f"{name}.{key}".lstrip(".")
+            parts = (field, *field.get("oneOf", ()), field.get("items", {}))
+            references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
+            if held := [definitions[reference] for reference in references]:
+                within.append((dotted, {**held[0], **field}, held))
+            if not held or "items" in field:
+                settings.setdefault(dotted, {})[owner] = _setting(dotted, field)
     heading = f"[[{name}]]" if "items" in section else name
-    yield heading, " ".join(section["description"].split()), list(settings.values())
+    yield (
+        heading,
+        " ".join(section["description"].split()),
+        [_of_several(by_owner, len(models)) for by_owner in settings.values()],
+    )
     for each in within:
         yield from _sections(*each, definitions)
+
+
+def _of_several(by_owner: Mapping[str, Setting], num_models: int) -> Setting:
+    """Return one setting of several algorithms or workflows, with the default of each."""
+    first = next(iter(by_owner.values()))
+    choices = dict.fromkeys(choice for each in by_owner.values() for choice in each.choices)
+    owners: dict[str, list[str]] = {}
+    for owner, each in by_owner.items():
+        owners.setdefault(each.default, []).append(owner)
+    default = first.default
+    if not first.name.endswith(".name") and (len(owners) > 1 or len(by_owner) < num_models):
+        default = "; ".join(f"{value} ({', '.join(names)})" for value, names in owners.items())
+    return replace(first, choices=tuple(choices), default=default)
 
 
 def _setting(name: str, field: Mapping[str, Any]) -> Setting:

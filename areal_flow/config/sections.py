@@ -133,7 +133,7 @@ class TrainerSettings(Settings):
     """Of a GPU. `compiled`: layers by torch.compile; `eager`: without it; `deterministic`: without
     it, and a replay on the same kind of GPU has the same bits."""
     device: str = "cpu"
-    """Of the trainer, as torch names it."""
+    """`cpu` or `cuda`, of the trainer; CUDA_VISIBLE_DEVICES chooses among GPUs."""
     checkpoint_every_steps: int = Field(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)

@@ -99,7 +99,7 @@ class GenerationSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the engine and its weights."""
     device: str = "cpu"
-    """Of the engine, as torch names it."""
+    """`cpu` or `cuda`, of the engine; CUDA_VISIBLE_DEVICES chooses among GPUs."""
     vllm: VLLMSettings = VLLMSettings()
     """Settings of vLLM only."""
 

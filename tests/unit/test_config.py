@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.listing import all_settings, setting_names
 from areal_flow.config.messages import OPTION, nearest
 from areal_flow.errors import ConfigError
-from areal_flow.settings import nest, parse_overrides
+from areal_flow.settings import Settings, nest, parse_overrides
+from areal_flow.workflows.registry import AnyWorkflow
 from benchmarks import tails
 from tests import chaos
 
@@ -161,6 +163,33 @@ def test_configuration_stays_small() -> None:
     counts = {name: len([s for s in settings if s.meaning]) for name, _, settings in all_settings()}
     assert sum(counts.values()) <= 170
     assert max(counts[name] for name in counts.keys() - {"algorithm", "workflow"}) <= 13, counts
+
+
+@pytest.mark.parametrize(
+    ("section", "models"),
+    [("algorithm", get_args(AnyAlgorithm)), ("workflow", get_args(AnyWorkflow))],
+)
+def test_default_of_each_algorithm_and_workflow_is_listed(
+    section: str, models: tuple[type[Settings], ...]
+) -> None:
+    (listed,) = [settings for name, _, settings in all_settings() if name == section]
+    defaults = {setting.name.rpartition(".")[2]: setting.default for setting in listed}
+    assert defaults["max_calls" if section == "workflow" else "epsilon"].count("; ") == 1
+    for model in models:
+        fields = {name: field for name, field in model.model_fields.items() if name in defaults}
+        owner = fields.pop("name").default
+        for name, field in fields.items():
+            (default,) = [
+                part
+                for part in defaults[name].split("; ")
+                if "(" not in part or owner in part.rpartition("(")[2].rstrip(")").split(", ")
+            ]
+            own = default.rpartition(" (")[0] if "(" in default else default
+            if isinstance(field.default, int | float):
+                assert float(own) == field.default, (owner, name)
+            elif field.default is None or isinstance(field.default, str):
+                expected = str(field.default).lower().replace("\n", "\\n") or "empty"
+                assert own.lower() == expected, (owner, name)
 
 
 def test_override_that_names_another_workflow_drops_the_settings_of_the_first(

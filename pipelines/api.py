@@ -149,14 +149,16 @@ def report(
     against: Run | Path | str | None = None,
     prices: Mapping[str, float] | None = None,
     to: Path | str | None = None,
+    runs: Path | str = "runs",
 ) -> Path:
     """Draw a run on one page of HTML, also while it goes on; return where the page lies.
 
     Args:
-        run: a run, or its directory.
+        run: a run, its name or its directory.
         against: another one, shown beside it.
         prices: of an hour, such as `{"gpu": 2.5}`, over the recipe's `cluster.prices`.
         to: a file, instead of `report.html` in the run.
+        runs: the folder of runs.
 
     Raises:
         RunError: there is no run, or it was never prepared for training.
@@ -164,7 +166,7 @@ def report(
     from pipelines.report.page import write_report
 
     layout, *other = (
-        (each if isinstance(each, Run) else open_run(each)).layout
+        (each if isinstance(each, Run) else open_run(each, runs=runs)).layout
         for each in (run, against)
         if each is not None
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.directory import observed_state
+from areal_flow.run.directory import find_run, observed_state
 from areal_flow.store import queries
 from areal_flow.store.browsing import Selection, show_trajectory
 
@@ -104,13 +104,13 @@ class Plots:
         return _draw("draw_curves", ax, lines, [row["step"] for row in rows], held_out)
 
 
-def open_run(path: Path | str) -> Run:
-    """Open a run directory for reading.
+def open_run(run: Path | str, *, runs: Path | str = "runs") -> Run:
+    """Open a run for reading, by its directory or by its name in the folder `runs`.
 
     Raises:
         RunError: there is no run.
     """
-    return Run(path)
+    return Run(run if isinstance(run, Path) else find_run(Path(runs), run).root)
 
 
 def _draw(function: str, ax: Axes | None, *shown: Any) -> Axes:

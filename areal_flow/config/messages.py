@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
+from typing import Any
 
 from pydantic import ValidationError
 
+from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config.listing import setting_names
 from areal_flow.settings import nest
 
@@ -18,20 +20,32 @@ OPTION = "--{}"
 """How a setting is spelled on the command line."""
 ALIKE = 0.6
 """Names that are less alike than this, of 1, are not suggested."""
-TRL_NAMES = {
+OTHER_NAMES = {
     "beta": "algorithm.kl_coefficient",
     "delta": "algorithm.dual_clip",
     "entropy_coef": "algorithm.entropy_coefficient",
+    "eval_dataset": "prompts.held_out_path",
     "eval_steps": "evaluation.every_steps",
     "loss_type": "algorithm.name",
     "max_completion_length": "generation.max_new_tokens",
+    "max_response_length": "generation.max_new_tokens",
     "max_steps": "num_steps",
     "num_generations": "controller.group_size",
+    "num_train_epochs": "num_steps",
+    "per_device_train_batch_size": "controller.batch_size",
+    "rollout.n": "controller.group_size",
     "save_steps": "trainer.checkpoint_every_steps",
+    "total_epochs": "num_steps",
+    "train_batch_size": "controller.batch_size",
+    "train_dataset": "prompts.path",
+    "train_files": "prompts.path",
+    "val_files": "prompts.held_out_path",
     "vllm_max_model_length": "generation.max_model_len",
     "warmup_steps": "trainer.num_learning_rate_warmup_steps",
 }
-"""What some of TRL 1.16's settings are called here."""
+"""What some settings of TRL 1.16 and verl 0.8 are called here, by the last parts of their names."""
+ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+"""Rules of advantages that other tools call algorithms."""
 
 
 def explain(
@@ -61,6 +75,10 @@ def explain(
             lines.append(f"  {called}: {detail['loc'][-2]!r} has no such setting, others have")
         elif is_unknown:
             lines.append(f"  {called}: there is no such setting{did_you_mean(field, names)}")
+        elif detail["type"] == "union_tag_invalid" and field == "algorithm":
+            lines.append(f"  {_unknown_algorithm(detail, given, spelling)}")
+        elif detail["type"] == "tuple_type":
+            lines.append(f"  {called} = {detail['input']!r}: expected an array, in brackets")
         elif detail["type"] == "value_error":
             lines.append(f"  {_spelled(rule, given, spelling)}")
         else:
@@ -71,6 +89,27 @@ def explain(
 def spell(name: str, spelling: str) -> str:
     """Return what a user gave for a setting: an option has hyphens for underscores."""
     return spelling.format(name.replace("_", "-") if spelling == OPTION else name)
+
+
+def _unknown_algorithm(detail: Any, given: Collection[str], spelling: str) -> str:
+    setting, name = "algorithm.name", str(detail["input"]["name"])
+    called = spell(setting, spelling) if setting in given else setting
+    return f"{called} = {name!r}: {why_no_algorithm(name)}"
+
+
+def why_no_algorithm(name: str) -> str:
+    expected = f"expected one of {', '.join(ALGORITHMS)}"
+    if name in ADVANTAGES:
+        return (
+            f"{name.upper()} is a way to compute advantages: set algorithm.advantage to {name!r}, "
+            "and algorithm.name to 'ppo' for its clipped loss"
+        )
+    if name == "dapo":
+        return (
+            "DAPO is settings of 'ppo': algorithm.advantage = 'grpo', epsilon_high = 0.28, "
+            "group_filter = 'mixed_rewards' and overlong_tokens"
+        )
+    return f"{expected}{did_you_mean(name, ALGORITHMS)}"
 
 
 def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
@@ -90,19 +129,27 @@ def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
 
     A dotted name is compared as a whole and by its last part, of which a word or the initials
     count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`. A name of
-    TRL's is near what it is called here.
+    another tool's is near what it is called here, and nothing else.
     """
-    if (ours := TRL_NAMES.get(name.lstrip("-").replace("-", "_"))) in (known := [*known]):
-        return [ours]
-    likeness = {other: _likeness(name, other) for other in dict.fromkeys(known)}
+    names = {_plain(each): each for each in known}
+    parts = _plain(name).split(".")
+    for meant in (OTHER_NAMES.get(".".join(parts[place:])) for place in range(len(parts))):
+        if meant in names:
+            return [names[meant]]
+    likeness = {other: _likeness(name, other) for other in names.values()}
     best = max(likeness.values(), default=0.0)
     alike = [other for other in likeness if likeness[other] >= max(ALIKE, best - 0.05)]
     return sorted(alike, key=lambda other: (-likeness[other], other.count(".")))[:most]
 
 
+def _plain(name: str) -> str:
+    """Return the name of a setting that an option may be spelled for."""
+    return name.lstrip("-").replace("-", "_")
+
+
 def _likeness(name: str, other: str) -> float:
-    section, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
-    other_section, _, other_last = other.lstrip("-").replace("-", "_").rpartition(".")
+    section, _, last = _plain(name).rpartition(".")
+    other_section, _, other_last = _plain(other).rpartition(".")
     words = other_last.split("_")
     if last == "".join(word[:1] for word in words):
         part = 1.0

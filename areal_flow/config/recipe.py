@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import AlgorithmSettings
@@ -62,8 +62,8 @@ class Recipe(Settings):
     workflow: WorkflowSettings = SingleTurn()
     """A workflow and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
-    """Each `[[rewards]]` table is one; a completion's reward is their weighted sum. None by default
-    where an agent gives the rewards."""
+    """Each `[[rewards]]` table, or name of a verifier, is one; a completion's reward is their
+    weighted sum. None by default where an agent gives the rewards."""
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -74,6 +74,15 @@ class Recipe(Settings):
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """Take the name of a verifier for a reward."""
+        listed = [given] if isinstance(given, str) else given
+        if not isinstance(listed, list | tuple):
+            return given
+        return [{"verifier": each} if isinstance(each, str) else each for each in listed]
 
     @model_validator(mode="after")
     def _with_decay_steps(self) -> Recipe:

@@ -16,10 +16,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
+from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOptionError
 
 import areal_flow
-from areal_flow.config.messages import did_you_mean
+from areal_flow.config.messages import did_you_mean, why_no_algorithm
 from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
@@ -113,6 +113,10 @@ def _explain(error: CycloptsError) -> str:
         given = (error.token.keyword or error.token.value).partition("=")[0]
         options = [name for argument in error.argument_collection for name in argument.names]
         said = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
+    elif isinstance(error, CoercionError) and error.argument.name == "--algorithm.name":
+        value = error.token.value
+        said = f"--algorithm.name {value}: {why_no_algorithm(value)}"
+        said += "" if said.endswith("?") else "."
     return f"{said} {advice}.".replace("  ", " ")
 
 

@@ -289,7 +289,7 @@ def test_broken_chain_and_foreign_weights_are_said(
 def kitchen(run: areal_flow.Run) -> dict[str, Any]:
     """The cookbook's names, after its setup."""
     names: dict[str, Any] = {}
-    exec(setup_block().replace("runs/NAME", str(run.layout.root)), names)
+    exec(setup_block().replace("NAME", str(run.layout.root)), names)
     return names
 
 

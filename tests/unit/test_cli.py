@@ -175,6 +175,15 @@ def test_settings_reach_the_recipe_over_the_file(
     assert recipe.prompts.template == "Q: {question}"
 
 
+def test_rewards_may_be_the_names_of_verifiers(
+    started: list[tuple[str, RunLayout, Recipe]],
+) -> None:
+    for rewards in ("math", '["math", {verifier = "format", weight = 0.5}]'):
+        assert main(["train", "--rewards", rewards]) == 143
+    given = [[(each.verifier, each.weight) for each in recipe.rewards] for *_, recipe in started]
+    assert given == [[("math", 1.0)], [("math", 1.0), ("format", 0.5)]]
+
+
 def test_prompts_of_the_hub_replace_the_file_of_a_shipped_recipe(
     started: list[tuple[str, RunLayout, Recipe]],
 ) -> None:
@@ -242,6 +251,16 @@ def test_commands_of_pairs_are_fine_tuning_with_their_objective(
         (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
         (["train", "--trainer.lr", "1"], "Did you mean --trainer.learning-rate?"),
         (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps or"),
+        (["train", "--num-generations", "8"], "Did you mean --controller.group-size?"),
+        (["train", "--actor_rollout_ref.rollout.n", "8"], "Did you mean --controller.group-size?"),
+        (["train", "--beta", "0.1"], "Did you mean --algorithm.kl-coefficient?"),
+        (["train", "--max-completion-length", "9"], "Did you mean --generation.max-new-tokens?"),
+        (["train", "--per-device-train-batch-size", "9"], "mean --controller.batch-size?"),
+        (["train", "--eval-dataset", "e"], "Did you mean --prompts.held-out-path?"),
+        (["train", "--algorithm.name", "grpo"], "name grpo: GRPO is a way to compute advantages"),
+        (["train", "--algorithm.name", "dapo"], "DAPO is settings of 'ppo'"),
+        (["train", "--algorithm.name", "pppo"], "expected one of decoupled_ppo, ppo"),
+        (["train", "--sources", "p.jsonl"], "--sources = 'p.jsonl': expected an array, in brack"),
         (["train", "--wd=1"], "--wd. Did you mean --trainer.adamw.weight-decay?"),
         (["train", "--xyzzy", "1"], "Unknown option: --xyzzy. `areal-flow train --help` lists"),
         (["train", "--trainer.learning-rate", "much"], "  --trainer.learning-rate = 'much'"),

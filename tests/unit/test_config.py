@@ -36,6 +36,12 @@ def error_of(table: dict[str, object]) -> str:
             {"algorithm": {"name": "cispo", "epsilon": 1}},
             "algorithm.epsilon: 'cispo' has no such setting, others have",
         ),
+        (
+            {"algorithm": {"name": "grpo"}},
+            "algorithm.name = 'grpo': GRPO is a way to compute advantages: set algorithm.advantage",
+        ),
+        ({"algorithm": {"name": "gspoo"}}, "ppo_critic. Did you mean gspo?"),
+        ({"num_generations": 8}, "there is no such setting. Did you mean controller.group_size?"),
         ({"num_steps": "many"}, "num_steps = 'many'"),
         ({"controller": {"max_staleness": -1}}, "controller.max_staleness = -1"),
         ({"controller": {"batch_size": 10, "group_size": 4}}, "group_size (4) must divide"),

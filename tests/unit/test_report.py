@@ -13,6 +13,7 @@ import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
+from areal_flow.errors import RunError
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.run.directory import State, create_run
 from areal_flow.run.layout import RunLayout
@@ -31,6 +32,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def page_of(layout: RunLayout) -> str:
     assert areal_flow.report(layout.root) == layout.report
     return layout.report.read_text()
+
+
+def test_run_is_opened_and_reported_by_its_name(tmp_path: Path) -> None:
+    layout = make_finished_run(tmp_path / "mine", num_steps=1)
+    assert areal_flow.report("mine", runs=tmp_path) == layout.report
+    assert areal_flow.open_run("mine", runs=tmp_path).layout == layout
+    assert areal_flow.open_run(str(layout.root)).layout == layout
+    with pytest.raises(RunError, match=r"expected a run named 'none' in .*, found: mine"):
+        areal_flow.open_run("none", runs=tmp_path)
 
 
 def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None:

@@ -119,21 +119,36 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
     value = row.get(field)
     found = value if isinstance(value, list) else []
-    is_chat = all(isinstance(each, Mapping) and {"role", "content"} <= {*each} for each in found)
-    return [*map(_without_nulls, found)] if is_chat else []
+    is_chat = all(isinstance(each, Mapping) and _is_message(each) for each in found)
+    return [*map(_as_rendered, found)] if is_chat else []
+
+
+def _is_message(given: Mapping[str, Any]) -> bool:
+    return "role" in given and ("content" in given or bool(given.get("tool_calls")))
 
 
 def checked_message(given: Any, field: str) -> Message:
-    message = given if isinstance(given, Mapping) else {}
+    message = _as_rendered(given) if isinstance(given, Mapping) else {}
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise ValueError(
             f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
         )
-    return _without_nulls(message)
+    return message
 
 
-def _without_nulls(message: Message) -> Message:
-    return {name: value for name, value in message.items() if value is not None}
+def _as_rendered(message: Message) -> Message:
+    """Return a message without nulls, which columnar files have for each key of another row.
+
+    Beside calls of tools the content may be null.
+    """
+    content = {"content": ""} if message.get("tool_calls") else {}
+    return {**content, **_without_nulls(message)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:

@@ -87,11 +87,13 @@ class ChatTemplate:
 
     def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
         """Return the last message as the policy would say it, and the text after it."""
-        before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
+        before, last = self.render(messages[:-1]), messages[-1]
+        content = last["content"].strip()
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
         shown = self.render(messages)
         answer = shown.removeprefix(before).removesuffix(after)
-        if before + answer + after != shown or not answer.rstrip().endswith(content):
+        said = content in answer if last.get("tool_calls") else answer.rstrip().endswith(content)
+        if before + answer + after != shown or not said:
             raise ValueError(
                 "the chat template rewrites the answer, or what stands before it: expected "
                 f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"

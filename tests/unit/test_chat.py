@@ -17,6 +17,7 @@ from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError, PromptError
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.prompts.rows import messages_in
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
@@ -83,12 +84,13 @@ def prepared(layout: RunLayout, row: dict[str, Any], **prompts: Any) -> Prompt:
     path = layout.root.parent / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     pq.write_table(pa.Table.from_pylist([row]), path.with_suffix(".parquet"))
-    found = []
+    tokens = []
     for file in (path, path.with_suffix(".parquet")):
         prepare_prompts(recipe(file, **prompts), layout)
-        found.append(PromptTable(layout.train_prompts, seed=0).row(0))
-    assert found[0].tokens.tolist() == found[1].tokens.tolist()
-    return found[0]
+        prompt = PromptTable(layout.train_prompts, seed=0).row(0)
+        tokens.append(prompt.tokens.tolist())  # its file is about to be replaced
+    assert tokens[0] == tokens[1]
+    return prompt
 
 
 def test_question_becomes_the_chat_that_transformers_renders(layout: RunLayout) -> None:
@@ -231,12 +233,38 @@ def test_messages_are_put_as_they_are_after_the_recipes_system_message(layout: R
     assert "Be brief." in own.text
 
 
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CALLED = {"role": "assistant", "content": None, "tool_calls": [called("add", a=1), called("neg")]}
+
+
+def test_keys_that_only_other_calls_have_are_not_rendered(layout: RunLayout) -> None:
+    """Columns of Parquet give every call the keys of all calls, with nulls; content may be null."""
+    from transformers import PreTrainedTokenizerFast
+
+    give_chat_template(layout.model, HERMES)
+    reference = PreTrainedTokenizerFast.from_pretrained(layout.model)
+    reference.chat_template = HERMES
+    messages = [CHAT[0], CALLED, {"role": "tool", "content": "1"}, ASKED]
+    prompt = prepared(layout, {"messages": messages, "answer": 2}, question_field="messages")
+    shown = [{**message, "content": message["content"] or ""} for message in messages]
+    assert prompt.text == reference.apply_chat_template(
+        shown, tokenize=False, add_generation_prompt=True
+    )
+    assert [message["role"] for message in messages_in(prompt.metadata, "messages")] == [
+        message["role"] for message in messages
+    ]
+
+
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
         ([], "the user's message at the end, found no message"),
         ([ASKED, SYSTEM], "the user's message at the end, found system"),
         (["1 + 1 ="], "expected messages with role and content as text, found '1 + 1 ='"),
+        ([{**ASKED, "content": None}], "expected messages with role and content as text"),
         ([{"role": "user"}], "expected messages with role and content as text"),
         ([{"role": "user", "content": " "}], "expected non-empty text"),
     ],

@@ -150,6 +150,21 @@ def test_answer_is_as_the_template_shows_it(layout: RunLayout) -> None:
     assert texts == ["<think></think>2<|im_end|>"]
 
 
+@pytest.mark.parametrize("content", [None, "I ask."])
+def test_calls_of_tools_are_an_answer_with_or_without_content(
+    layout: RunLayout, content: str | None
+) -> None:
+    give_chat_template(layout.model, HERMES)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asks = {"role": "assistant", "content": content, "tool_calls": [call]}
+    messages = [ASKED, asks, said("tool", "2"), ANSWERED]
+    rows = learn(layout, {"messages": messages}, objective="cross_entropy")
+    asked, answered = trained_texts(tokenizer_of(layout.model), *rows.sequences(0))
+    function = '{"name": "add", "arguments": {"a": 1}}'
+    assert asked == f"{content or ''}<tool_call>\n{function}\n</tool_call><|im_end|>"
+    assert answered == "2<|im_end|>"
+
+
 def test_answer_ends_with_the_stop_token_that_the_template_has_there(layout: RunLayout) -> None:
     """Llama 3 names `<|end_of_text|>` first, and ends answers with `<|eot_id|>`."""
     tokenizer = tokenizer_of(layout.model)

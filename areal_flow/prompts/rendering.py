@@ -82,6 +82,19 @@ def why_chat_template(recipe: Recipe) -> str:
     return ""
 
 
+def unused_chat_template(recipe: Recipe, model: Path) -> str:
+    """Return a line about a model's chat template that prompts do not use; empty if that is chosen.
+
+    Call it once `why_chat_template` has been heeded.
+    """
+    if recipe.prompts.chat_template is not None or chat_template_of(model) is None:
+        return ""
+    return (
+        "The model has a chat template, which these prompts do not use: set prompts.chat_template "
+        "to true, or to false if plain text is right"
+    )
+
+
 def files_of_prompts(recipe: Recipe) -> list[tuple[Path, Recipe]]:
     parts = [*recipe.by_source().values()]
     files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]

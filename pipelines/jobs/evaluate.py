@@ -32,7 +32,7 @@ from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
 from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
-from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.inputs import read_inputs
@@ -128,11 +128,14 @@ def evaluate_model(
     run = own or judged_as
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
-    recipe, why_chat = _recipe(run, data, settings), ""
+    recipe, about_chat = _recipe(run, data, settings), ""
     if data:
         check_first_held_out_rows(recipe, names=[*held_out_sets(data)])
-        if why_chat := why_chat_template(recipe):
+        if why := why_chat_template(recipe):
             recipe = changed(recipe, "prompts", chat_template=True)
+            about_chat = f"prompts.chat_template = true, since {why}"
+        else:
+            about_chat = unused_chat_template(recipe, directory)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -143,8 +146,8 @@ def evaluate_model(
         prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
         warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts_asked])
         progress = make_progress(to_stderr=True)
-        if why_chat:
-            progress.phase(f"prompts.chat_template = true, since {why_chat}")
+        if about_chat:
+            progress.phase(about_chat)
         said = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
         try:
             answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress, said=said))

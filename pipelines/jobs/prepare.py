@@ -10,7 +10,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.registry import require_served, with_engine
 from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
-from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.inputs import record_inputs
 from areal_flow.run.layout import RunLayout
@@ -64,6 +64,8 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     if why := why_chat_template(recipe):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
         notes.append(f"  prompts.chat_template = true, since {why}")
+    elif unused := unused_chat_template(recipe, layout.model):
+        notes.append(f"  {unused}")
     prepared = prepare_prompts(recipe, layout)
     if recipe.has_held_out and not prepared.num_held_out:
         given = changed(given, "prompts", num_held_out=0)

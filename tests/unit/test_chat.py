@@ -180,8 +180,32 @@ def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
     assert why_chat_template(build_recipe(given, source="test")) == said
 
 
-def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+UNUSED = (
+    "  The model has a chat template, which these prompts do not use: set prompts.chat_template to "
+    "true, or to false if plain text is right"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen", "note", "is_on"),
+    [
+        (
+            MESSAGES,
+            None,
+            "  prompts.chat_template = true, since the rows of rows.jsonl are messages",
+            True,
+        ),
+        (TEXT, None, UNUSED, None),
+        (TEXT, False, "The first prompt:", False),
+    ],
+)
+def test_a_run_of_a_chat_model_says_whether_its_chat_template_is_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, Any],
+    chosen: bool | None,
+    note: str,
+    is_on: bool | None,
 ) -> None:
     def chatty(directory: Path, *, max_model_len: int) -> None:
         write_tiny_model(directory, max_model_len=max_model_len)
@@ -189,22 +213,21 @@ def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
 
     monkeypatch.setitem(MODELS, "chatty", chatty)
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(MESSAGES) + "\n")
+    path.write_text(json.dumps(row) + "\n")
+    prompts = {"source": "file", "path": str(path), "num_held_out": 0}
     table = {
         "model": "chatty",
-        "prompts": {"source": "file", "path": str(path), "num_held_out": 0},
+        "prompts": prompts if chosen is None else {**prompts, "chat_template": chosen},
         "generation": {"max_model_len": 256, "max_new_tokens": 32},
     }
     found = build_recipe(table, source="test")
     layout = RunLayout(tmp_path / "run")
     create_run(layout, found)
     said = prepare_run(layout, found).splitlines()
-    assert said[:2] == [
-        "1 prompts to train on, 0 held out",
-        "  prompts.chat_template = true, since the rows of rows.jsonl are messages",
-    ]
-    assert load_recipe(layout.config).prompts.chat_template is True
-    assert "<|im_start|>" in PromptTable(layout.train_prompts, seed=0).row(0).text
+    assert said[:2] == ["1 prompts to train on, 0 held out", note]
+    assert load_recipe(layout.config).prompts.chat_template is is_on
+    text = PromptTable(layout.train_prompts, seed=0).row(0).text
+    assert ("<|im_start|>" in text) == bool(is_on)
 
 
 def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
@@ -399,14 +422,24 @@ def test_what_follows_an_answer_ends_the_whole_conversation(
         assert begun + ended_by + following == whole
 
 
-def test_an_evaluation_of_messages_says_that_the_chat_template_is_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (MESSAGES, "prompts.chat_template = true, since the rows of rows.jsonl are messages"),
+        (TEXT, UNUSED.strip()),
+    ],
+)
+def test_an_evaluation_of_a_chat_model_says_whether_its_chat_template_is_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    row: dict[str, Any],
+    said: str,
 ) -> None:
     model = write_model_directory(tmp_path / "model")
     give_chat_template(model, CHATML)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setattr("pipelines.jobs.evaluate.wait_for", lambda work: [])
     monkeypatch.setattr("pipelines.jobs.evaluate.tabulate", lambda *_, **__: None)
     evaluate_model(model, data=[str(tmp_path / "rows.jsonl")])
-    said = "prompts.chat_template = true, since the rows of rows.jsonl are messages"
     assert said in capsys.readouterr().err

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from distributed import Worker
@@ -18,7 +19,7 @@ from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError, EpisodeError
-from areal_flow.generation.protocol import Engine
+from areal_flow.generation.protocol import Engine, GenerationSettings
 from areal_flow.generation.registry import choose_engine, engine_factory
 from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.run.card_lock import TOGETHER, card_lock
@@ -88,7 +89,9 @@ class GeneratorRole:
         async with self._loading:
             if self._engine is None or self._engine.broken:
                 self.close()
-                generation = self._context.recipe.generation
+                generation = await asyncio.to_thread(
+                    engine_settings, self._context.recipe, self._context.layout.model
+                )
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
                 reader: WeightsReader = self._reader
                 if self._context.recipe.takes_turns:
@@ -203,6 +206,25 @@ class GeneratorRole:
 
     def decode(self, tokens: Tokens) -> str:
         return self._context.tokenizer.decode(tokens.tolist())
+
+
+def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
+    """Return the recipe's settings of the engine; beside a trainer, vLLM's cache has a fixed size.
+
+    Raises:
+        EngineError: the cache has no room for one sequence.
+    """
+    settings = recipe.generation
+    is_vllm = choose_engine(settings).name == "vllm"
+    if not (is_vllm and recipe.shares_card) or settings.kv_cache_tokens:
+        return settings
+    import torch
+
+    from areal_flow.planning.card_memory import planned_cache
+    from areal_flow.trainer.pretrained import shapes_of
+
+    num_bytes = torch.cuda.get_device_properties(settings.device).total_memory
+    return planned_cache(recipe, shapes_of(model), num_bytes)
 
 
 def weights_carrier(recipe: Recipe) -> Carrier:

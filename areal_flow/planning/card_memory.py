@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from areal_flow.config import Recipe
+from areal_flow.errors import EngineError
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.planning.cards import GIB, card_bytes
 from areal_flow.planning.memory import RESERVED_BYTES, RankMemory
@@ -86,6 +88,29 @@ def plan_memory(
     on_card = torch.device(recipe.generation.device).type == "cuda"
     generator = generator_memory(recipe, policy, num_bytes) if on_card else None
     return MemoryPlan(num_bytes, ranks, generator, recipe.shares_card, recipe.takes_turns)
+
+
+def planned_cache(recipe: Recipe, policy: Any, num_bytes: int) -> GenerationSettings:
+    """Return the settings of vLLM with a cache of a fixed size, for a GPU that it shares.
+
+    vLLM would measure what the GPU has left: it counts what a trainer allocates meanwhile as its
+    own, and fails where the trainer frees memory.
+
+    Args:
+        policy: of the recipe's shapes; its tensors may be on the meta device.
+        num_bytes: of the GPU's memory.
+
+    Raises:
+        EngineError: a sequence of the longest length has no room.
+    """
+    settings, memory = recipe.generation, generator_memory(recipe, policy, num_bytes)
+    if not memory.fits:
+        raise EngineError(
+            f"generation.vllm.gpu_memory_utilization ({settings.vllm.gpu_memory_utilization}) "
+            f"leaves room for {memory.cache_tokens:,} tokens beside the weights, and one sequence "
+            f"may have {memory.longest_tokens:,}: raise it, or lower generation.max_model_len"
+        )
+    return settings.model_copy(update={"kv_cache_tokens": memory.cache_tokens})
 
 
 def generator_memory(recipe: Recipe, policy: Any, num_bytes: int) -> GeneratorMemory:

@@ -13,16 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.card_turns import CardTurns
-from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
 from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
 from areal_flow.errors import EngineError, TrainerLost
+from areal_flow.generation import registry
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.planning.card_memory import generator_memory
+from areal_flow.planning.cards import GIB
 from areal_flow.run.card_lock import ALONE, card_lock
 from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.pretrained import shapes_of
 from areal_flow.types import EngineStats
 from areal_flow.weights.directory import publish_model_directory
 from areal_flow.weights.media import ChosenChannel
@@ -95,7 +101,8 @@ class Driver:
         self.processes = layout.processes_of(EPOCH)
         self.processes.mkdir(parents=True)
 
-        async def start(*_: Any) -> CardEngine:
+        async def start(_: Path, settings: GenerationSettings, *__: Any) -> CardEngine:
+            self.settings = settings
             self.engines.append(CardEngine(self.happened))
             return self.engines[-1]
 
@@ -172,6 +179,25 @@ def test_a_shared_card_is_taken_in_turns_by_the_sync_schedule_alone() -> None:
     assert not in_turns(
         generation={"device": "cuda", "engine": "torch"}
     ).generation.vllm.enable_sleep_mode
+
+
+def test_engine_beside_a_trainer_has_a_cache_of_the_planned_size(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts what a trainer allocates, while it measures what is free, as its own."""
+    gpu = SimpleNamespace(total_memory=16 * GIB)
+    monkeypatch.setattr(registry, "installed_vllm", lambda device: device == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    within_seconds(driver.role.serve(0))  # type: ignore[arg-type]
+    model, recipe = driver.context.layout.model, driver.context.recipe
+    planned = generator_memory(recipe, shapes_of(model), 16 * GIB)
+    assert driver.settings.kv_cache_tokens == planned.cache_tokens > 2048
+    assert engine_settings(in_turns(cluster={"num_gpus": 2}), model).kv_cache_tokens == 0
+    chosen = {"device": "cuda", "kv_cache_tokens": 4096}
+    assert engine_settings(in_turns(generation=chosen), model).kv_cache_tokens == 4096
+    gpu.total_memory = 2 * GIB
+    with pytest.raises(EngineError, match=r"gpu_memory_utilization \(0\.9\) leaves room for 0 tok"):
+        engine_settings(recipe, model)
 
 
 def test_generators_sleep_before_the_step_and_wake_before_they_load(driver: Driver) -> None:

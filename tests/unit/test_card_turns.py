@@ -288,11 +288,15 @@ def test_engine_that_breaks_when_it_is_to_sleep_is_closed_and_made_anew(driver: 
     assert driver.happened == ["start", "sleep", "close", "trained", "start"]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError("returned by Dask as the answer"), KeyError("raised by Dask: no such worker")],
+)
 def test_generator_that_does_not_answer_that_it_sleeps_is_replaced(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    error: Exception, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(worker: Any) -> None:
-        raise OSError("its process is gone")
+        raise error
 
     async def train() -> None:
         async with driver.turns.of_trainer():

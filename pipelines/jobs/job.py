@@ -27,6 +27,7 @@ from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.directory import State, create_run, hold_run, leave_run, removed_on_failure
+from areal_flow.run.durable import replace_file
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
@@ -250,9 +251,18 @@ def resume(
         log_kept(layout.log),
     ):
         accept(layout, verifier, writer)
+        _record_num_steps(layout, recipe.num_steps)
         log("")
         say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
         return _drive(job, layout, recipe, writer, template, resume=True, began=began)
+
+
+def _record_num_steps(layout: RunLayout, num_steps: int) -> None:
+    """Let reports, workers and the next resume know how many steps the run has now."""
+    recorded = load_recipe(layout.config)
+    if recorded.num_steps != num_steps:
+        changed = recorded.model_copy(update={"num_steps": num_steps})
+        replace_file(layout.config, dump_recipe(changed))
 
 
 def _drive(

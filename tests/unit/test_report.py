@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.run.directory import State, create_run
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
+from pipelines.jobs import job as jobs
+from pipelines.jobs.job import TRAINING, recipe_to_resume
+from pipelines.jobs.stop_signals import Outcome
 from pipelines.report.charts import curves, make_charts, moving_means
 from pipelines.report.page import write_report
 from tests.finished_runs import make_finished_run
@@ -58,6 +62,24 @@ def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None
     assert "<details open" not in folded
     for said in ("1.000 [0.610, 1.000]", "groups given up: 7", "driver 1 began"):
         assert said in folded
+
+
+def test_resume_with_more_steps_changes_the_number_that_the_page_and_a_resume_go_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, driven = make_finished_run(tmp_path / "r", num_steps=4), list[int]()
+
+    async def drive(layout: RunLayout, recipe: Recipe, **_: object) -> Outcome:
+        driven.append(recipe.num_steps)
+        return Outcome(True)
+
+    monkeypatch.setattr(jobs, "check_inputs", lambda *_, **__: [])
+    monkeypatch.setattr(jobs, "accept", lambda *_: None)
+    job = replace(TRAINING, drive=drive, workers=lambda recipe: [])
+    for given in ({"num_steps": 7}, {}):
+        jobs.resume(job, layout, recipe_to_resume(layout, given), began=0.0)
+        assert "4 of 7 steps in" in layout.report.read_text()
+    assert driven == [7, 7]
 
 
 def test_page_draws_nothing_twice(page: str) -> None:

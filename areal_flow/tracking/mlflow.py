@@ -186,6 +186,8 @@ class MlflowTracker:
             from mlflow import MlflowClient
 
             logging.getLogger("mlflow").setLevel(logging.WARNING)
+            # It prints each error with its SQL and a traceback, and raises it, too.
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             is_server = self.uri.startswith(("http://", "https://"))
             self._client = _FailingFast(client) if is_server else client

@@ -30,6 +30,7 @@ from areal_flow.tracking.protocol import (
     TRAINED_AT_TAG,
     Tracker,
     describe_run,
+    first_line,
 )
 from areal_flow.trainer.supervised import read_metrics
 
@@ -125,7 +126,7 @@ class Projection:
         except Exception as error:
             if not self._sink.is_reachable():
                 raise
-            logger.warning("the tracker refused %s, which is left out: %s", what, error)
+            logger.warning("the tracker refused %s, which is left out: %s", what, first_line(error))
 
     def _deliver_steps(self) -> int:
         assert self._delivered is not None

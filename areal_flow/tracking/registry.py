@@ -29,7 +29,7 @@ from areal_flow.run.durable import replace_file
 from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.mlflow import MlflowTracker
 from areal_flow.tracking.projection import FineTuningProjection, Projection
-from areal_flow.tracking.protocol import Tracker
+from areal_flow.tracking.protocol import Tracker, first_line
 from areal_flow.tracking.tensorboard import TensorboardTracker
 from areal_flow.tracking.wandb import WandbTracker
 from areal_flow.trainer.supervised import OBJECTIVES
@@ -159,7 +159,7 @@ class RunTracking:
         logger.warning(
             "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
             command("track", self._layout.name, runs=self._layout.root.parent),
-            error,
+            first_line(error),
         )
 
 
@@ -221,5 +221,5 @@ def _ask(sink: Tracker, ask: Callable[[], int], where: str, outcome: str = "") -
     except Exception as error:
         if sink.is_reachable():
             raise
-        said = f"expected a tracker {where}, found none: {error}{outcome}"
+        said = f"expected a tracker {where}, found none: {first_line(error)}{outcome}"
         raise StorageError(said) from error

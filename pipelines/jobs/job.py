@@ -31,6 +31,7 @@ from areal_flow.run.durable import replace_file
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.tracking.protocol import first_line
 from areal_flow.tracking.registry import show_report, track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say
@@ -122,7 +123,7 @@ def _deliver(layout: RunLayout, deliver: Callable[[], object]) -> None:
         deliver()
     except Exception as error:  # noqa: BLE001  the run is finished all the same
         again = command("track", layout.name, runs=layout.root.parent)
-        logger.warning("the tracker is away; deliver by %s: %s", again, error)
+        logger.warning("the tracker is away; deliver by %s: %s", again, first_line(error))
 
 
 def _conclude_sft(layout: RunLayout) -> None:

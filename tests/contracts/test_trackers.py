@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker
 from areal_flow.tracking.model_registry import registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
-from areal_flow.tracking.registry import make_trackers, start_tracking, untrack
+from areal_flow.tracking.registry import RunTracking, make_trackers, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.fakes import MemoryTracker
 from tests.kept import Kept
@@ -287,6 +289,25 @@ def test_page_of_a_run_is_kept_and_replaced(layout: RunLayout, database: str) ->
     sink.begin()
     kept = MlflowClient(database, database).download_artifacts(sink.run_id, "report.html")
     assert Path(kept).read_text() == "second"
+
+
+def test_full_disk_is_told_in_one_line_without_the_statement(
+    layout: RunLayout, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = MlflowTracker(layout, TrackingSettings(), database)
+    sink.begin()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with suppress(Exception):
+            Projection(layout, sink).deliver()
+        tracking = RunTracking(layout, sink)
+        tracking.close("FAILED")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the tracker" in caplog.text
+    assert not [each for each in caplog.messages if "\n" in each or "SQL:" in each], caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_removed_run_is_new_to_its_sink(make_registry: MakeSink, layout: RunLayout) -> None:

@@ -389,11 +389,11 @@ asyncio.run(work())
 
 def test_closed_terminal_lets_the_step_finish_although_nothing_can_be_printed() -> None:
     ours, theirs = os.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    with subprocess.Popen([sys.executable, "-c", CLOSED_TERMINAL], **terminal) as program:
+    standard = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen([sys.executable, "-c", CLOSED_TERMINAL], **standard) as program:
         os.close(theirs)
-        assert b"ready" in os.read(ours, 100)
-        os.close(ours)
+        with open(ours, "rb", buffering=0) as terminal:
+            assert terminal.readline() == b"ready\r\n"
         program.send_signal(signal.SIGHUP)
         try:
             assert program.wait(20) == 0

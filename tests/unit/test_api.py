@@ -392,7 +392,7 @@ def test_closed_terminal_lets_the_step_finish_although_nothing_can_be_printed() 
     standard = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     with subprocess.Popen([sys.executable, "-c", CLOSED_TERMINAL], **standard) as program:
         os.close(theirs)
-        with open(ours, "rb", buffering=0) as terminal:
+        with os.fdopen(ours, "rb", buffering=0) as terminal:
             assert terminal.readline() == b"ready\r\n"
         program.send_signal(signal.SIGHUP)
         try:

@@ -13,6 +13,7 @@
     │   └── InfrastructureError  no verdict here, through no fault of the completion; ask elsewhere
     ├── TrainingError       a step cannot be computed
     │   └── TrainerLost     the trainer is gone or not at the step's parent; it can be restored
+    │       └── DeviceError  its GPU failed or is full: a new process can restore it
     └── WeightsError        weights are missing or are not what was published
 
 A message says what was expected, what was found and what to do.
@@ -83,6 +84,10 @@ class TrainingError(ArealFlowError):
 
 class TrainerLost(TrainingError):
     """The trainer is gone or not at the step's parent; it can be restored."""
+
+
+class DeviceError(TrainerLost):
+    """The GPU failed or is full; only a new process can restore the trainer."""
 
 
 class WeightsError(ArealFlowError):

@@ -1,7 +1,8 @@
 """Makes the trainer rank of a process hang or be slow within a step, while its heartbeats go on.
 
 Processes that start with `PATCH` in their environment look for a file named by their number in the
-folder that it names: what is in it, `hang` or `slow`, happens within the next backward pass.
+folder that it names: what is in it, `hang`, `slow` or `gpu` (it fails), happens within the next
+backward pass.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def _watch() -> None:
 
 
 def _strike(how: str) -> None:
+    import torch
+
     from areal_flow.trainer.passes import Passes
 
     backward = Passes.backward
@@ -58,6 +61,8 @@ def _strike(how: str) -> None:
             pass
         while how == "hang":
             time.sleep(1)
+        if how == "gpu":
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         return backward(*arguments)
 
     Passes.backward = struck  # type: ignore[method-assign]

@@ -213,10 +213,14 @@ class WorkerPool(SchedulerPlugin):
     # Hanging, dying and starting again
 
     async def replace(self, worker: str, *, why: str) -> None:
-        """Kill a worker that has joined, by address or name; a new process replaces it."""
+        """Kill a worker that has joined, by address or name; a new process replaces it.
+
+        Once this returns, no task goes to the old process any more.
+        """
         record = self.registry.at(worker) or self.registry.named(worker)
-        if record is not None and record.address:
+        if record is not None and (address := record.address):
             await self.kill(record, why=why)
+            await self._unregister(address)
 
     async def kill(self, record: WorkerRecord, *, why: str) -> None:
         """Kill a worker that hangs, even while it starts; its tasks run again."""

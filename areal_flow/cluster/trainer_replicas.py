@@ -20,7 +20,7 @@ from distributed import Client
 from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import run_task
-from areal_flow.errors import EngineError, TrainerLost, TrainingError
+from areal_flow.errors import DeviceError, EngineError, TrainerLost, TrainingError
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,9 @@ class TrainerReplicas:
             return await run_task(self._client, function, *arguments, **options, retries=0)
         except EngineError as error:
             raise TrainerLost(f"the trainer died: {error}") from error
+        except DeviceError as error:
+            await self._replace(trainer_name(rank), why=str(error))
+            raise
 
     async def _on_all_ranks(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
@@ -136,9 +139,14 @@ class TrainerReplicas:
             for answer in answers:
                 answer.cancel()
         failures = [answer for answer in found if isinstance(answer, BaseException)]
-        for failure in sorted(failures, key=lambda failure: isinstance(failure, TrainerLost)):
+        for failure in sorted(failures, key=_rank_of_cause):
             raise failure
         return found
+
+
+def _rank_of_cause(failure: BaseException) -> int:
+    """Return 0 for what ends the run; ranks that only noticed the end of another come last."""
+    return isinstance(failure, TrainerLost) + (type(failure) is TrainerLost)
 
 
 def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:

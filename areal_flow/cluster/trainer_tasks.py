@@ -6,14 +6,15 @@ Functions import torch themselves, since the driver imports this module.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, DeviceError
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
@@ -25,12 +26,31 @@ if TYPE_CHECKING:
     from areal_flow.trainer.replicas import ReplicaGroup
     from areal_flow.trainer.sft import SftTrainer
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 SFT_CHUNK_S = 2.0
 """How long one task fine-tunes. Between tasks the driver shows progress and may stop."""
 
 
+def on_device(task: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Have a task raise `DeviceError` when its GPU fails: the driver replaces the process."""
+
+    @wraps(task)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return task(*args, **kwargs)
+        except RuntimeError as error:
+            from areal_flow.trainer.kernels import is_device_error
+
+            if is_device_error(error):
+                raise DeviceError(f"the trainer's device failed: {error}") from error
+            raise
+
+    return run
+
+
+@on_device
 def train_step(request: StepRequest) -> StepResult:
     rank = _rank()
     return _leaving_card(rank, rank.step(request))
@@ -44,6 +64,7 @@ def read_ahead(trajectory_ids: Sequence[str]) -> None:
     _rows(worker_context()).read_ahead(trajectory_ids)
 
 
+@on_device
 def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[PolicyHashes, str]:
     """Stage version 0, from a fork's first checkpoint or from a pretrained policy."""
     from areal_flow.trainer.backend import numeric_environment
@@ -56,25 +77,30 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
     return _leaving_card(rank, rank.stage_initial_policy())
 
 
+@on_device
 def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
     """Copy this rank's part of the state with these weights."""
     _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
 
 
+@on_device
 def write_snapshot(step: int) -> None:
     _rank().write_snapshot(step, _writer(worker_context()))
 
 
+@on_device
 def complete_snapshot(step: int) -> None:
     _rank().complete_snapshot(step, _writer(worker_context()))
 
 
+@on_device
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
     """Connect to the other ranks, and load a checkpoint."""
     rank = _connected(rendezvous)
     return _leaving_card(rank, rank.restore(checkpoint_step))
 
 
+@on_device
 def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, float]]:
     """Fine-tune for `SFT_CHUNK_S` from the newest checkpoint; the last step's is the result.
 
@@ -104,6 +130,7 @@ def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, floa
     return trainer.step, trainer.metrics[-1] if trainer.metrics else {}
 
 
+@on_device
 def sft_checkpoint() -> None:
     from areal_flow.trainer.sft import SftTrainer
 

@@ -16,6 +16,9 @@ from areal_flow.models.policy import layers_of
 BACKEND = "inductor"
 """Of torch.compile."""
 
+DEVICE_ERRORS = ("CUDA error", "CUDA out of memory", "cuDNN error", "Triton Error [CUDA]")
+"""What messages of libraries on a GPU contain, which raise a plain `RuntimeError`."""
+
 
 def set_precision(settings: TrainerSettings) -> None:
     """Set what decides, for the whole process, how products and sums are computed.
@@ -30,6 +33,13 @@ def set_precision(settings: TrainerSettings) -> None:
     if deterministic != torch.are_deterministic_algorithms_enabled():  # loads torch's compiler
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether a GPU failed, after which CUDA refuses a process all work, or is full."""
+    if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
+        return True
+    return any(message in str(error) for message in DEVICE_ERRORS)
 
 
 def compiles_layers(settings: TrainerSettings) -> bool:

@@ -241,7 +241,7 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     assert all(c.tolerance and c.within_tolerance for c in (*found.before, found.compared))
 
 
-def test_run_of_two_copies_survives_ranks_that_are_lost_or_hang_but_waits_for_slow_ones(
+def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_for_slow_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is replayed. Its checkpoints are those that any run has: audited, continued by others."""
@@ -269,6 +269,10 @@ def test_run_of_two_copies_survives_ranks_that_are_lost_or_hang_but_waits_for_sl
         hung = await observed.process("trainer-2")
         struck_trainer.strike(strikes, hung, "hang")
         await observed.process("trainer-2", other_than=hung)
+        await step_reached(layout, observed.head() + 1)
+        failing = await observed.process("trainer-0")
+        struck_trainer.strike(strikes, failing, "gpu")
+        await observed.process("trainer-0", other_than=failing)
         await step_reached(layout, observed.head() + 1)
 
     recipe = small_recipe(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
@@ -18,7 +21,7 @@ from areal_flow.controller.schedules import (
     run_barrier_schedule,
     run_until_first_ends,
 )
-from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import Episode, StepRequest, StepResult
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
@@ -225,3 +228,68 @@ def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
 
     assert asyncio.run(trainer_of(Answers(), restore).restore()) == "weights"
     assert tries == 3
+
+
+DONE = SimpleNamespace(hashes="weights")
+
+
+class Process:
+    """A Dask client that runs tasks here, on a rank whose first steps raise these errors."""
+
+    recipe = SimpleNamespace(takes_turns=False)
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+        self.replaced: list[str] = []
+
+    async def submit(self, task: Any, *arguments: Any, **_: Any) -> Any:
+        return task(*arguments)
+
+    def step(self, request: Any) -> Any:
+        if self._errors:
+            raise self._errors.pop(0)
+        return DONE
+
+    async def replace(self, worker: str, *, why: str) -> None:
+        self.replaced.append(f"{worker}: {why}")
+
+
+def stepped(process: Process, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take a step; return how many processes were replaced before each restoration."""
+    replaced = []
+
+    async def restore() -> str:
+        replaced.append(len(process.replaced))
+        return "weights"
+
+    monkeypatch.setattr(trainer_tasks, "_rank", lambda: process)
+    replicas = TrainerReplicas(process, num_ranks=1, replace=process.replace)  # type: ignore[arg-type]
+    trainer = DaskTrainer(replicas, restore, lost=asyncio.Event())
+    request = StepRequest(1, "", 0, (), "", 1)
+    assert asyncio.run(trainer.step(request)) is DONE
+    return replaced
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+)
+def test_trainer_whose_gpu_fails_is_restored_by_a_new_process(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one is of no more use: CUDA refuses all further work."""
+    process = Process(error, error)
+    assert stepped(process, monkeypatch) == [1, 2]
+    assert process.replaced[0] == f"trainer-0: the trainer's device failed: {error}"
+
+
+def test_error_of_a_step_that_no_device_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(RuntimeError("cumsum has no deterministic implementation"))
+    with pytest.raises(ArealFlowError, match="RuntimeError: cumsum has no deterministic"):
+        stepped(process, monkeypatch)
+    assert process.replaced == []

@@ -348,6 +348,7 @@ def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None
         await pool.replace(pool.generators()[0], why="it hangs")
         launcher.silent.add("trainer-0")
         await pool.replace("trainer-0", why="its group has ended")
+        assert "trainer-0" not in pool.scheduler.aliases, "no task goes to the old process"
         await asyncio.sleep(1)
         assert launcher.num_started == 5
         await pool.replace("trainer-0", why="its group has ended")

@@ -14,7 +14,7 @@ import torch
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
-from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
+from areal_flow.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.replicas import connect_ranks
@@ -131,6 +131,13 @@ def test_failure_that_caused_the_others_is_told() -> None:
     said, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, full))
     assert said is full
     assert replaced == []
+
+
+def test_gpu_that_failed_is_told_before_the_ranks_that_noticed_it() -> None:
+    failed = DeviceError("out of memory")
+    said, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, failed))
+    assert said is failed
+    assert replaced == ["trainer-1"]
 
 
 def test_rank_that_does_not_notice_the_end_of_its_group_is_replaced() -> None:

@@ -75,6 +75,7 @@ class Flow(Changes):
         self._hint_is_due = False
         self.accounting.engine_totals = {s.incarnation: s for s in initial.engine_totals}
         self._consecutive_failures = 0
+        self._logged_failures: set[int] = set()
         self._skipped = SkippedSteps()
         self._committing: asyncio.Task[None] | None = None
         self._last_row_at = monotonic()
@@ -134,7 +135,7 @@ class Flow(Changes):
                     rolled_out = await self._roll_out(replace(first, attempt=attempt))
                 receipt = await rolled_out.write()
             except ArealFlowError as error:
-                logger.warning("group %s, attempt %d: %s", first.group_id, attempt, error)
+                self._log_first(error, first.group_id, attempt)
                 failure = error
                 if isinstance(error, SchemaError):  # another attempt would make the same rows
                     break
@@ -158,9 +159,17 @@ class Flow(Changes):
             self.gate.finished()
             self.notify()
 
+    def _log_first(self, error: ArealFlowError, group_id: str, attempt: int) -> None:
+        """Log a failure unless another group, or an earlier attempt, failed in the same way."""
+        failure = hash((type(error), str(error)))
+        if failure not in self._logged_failures:
+            self._logged_failures.add(failure)
+            logger.warning("group %s, attempt %d: %s", group_id, attempt, error)
+
     def _count_failure(self, failure: ArealFlowError) -> None:
         self._consecutive_failures += 1
-        if self._consecutive_failures >= self.recipe.controller.max_consecutive_failures:
+        # Groups that were in flight then may fail, too: the first failure too many is told of.
+        if self._consecutive_failures == self.recipe.controller.max_consecutive_failures:
             self._fatal = type(failure)(
                 f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
             )

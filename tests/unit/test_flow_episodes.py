@@ -51,7 +51,9 @@ def test_attempts_are_the_same_episode_later_each_time() -> None:
     assert flow.accounting.entries.failed_submissions == []
 
 
-def test_group_is_given_up_after_its_last_attempt() -> None:
+def test_group_is_given_up_after_its_last_attempt_and_its_failure_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     parts = Parts(Rollouts([EngineError("died"), EngineError("died")]))
 
     async def scenario() -> Flow:
@@ -64,6 +66,7 @@ def test_group_is_given_up_after_its_last_attempt() -> None:
     assert len(parts.rollouts.episodes) == 2
     assert flow.accounting.entries.failed_submissions == [0]
     assert (flow.gate.running, flow.gate.outstanding) == (0, 0)
+    assert caplog.messages == ["group 00000000, attempt 0: died"]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,8 @@ def test_failures_count_in_a_row_only() -> None:
     fails("dead", "good", "dead", "good", "unscored", "good", "dead")
     with pytest.raises(EngineError, match="2 groups in a row failed; the last one: died"):
         fails("good", "dead", "dead")
+    with pytest.raises(EngineError, match=r"^2 groups in a row failed"):
+        fails("dead", "dead", "dead", "dead")
     with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: verifier raised"):
         fails("dead", "unscored")
     with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: no member was scored"):

@@ -43,7 +43,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect(host: str, port: int, certificates: Path, token: Path) -> ssl.SSLSocket:
-    """Connect as Dask does: both sides show a certificate of the run's authority, not of a host."""
+    """Connect as Dask does: both sides show a certificate of the run's authority, not of a host.
+
+    One thread at a time may use the connection: OpenSSL's are not safe for two.
+    """
     try:
         context = ssl.create_default_context(cafile=certificates / "ca.pem")
         context.check_hostname = False

@@ -30,6 +30,12 @@ BLOCK = 128
 FLEX_LEAST_WIDTH = 16
 """Of heads; narrower ones are filled up with zeros."""
 
+FLEX_KERNEL = {"BACKEND": "TRITON"}
+"""Of FlexAttention: that for few queries (`TRITON_DECODE`) has no configuration for float32."""
+
+MAX_FLEX_GRAPHS = 64
+"""Beyond these torch.compile gives up, and FlexAttention has all scores in memory."""
+
 VARLEN_MOST_WIDTH = 256
 
 Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
@@ -158,6 +164,7 @@ def attend_by_flex(
         scale=rule.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=FLEX_KERNEL,
     )
     if rule.sinks is not None:
         kept = torch.sigmoid(found.lse - rule.sinks.float()[:, None])
@@ -167,10 +174,17 @@ def attend_by_flex(
 
 @lru_cache
 def flex_attention(device: str) -> Any:
+    """Return FlexAttention, on a GPU compiled for rows of any length.
+
+    It is compiled once for each scale and soft-cap, since its gradient fails where the compiler
+    takes the soft-cap for a variable, as it does with numbers that change between calls.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Without the compiler it computes all scores.
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+    if device != "cuda":
+        return flex_attention  # without the compiler it computes all scores
+    compiled = torch.compile(flex_attention, dynamic=True, recompile_limit=MAX_FLEX_GRAPHS)
+    return torch._dynamo.config.patch(specialize_float=True)(compiled)
 
 
 def _widened(heads_THD: Tensor) -> Tensor:

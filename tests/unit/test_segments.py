@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Barrier
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention, varlen
 
 from areal_flow.models import segments
@@ -225,6 +227,32 @@ def blocks_of(counts: Tensor, numbers: Tensor) -> NDArray[np.bool_]:
     for row, count in enumerate(counts[0, 0].tolist()):
         listed[row, numbers[0, 0, row, :count].numpy()] = True
     return listed
+
+
+def test_flex_attention_is_compiled_for_all_lengths_once_a_soft_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as its graph: the code of a GPU is not made. With gradients to come."""
+    let_flex_have_gradients(monkeypatch)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled, random = segments.flex_attention.__wrapped__("cuda"), np.random.default_rng(0)
+    torch._dynamo.reset()
+    graphs = []
+    for length in (1, 300, *random.integers(2, 600, 18)):
+        row = Segments([length, 7], [length, 7], "cpu")
+        for rule in (AttentionRule(0.3, softcap=50.0), AttentionRule(0.3, 90, 30.0)):
+            packed = [torch.randn(length + 7, num, 16) for num in (4, 2, 2)]
+            monkeypatch.setattr(
+                segments, "flex_attention", lambda device: flex_attention.flex_attention
+            )
+            expected = attend_by_flex(row, *packed, rule)
+            monkeypatch.setattr(segments, "flex_attention", lambda device: compiled)
+            found = attend_by_flex(row, *(each.requires_grad_() for each in packed), rule)
+            torch.testing.assert_close(found, expected)
+        graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert graphs[1:] == [graphs[-1]] * 19
+    assert graphs[-1] <= 4, "a block, and several; for each soft-cap"
 
 
 def test_a_long_sequence_s_blocks_are_the_half_below_the_diagonal() -> None:

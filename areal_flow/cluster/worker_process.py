@@ -24,7 +24,7 @@ from distributed.worker import DEFAULT_EXTENSIONS
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.machine import is_linux
+from areal_flow.machine import is_linux, raise_open_files_limit
 from areal_flow.run.code_version import VERSION
 
 DASK_SETTINGS: dict[str, Any] = {
@@ -93,6 +93,7 @@ def work(options: str) -> None:
     chosen = json.loads(options)
     if is_linux():
         ctypes.CDLL(None).prctl(PR_SET_NAME, chosen["name"].encode())
+    raise_open_files_limit()  # workers fetch from each other
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     asyncio.run(_work(**chosen))
 

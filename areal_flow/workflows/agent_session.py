@@ -18,9 +18,11 @@ from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.types import Score
 from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
-from areal_flow.workflows.tool_calls import arguments_of, blank_reasoning
+from areal_flow.workflows.tool_calls import REASONING_START, arguments_of, blank_reasoning
 
 CALL_START = "<tool_call>"
+PROMPT_END = 16
+"""Tokens of a prompt that are read to see whether the policy begins by thinking."""
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -118,8 +120,12 @@ class Session:
             conversation.is_asked = False
         conversation.ended_by = ""
         conversation.draft = asked.with_completion(completion)
+        decode = self._context.decode
         message = answer_message(
-            self._context.decode(completion.tokens), tools, call_number=self._num_calls
+            decode(completion.tokens),
+            tools,
+            call_number=self._num_calls,
+            is_thinking=decode(asked.tokens[-PROMPT_END:]).rstrip().endswith(REASONING_START),
         )
         conversation.messages = [*messages, _normal(message)]
         conversation.num_answers += 1
@@ -193,14 +199,17 @@ def _statuses(error: BaseException) -> list[int]:
     return [status for status in found if isinstance(status, int)]
 
 
-def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> dict[str, Any]:
+def answer_message(
+    text: str, tools: Sequence[Message], *, call_number: int, is_thinking: bool = False
+) -> dict[str, Any]:
     """Return an answer as a message; with tools, `<tool_call>{JSON}</tool_call>` are its calls.
 
-    One within `<think>...</think>` is none.
+    One within `<think>...</think>` is none; `is_thinking` says that the prompt ends with `<think>`.
     """
     calls: list[dict[str, Any]] = []
     content, end = "", 0
-    for match in _CALL.finditer(blank_reasoning(text)) if tools else ():
+    said = blank_reasoning(text, has_begun=is_thinking)
+    for match in _CALL.finditer(said) if tools else ():
         content, end = content + text[end : match.start()], match.end()
         try:
             call = json.loads(match[1])

@@ -7,12 +7,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+REASONING_START = "<think>"
 _REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 """What a model thinks before it acts; the prompt may have begun it, and a limit may end it."""
 
 
-def blank_reasoning(text: str) -> str:
-    """Return a text as long, with other characters in the place of reasoning: it is no action."""
+def blank_reasoning(text: str, *, has_begun: bool = False) -> str:
+    """Return a text as long, with other characters in the place of reasoning: it is no action.
+
+    Args:
+        has_begun: whether the prompt ends with the start of reasoning.
+    """
+    if has_begun:
+        return blank_reasoning(REASONING_START + text)[len(REASONING_START) :]
     return _REASONING.sub(lambda reasoning: "\0" * len(reasoning[0]), text)
 
 

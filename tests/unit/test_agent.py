@@ -675,6 +675,20 @@ def test_a_call_within_reasoning_is_no_call(text: str, content: str | None) -> N
     assert message["content"] == (content or text)
 
 
+def test_a_call_in_reasoning_that_the_prompt_began_and_a_limit_ended_is_no_call() -> None:
+    class Thinking(FakeServices):
+        def decode(self, tokens: Tokens) -> str:
+            is_prompt = plain(tokens) == plain(self.requests[-1].prompt_tokens[-16:])
+            return "assistant\n<think>\n" if is_prompt else IN_THOUGHT
+
+    async def asks(create: Create) -> float:
+        message = answer(await create(messages=HI, tools=TOOLS))
+        assert (message["content"], message["tool_calls"]) == (IN_THOUGHT, None)
+        return 1.0
+
+    run_talk(asks, Thinking())
+
+
 @pytest.mark.parametrize(
     ("given", "arguments"),
     [

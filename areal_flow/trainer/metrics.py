@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from areal_flow.algorithms.advantages import rewards_are_equal
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
 from areal_flow.step_metrics import TRAINED_BY_STALENESS, StepMetrics
 from areal_flow.trainer.sequences import TrainingSequence
@@ -38,7 +37,7 @@ def step_metrics(
     numbers: UpdateNumbers,
     *,
     recipe: Recipe,
-    utilization: float | None,
+    speed: Mapping[str, float],
     **seconds: float,
 ) -> StepMetrics:
     staleness = count_staleness(
@@ -49,7 +48,6 @@ def step_metrics(
     ages = staleness.num_trained_by_staleness
     num_trained = sum(sequence.num_trained for sequence in sequences)
     num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
-    used = {} if utilization is None else {f"{SPEED}model_flops_utilization": utilization}
     return StepMetrics(
         loss=_mean(numbers.losses),
         grad_norm=_mean(numbers.grad_norms),
@@ -68,7 +66,7 @@ def step_metrics(
             **{name: metric.value for name, metric in numbers.metrics.items()},
             **batch_metrics(rows, pass_threshold=recipe.pass_threshold),
             **{f"{TRAINED_BY_STALENESS}{age}": float(count) for age, count in sorted(ages.items())},
-            **used,
+            **speed,
         },
         **seconds,
     )

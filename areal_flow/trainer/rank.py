@@ -17,6 +17,7 @@ from typing import Any
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe
+from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter, drawn_adapter
 from areal_flow.models.policy import DTYPES
@@ -34,7 +35,7 @@ from areal_flow.trainer.checkpoint import (
     write_part,
 )
 from areal_flow.trainer.context import check_heads
-from areal_flow.trainer.flops import PolicyShape, matrix_rate
+from areal_flow.trainer.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.trainer.metrics import step_metrics
 from areal_flow.trainer.pretrained import pretrained_policy, shapes_of
 from areal_flow.trainer.replicas import ReplicaGroup
@@ -142,7 +143,7 @@ class TrainerRank:
             sequences,
             numbers,
             recipe=self.recipe,
-            utilization=self._utilization(sequences, seconds=trained - read),
+            speed=self._speed(sequences, seconds=trained - read),
             seconds_read=read - began,
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
@@ -224,12 +225,16 @@ class TrainerRank:
         self._step, self._last = version, None
         return self._hashes
 
-    def _utilization(
-        self, sequences: Sequence[TrainingSequence], *, seconds: float
-    ) -> float | None:
+    def _speed(self, sequences: Sequence[TrainingSequence], *, seconds: float) -> dict[str, float]:
+        """Return how much of the device's arithmetic a step used; nothing with experts."""
         if self._shape is None:
-            return None
+            return {}
         algorithm, trainer = self.recipe.algorithm, self.recipe.trainer
         share = len(self.replicas.mine) / self.replicas.num_ranks
         flops = share * self._shape.step_flops(sequences, self.numbers.plan, algorithm)
-        return flops / seconds / matrix_rate(trainer.device, trainer.dtype)
+        measured = matrix_rate(trainer.device, trainer.dtype)
+        peak = device_peak_rate(trainer.device, trainer.dtype) or measured
+        return {
+            f"{SPEED_AREA}model_flops_utilization": flops / seconds / peak,
+            f"{SPEED_AREA}matrix_tflops": measured / 1e12,
+        }

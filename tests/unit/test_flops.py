@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
@@ -17,9 +18,11 @@ from areal_flow.config import LoraSettings, TrainerSettings
 from areal_flow.models import linear
 from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter
+from areal_flow.planning.cards import CARDS
+from areal_flow.trainer import flops
 from areal_flow.trainer import sequences as training_sequences
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.flops import PolicyShape
+from areal_flow.trainer.flops import PolicyShape, matrix_rate, peak_rate
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from tests.policies import small_policy
@@ -97,3 +100,41 @@ def test_attention_of_a_shared_prompt_counts_once() -> None:
     shape = PolicyShape(num_weights=0, hidden=0, head=0, attention=3, trains_weights=True)
     assert shape.forward_flops([[first, other]]) == 2 * 3 * (16 + 20 + 33)
     assert shape.forward_flops([[first], [other]]) == 2 * 3 * (36 + 49)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_utilization_is_of_the_data_sheet_of_a_known_gpu(name: str, tflops: float | None) -> None:
+    assert peak_rate(name, "bfloat16") == (tflops and tflops * 1e12)
+    assert peak_rate(name, "float32") is None
+
+
+def test_planner_and_utilization_have_the_same_data_sheets() -> None:
+    planned = {name: card.flops for name, card in CARDS.items() if name != "CPU"}
+    spelled = {name: name.replace("RTX", "RTX ").replace("-", " ") for name in planned}
+    assert planned == {name: peak_rate(spelled[name], "bfloat16") for name in planned}
+
+
+def test_rate_is_of_random_matrices_and_draws_nothing_from_the_global_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An H100 multiplies ones at 801 TFLOP/s where it multiplies random numbers at 764."""
+    multiplied: list[torch.Tensor] = []
+    monkeypatch.setattr(flops, "linear", lambda rows, weight: multiplied.append(weight))
+    flops._measured_rate.cache_clear()
+    before = torch.get_rng_state()
+    assert matrix_rate("cpu", "float32") > 0
+    flops._measured_rate.cache_clear()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(multiplied) == flops.TRIALS
+    assert all(0.9 < float(matrix.std()) < 1.1 for matrix in multiplied)

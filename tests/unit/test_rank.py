@@ -163,7 +163,7 @@ def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: S
     of_batch = batch_metrics(rows(0, 1), pass_threshold=RECIPE.pass_threshold)
     assert of_batch.items() <= metrics.items()
     assert set(metrics).difference(of_batch) == {
-        "speed/model_flops_utilization",
+        *("speed/model_flops_utilization", "speed/matrix_tflops"),
         *("staleness/trained_tokens_1", "staleness/trained_tokens_2"),
         *("entropy_mean", "skipped_updates_fraction"),
         *("clip_fraction", "clip_low_fraction", "clip_high_fraction"),

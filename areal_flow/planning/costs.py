@@ -132,15 +132,17 @@ def costs_of(
     parts = recipe.generation.vllm.tensor_parallel_size
     bandwidth, rate = card.memory_bytes_per_s * reached.memory, card.flops * reached.training
     shape = policy.shape
-    token_flops = 2.0 * (shape.num_weights + shape.head)
+    token_flops = shape.token_flops
     pair_flops = 2.0 * shape.attention
     num_cached = memory.cache_tokens if recipe.generation.device == "cuda" else 1 << 40
     # A row that begins leaves room for those beside it to grow.
     fitting = int(num_cached / lengths.decoding_tokens)
     num_ranks = recipe.cluster.num_trainers
     again = recipe.trainer.activations == "recompute"
-    passes = shape.passes(recipe.algorithm) + again
-    computing_s = passes * token_flops / rate / num_ranks
+    models = shape.passes(recipe.algorithm)
+    passes = sum(num_passes for _, num_passes in models) + again
+    trained_flops = sum(num_passes * each.token_flops for each, num_passes in models)
+    computing_s = (trained_flops + again * token_flops) / rate / num_ranks
     weights = 2.0 * policy.num_parameters
     return Costs(
         decode_step_s=reached.decode_step_s + memory.weights_bytes / bandwidth,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from time import perf_counter
@@ -49,8 +49,10 @@ whose words are all in its name."""
 class PolicyShape:
     num_weights: int
     """N."""
+    hidden: int
+    """H."""
     head: int
-    """H V."""
+    """H V; of a critic, H."""
     attention: int
     """A."""
     trains_weights: bool
@@ -70,6 +72,7 @@ class PolicyShape:
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
         return cls(
             num_weights=sum(matrix.numel() for matrix in matrices),
+            hidden=config.hidden_size,
             head=config.hidden_size * config.vocab_size,
             attention=width * config.num_hidden_layers,
             trains_weights=all(matrix.requires_grad for matrix in matrices),
@@ -86,26 +89,43 @@ class PolicyShape:
         numbers = self.num_weights * num_tokens + self.attention * num_pairs
         return 2.0 * (numbers + self.head * num_trained)
 
-    def passes(self, algorithm: ComposedAlgorithm) -> float:
-        """Return how many forward passes a step is worth: a backward one is twice as much, that of
-        an adapter once."""
-        passes = 3.0 if self.trains_weights else 2.0
+    @property
+    def token_flops(self) -> float:
+        """Operations of a pass for a trained token, without attention."""
+        return 2.0 * (self.num_weights + self.head)
+
+    def passes(
+        self, algorithm: ComposedAlgorithm, reference: PolicyShape | None = None
+    ) -> list[tuple[PolicyShape, float]]:
+        """Return the models of a step, each with how many forward passes its passes are worth.
+
+        A backward pass is worth two, that of an adapter one.
+
+        Args:
+            reference: of another shape than the policy, such as a teacher.
+        """
+        own = 3.0 if self.trains_weights else 2.0
         if algorithm.needs_proximal:
-            passes += 1 - 1 / algorithm.num_minibatches
-        passes += algorithm.needs_reference + algorithm.needs_minibatch_bound
-        passes += algorithm.needs_kl and algorithm.needs_proximal
-        passes += 4 * algorithm.needs_critic  # its values, and its update
-        return passes
+            own += 1 - 1 / algorithm.num_minibatches
+        own += algorithm.needs_minibatch_bound
+        own += algorithm.needs_kl and algorithm.needs_proximal
+        of_reference = float(algorithm.needs_reference + algorithm.bound_needs_kl)
+        of_critic = 4.0 * algorithm.needs_critic  # its values, and its update
+        critic = replace(self, head=self.hidden)
+        return [(self, own), (reference or self, of_reference), (critic, of_critic)]
 
     def step_flops(
         self,
         sequences: Sequence[TrainingSequence],
         plan: Sequence[MinibatchPlan],
         algorithm: ComposedAlgorithm,
+        reference: PolicyShape | None = None,
     ) -> float:
+        """Return the operations of a step; see `passes`."""
         micro_batches = chain.from_iterable(chain.from_iterable(plan))
         rows = [[sequences[index] for index in micro] for micro in micro_batches]
-        return self.passes(algorithm) * self.forward_flops(rows)
+        passes = self.passes(algorithm, reference)
+        return sum(num_passes * shape.forward_flops(rows) for shape, num_passes in passes)
 
 
 def _row_pairs(row: Sequence[TrainingSequence]) -> int:

@@ -63,6 +63,7 @@ class TrainerRank:
     """Of the last step."""
     _backend: TrainerBackend | None = field(default=None, init=False)
     _shape: PolicyShape | None = field(default=None, init=False)
+    _reference_shape: PolicyShape | None = field(default=None, init=False)
     _hashes: PolicyHashes | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
     _last: tuple[StepRequest, StepResult] | None = field(default=None, init=False)
@@ -206,7 +207,9 @@ class TrainerRank:
         if not self.recipe.algorithm.needs_reference or self.backend.has_reference:
             return
         if directory := reference_directory(self.layout):
-            self.backend.hold_reference(*pretrained_policy(directory))
+            reference, weights = pretrained_policy(directory)
+            self._reference_shape = PolicyShape.of(reference)
+            self.backend.hold_reference(reference, weights)
         elif not self.recipe.trainer.lora.rank:  # with an adapter: the policy without it
             self.backend.hold_reference(shapes_of(self.layout.model), first_weights())
 
@@ -227,11 +230,14 @@ class TrainerRank:
 
     def _speed(self, sequences: Sequence[TrainingSequence], *, seconds: float) -> dict[str, float]:
         """Return how much of the device's arithmetic a step used; nothing with experts."""
-        if self._shape is None:
+        has_teacher = bool(self.recipe.algorithm.reference)
+        if self._shape is None or (has_teacher and self._reference_shape is None):
             return {}
         algorithm, trainer = self.recipe.algorithm, self.recipe.trainer
         share = len(self.replicas.mine) / self.replicas.num_ranks
-        flops = share * self._shape.step_flops(sequences, self.numbers.plan, algorithm)
+        flops = share * self._shape.step_flops(
+            sequences, self.numbers.plan, algorithm, self._reference_shape
+        )
         measured = matrix_rate(trainer.device, trainer.dtype)
         peak = device_peak_rate(trainer.device, trainer.dtype) or measured
         return {

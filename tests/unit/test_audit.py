@@ -134,6 +134,8 @@ def test_metrics_of_a_batch_are_counted_again() -> None:
         for index in range(6)
         for row in group_table(index, rewards=rng.choices((0.0, 0.25, 1.0), k=3)).to_pylist()
     ]
+    for row, reward in zip(rows, (0.1 + 0.2, 0.3, 0.3), strict=False):  # equal up to rounding
+        row["reward"] = reward
     metrics = batch_metrics(rows, pass_threshold=0.5)
     step = {"trajectory_ids": [row["trajectory_id"] for row in rows], "trajectory_watermark": 18}
 

@@ -26,7 +26,8 @@ of_steps AS (
     FROM batch GROUP BY step
 ),
 of_groups AS (
-    SELECT step, count(DISTINCT reward) = 1 AS is_flat FROM batch GROUP BY step, submission_index
+    SELECT step, NOT differs(min(reward), max(reward)) AS is_flat
+    FROM batch GROUP BY step, submission_index
 )
 SELECT step, name, value
 FROM (UNPIVOT of_steps ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value)

@@ -260,6 +260,9 @@ class StepResult:
     hashes: PolicyHashes
     metrics: StepMetrics
     numeric_environment: str
+    parent_hash: str
+    """The weights that the step started from: the request's, unless the trainer was lost since the
+    step before and its replay made other weights."""
 
 
 def answer_text(answer: Any) -> str:

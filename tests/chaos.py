@@ -11,7 +11,7 @@ while it goes on. At its end all steps are trained again from step 0.
 | generator, | killed; or hung, until the run finds out by itself                               |
 | trainer, reward |                                                                             |
 
-    python -m tests.chaos [--strikes 60] [--seed 0] [--json FILE]
+    python -m tests.chaos [--strikes 60] [--seed 0] [--unrepeatable] [--json FILE]
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from distributed.core import rpc
 import areal_flow
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.checkpoints import list_checkpoints, read_forks
 from areal_flow.recovery.replay import replay_step
 from tests.struck_run import DriverEnded, StruckRun
+from tests.unrepeatable_trainer import write_patch
 
 Victim = Literal["driver", "scheduler", "generator", "trainer", "reward"]
 Moment = Literal["any", "commit", "append", "checkpoint", "start"]
@@ -180,14 +181,18 @@ def run_chaos(
     num_strikes: int,
     seed: int,
     num_generators: int = 2,
+    unrepeatable: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Strike a run `num_strikes` times; return the report.
 
+    Args:
+        unrepeatable: its trainer makes other bits each time, so each loss of one is a fork.
+
     Raises:
         AssertionError: something was lost, or the run did not go on.
     """
-    run = StruckRun(root)
+    run = StruckRun(root, *([write_patch(root / "unrepeatable")] if unrepeatable else []))
     chaos = Chaos(run, random.Random(seed), say)
     began = monotonic()
     try:
@@ -219,6 +224,8 @@ def run_chaos(
         "num_trained_twice": sum(count > 1 for count in trained.values()),
         "final_exit_code": code,
         "recorded_weights_hash": steps[-1]["weights_hash"],
+        "num_forked_steps": len(read_forks(run.layout.forks)),
+        "num_refused_replays": len(last.refused),
         "replayed_weights_hash": last.replayed.hashes.weights_hash,
         "seconds": round(seconds, 1),
     }
@@ -228,10 +235,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strikes", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unrepeatable", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="areal-flow-chaos-") as scratch:
-        report = run_chaos(Path(scratch), num_strikes=arguments.strikes, seed=arguments.seed)
+        report = run_chaos(
+            Path(scratch),
+            num_strikes=arguments.strikes,
+            seed=arguments.seed,
+            unrepeatable=arguments.unrepeatable,
+        )
     for name, value in report.items():
         print(f"{name}: {value}")
     if arguments.json:

@@ -140,7 +140,9 @@ class FakeCluster:
             staleness_max=count.staleness_max,
             seconds_train=self.train_s,
         )
-        return StepResult(request.step, PolicyHashes(digest, digest), metrics, "{}")
+        return StepResult(
+            request.step, PolicyHashes(digest, digest), metrics, "{}", request.parent_hash
+        )
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """`Trainer.read_ahead`."""

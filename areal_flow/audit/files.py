@@ -27,6 +27,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import (
     RNG_STATE,
     checkpoint_path,
+    is_recorded,
     list_checkpoints,
     read_checkpoint_state,
     weight_files,
@@ -88,6 +89,8 @@ def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]
     try:
         with read_errors(place.steps):
             rows = LedgerReader(place).rows(["weights_hash"])
+        if is_recorded(parent.step, parent.weights_hash, rows[parent.step], place.forks):
+            return parent.weights_hash, ""
         return str(rows[parent.step]["weights_hash"]), ""
     except (ArealFlowError, IndexError) as error:
         return None, str(error)

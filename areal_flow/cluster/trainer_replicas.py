@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
@@ -172,7 +172,8 @@ class DaskTrainer:
         """Take what restores the ranks.
 
         Args:
-            restore: restores the ledger's head; returns the hash of its weights.
+            restore: restores the ledger's head; returns the hash of the weights that the ranks
+                hold then, which differs from the ledger's where a replay forks.
             lost: set whenever a rank's process ends.
             turn: what surrounds each computation, where generators leave a card for it.
         """
@@ -180,6 +181,8 @@ class DaskTrainer:
         self._restore = restore
         self._lost = lost
         self._turn = turn
+        self._restored_hash: str | None = None
+        """What the ranks hold, if they were restored since the last step."""
         self.lock = asyncio.Lock()
         self.read_ahead = replicas.read_ahead
         self.write_snapshot = replicas.write_snapshot
@@ -192,32 +195,42 @@ class DaskTrainer:
             async with self.lock:
                 await self._persist(self._replicas.require_policy)
 
-    async def restore(self) -> str:
-        return await self._persist(self._restore)
+    async def restore(self) -> None:
+        """Restore the ledger's head; the next step starts from what was restored."""
+        await self._persist(self._restore_head)
 
     async def step(self, request: StepRequest) -> StepResult:
         async def in_turn() -> StepResult:
+            parent_hash = self._restored_hash or request.parent_hash
             async with self._turn():
-                return await self._replicas.step(request)
+                return await self._replicas.step(replace(request, parent_hash=parent_hash))
 
-        return await self._persist(in_turn)
+        result = await self._persist(in_turn)
+        self._restored_hash = None
+        return result
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        take = partial(
-            self._replicas.take_snapshot,
-            weights_hash=weights_hash,
-            next_submission_index=next_submission_index,
-        )
+        """Copy the state of the ledger's head, which has these weights unless a replay forked."""
+
+        async def take() -> None:
+            await self._replicas.take_snapshot(
+                weights_hash=self._restored_hash or weights_hash,
+                next_submission_index=next_submission_index,
+            )
+
         async with self.lock:
             await self._persist(take)
+
+    async def _restore_head(self) -> None:
+        self._restored_hash = await self._restore()
 
     async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Call; restore the trainer and call again while it is lost."""
         for num_restored in range(MAX_RESTORATIONS + 1):
             try:
-                if num_restored and ask is not self._restore:
+                if num_restored and ask != self._restore_head:
                     async with self._turn():
-                        await self._restore()
+                        await self._restore_head()
                 return await ask()
             except TrainerLost as lost:
                 logger.warning("%s; restoring it from checkpoint and ledger", lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from distributed import Client
@@ -27,6 +27,11 @@ class DaskWeights:
         self._client = client
         self._channel = channel
         self._pool = pool
+        self._forked: dict[int, set[str]] = {}
+
+    def note_restored(self, version: int, served_hash: str) -> None:
+        """Accept these weights of a version, too: a restored trainer has published them."""
+        self._forked.setdefault(version, set()).add(served_hash)
 
     async def publish(self, version: int) -> None:
         await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
@@ -46,7 +51,8 @@ class DaskWeights:
         """Wait for one generator; replace it if it loads other weights than the trainer's."""
         address = record.address
         load = await answer_of(self._client, record, generator_tasks.load_weights, version)
-        served, refusal = _acknowledged(load, version, served_hash)
+        accepted = {served_hash, *self._forked.get(version, ())}
+        served, refusal = _acknowledged(load, version, accepted)
         if refusal and not record.is_silent:
             await self._pool.replace(address, why=refusal)
         return served
@@ -70,7 +76,7 @@ async def answer_of(
 
 
 def _acknowledged(
-    load: asyncio.Future[dict[str, Any]], version: int, served_hash: str
+    load: asyncio.Future[dict[str, Any]], version: int, accepted: Set[str]
 ) -> tuple[ServedWeights | None, str]:
     """Return what a generator serves, and why it must be replaced; "" if its process died."""
     if not load.done():
@@ -84,10 +90,10 @@ def _acknowledged(
         if isinstance(found, ServedWeights):
             if found.policy_version < version:
                 return None, f"it serves version {found.policy_version}, expected {version}"
-            if found.policy_version == version and found.served_hash != served_hash:
+            if found.policy_version == version and found.served_hash not in accepted:
                 return None, (
-                    f"expected weights {served_hash} of version {version}, as the ledger has "
-                    f"them, found it serving {found.served_hash}"
+                    f"expected weights {' or '.join(sorted(accepted))} of version {version}, as "
+                    f"the ledger has them, found it serving {found.served_hash}"
                 )
             return found, ""
     return None, ""

@@ -94,7 +94,7 @@ def step_row(
         "policy_version": request.policy_version,
         "trajectory_ids": list(request.trajectory_ids),
         "batch_digest": request.batch_digest,
-        "parent_hash": request.parent_hash,
+        "parent_hash": result.parent_hash,
         "num_generated_tokens": entries.num_generated_tokens,
         "num_discarded_tokens": sum(d.num_tokens for d in entries.discards),
         "discarded": [
@@ -144,7 +144,7 @@ def genesis_row(
     )
     return step_row(
         request,
-        StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
+        StepResult(0, hashes, NOTHING_TRAINED, numeric_environment, parent_hash=""),
         entries=StepEntries(),
         watermark=0,
         next_submission_index=0,

@@ -184,7 +184,7 @@ class VirtualCluster:
             seconds_train=seconds,
         )
         hashes = PolicyHashes(f"w{request.step}", f"s{request.step}")
-        return StepResult(request.step, hashes, metrics, "{}")
+        return StepResult(request.step, hashes, metrics, "{}", request.parent_hash)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
 

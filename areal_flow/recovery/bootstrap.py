@@ -19,13 +19,16 @@ from areal_flow.errors import RunError, TrainingError
 from areal_flow.recovery.checkpoints import (
     checkpoint_hashes,
     checkpoint_path,
+    forked_policies,
     move_damaged_checkpoint,
+    record_fork,
 )
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.store.dataset import open_dataset, remove_orphans
 from areal_flow.store.ledger import Ledger
+from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
 from areal_flow.weights.shared_memory import free_segments
 
@@ -70,12 +73,13 @@ async def restore_policy(
     channel: WeightsWriter,
     *,
     on_replayed: Callable[[int, int], None],
-) -> tuple[str, int]:
-    """Restore the ledger's head; return the weights hash and how many steps were replayed."""
+) -> tuple[PolicyHashes, int]:
+    """Restore the ledger's head; return the policy and how many steps were replayed."""
     replay = await restore_newest(
         trainer,
         ledger,
         checkpoint_hashes(layout.checkpoints),
+        forks=forked_policies(layout.forks),
         at_most=ledger.head,
         max_staleness=recipe.controller.max_staleness,
         on_damaged=lambda step, e: move_damaged_checkpoint(
@@ -92,7 +96,7 @@ async def restore_policy(
         note_fork(layout, await replay.advance())
         on_replayed(replay.step - replay.checkpoint, num_steps)
     await asyncio.to_thread(channel.publish, ledger.head)
-    return replay.hashes.weights_hash, num_steps
+    return replay.hashes, num_steps
 
 
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
@@ -116,5 +120,4 @@ def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
         raise TrainingError(f"{message}, in the same numeric environment")
     where = "recorded on {recorded_on}, replayed on {replayed_on}".format(**fork)
     logger.warning("fork: %s; %s", message, where)
-    with layout.forks.open("a") as file:
-        file.write(json.dumps(fork) + "\n")
+    record_fork(layout.forks, fork)

@@ -15,6 +15,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import (
     checkpoint_hashes,
+    is_recorded,
     list_checkpoints,
     prune_checkpoints,
 )
@@ -33,7 +34,7 @@ class SnapshotTrainer(Protocol):
     """The trainer, as far as checkpoints are concerned."""
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        """Copy the state with these weights, between two steps."""
+        """Copy the state with these weights, or what a replay made of them, between two steps."""
 
     async def write_snapshot(self, step: int) -> None:
         """Write the copy as the checkpoint of a step, beside the steps that follow.
@@ -102,8 +103,8 @@ class Checkpoints:
         await asyncio.to_thread(self._prune)
 
     def _is_written(self, row: dict[str, Any]) -> bool:
-        hashes = checkpoint_hashes(self.layout.checkpoints)
-        return hashes.get(row["step"]) == str(row["weights_hash"])
+        step, hashes = row["step"], checkpoint_hashes(self.layout.checkpoints)
+        return step in hashes and is_recorded(step, hashes[step], row, self.layout.forks)
 
     def _prune(self) -> None:
         root, keep = self.layout.checkpoints, self.settings.keep_checkpoints

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from areal_flow.types import PolicyHashes
 
 RNG_STATE = "torch_rng_state"
 """The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
@@ -72,6 +75,35 @@ def checkpoint_hashes(root: Path) -> dict[int, str]:
         with suppress(OSError, ValueError, TypeError):  # a damaged one: there are older ones
             hashes[step] = read_checkpoint_state(checkpoint_path(root, step)).weights_hash
     return hashes
+
+
+def record_fork(path: Path, fork: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(fork) + "\n")
+
+
+def read_forks(path: Path) -> list[dict[str, Any]]:
+    """Return the replayed steps that made other weights than the ledger has, oldest first."""
+    forks = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with suppress(ValueError):  # an audit reports a damaged line
+            forks.append(json.loads(line))
+    return forks
+
+
+def forked_policies(path: Path) -> dict[int, list[PolicyHashes]]:
+    """Return what replayed steps made instead of what the ledger has, by step."""
+    policies: dict[int, list[PolicyHashes]] = {}
+    for fork in read_forks(path):
+        with suppress(KeyError, TypeError):
+            policies.setdefault(fork["step"], []).append(PolicyHashes(**fork["replayed"]))
+    return policies
+
+
+def is_recorded(step: int, weights_hash: str, row: Mapping[str, Any], forks: Path) -> bool:
+    """Return whether weights are a step's: by its ledger row, or by a replay that forked."""
+    forked = forked_policies(forks).get(step, ())
+    return weights_hash in (row["weights_hash"], *(each.weights_hash for each in forked))
 
 
 def prune_checkpoints(root: Path, *, keep: int, protected: Set[Path] = frozenset()) -> list[Path]:

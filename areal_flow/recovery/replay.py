@@ -19,7 +19,7 @@ import torch
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
-from areal_flow.recovery.checkpoints import checkpoint_hashes
+from areal_flow.recovery.checkpoints import checkpoint_hashes, forked_policies
 from areal_flow.recovery.replay_settings import changed_recipe, describe_changes, on_this_machine
 from areal_flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
 from areal_flow.run.directory import check_schema_version
@@ -128,6 +128,7 @@ class LocalTrainer:
 
     def __init__(self, layout: RunLayout, recipe: Recipe) -> None:
         check_schema_version(layout)
+        self._forks = layout.forks
         self.ledger = LedgerReader(layout)
         self._environments = self.ledger.rows(["numeric_environment"])
         self.recipe = recipe
@@ -139,6 +140,7 @@ class LocalTrainer:
             self,
             self.ledger,
             checkpoints,
+            forks=forked_policies(self._forks),
             at_most=at_most,
             max_staleness=self.recipe.controller.max_staleness,
             on_damaged=lambda _, error: logger.warning("%s", error),

@@ -139,7 +139,8 @@ def result_from_row(row: Mapping[str, Any]) -> StepResult:
     metrics = {field.name: row[field.name] for field in fields(StepMetrics)}
     metrics["masked_fraction_by_tenth"] = tuple(metrics["masked_fraction_by_tenth"])
     hashes = PolicyHashes(row["weights_hash"], row["served_hash"])
-    return StepResult(row["step"], hashes, StepMetrics(**metrics), row["numeric_environment"])
+    environment, parent_hash = row["numeric_environment"], row["parent_hash"]
+    return StepResult(row["step"], hashes, StepMetrics(**metrics), environment, parent_hash)
 
 
 @dataclass
@@ -185,15 +186,26 @@ async def restore_newest(
     ledger: LedgerReader,
     checkpoints: Mapping[int, str],
     *,
+    forks: Mapping[int, Sequence[PolicyHashes]],
     at_most: int,
     max_staleness: int,
     on_damaged: Callable[[int, TrainingError], None],
 ) -> LedgerReplay | None:
-    """Restore the newest readable checkpoint with the ledger's hash; None if there is none."""
-    known = ledger.rows(["weights_hash"])[: at_most + 1]
-    recorded = {row["step"]: row["weights_hash"] for row in known}
+    """Restore the newest readable checkpoint of the ledger's weights, or of a recorded fork's.
+
+    Returns:
+        The replay from there, or None if there is no such checkpoint.
+    """
+    policies = {
+        row["step"]: [PolicyHashes(row["weights_hash"], row["served_hash"])]
+        for row in ledger.rows(["weights_hash", "served_hash"])[: at_most + 1]
+    }
     for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):
-        if recorded.get(checkpoint) != weights_hash:
+        if checkpoint not in policies:
+            continue
+        candidates = [*policies[checkpoint], *forks.get(checkpoint, ())]
+        expected = [each for each in candidates if each.weights_hash == weights_hash]
+        if not expected:
             continue
         try:
             restored = await trainer.restore(checkpoint)
@@ -202,11 +214,9 @@ async def restore_newest(
         except TrainingError as error:
             on_damaged(checkpoint, error)
             continue
-        rows = ledger.rows(since=checkpoint)
-        expected = result_from_row(rows[0]).hashes
-        if restored == expected:
-            return LedgerReplay(trainer, rows, restored, max_staleness)
+        if restored in expected:
+            return LedgerReplay(trainer, ledger.rows(since=checkpoint), restored, max_staleness)
         logger.warning(
-            "checkpoint %d was restored to %s, the ledger has %s", checkpoint, restored, expected
+            "checkpoint %d was restored to %s, expected %s", checkpoint, restored, expected
         )
     return None

@@ -19,7 +19,7 @@ runs/NAME/
                            shared memory
     rendezvous/00000002/   where the trainer ranks of one driver's life find each other
     sft/                   rows, checkpoints and metrics by step of supervised fine-tuning
-    forks.jsonl            replayed steps that differed, in another numeric environment
+    forks.jsonl            replayed steps that differed, where replay does not repeat bits
     tracking.json          which checkpoints a registry wants kept, as last heard
     tensorboard/, wandb/   what those sinks show, where the recipe names them
     train.log              what its drivers said, and their warnings

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from areal_flow.errors import ArealFlowError
 from areal_flow.recovery.checkpoints import (
     checkpoint_path,
+    is_recorded,
     list_checkpoints,
     read_checkpoint_state,
+    read_forks,
 )
 from areal_flow.run.directory import find_parent, read_parent
 from areal_flow.store.database import TableFormat, convert, read_sql
@@ -88,10 +90,9 @@ class Lineage:
 
     @cached_property
     def forks(self) -> list[dict[str, Any]]:
-        """Replays up to the version that made other weights, in another numeric environment."""
-        path = self.run.layout.forks
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return [fork for fork in map(json.loads, lines) if fork["step"] <= self.version]
+        """Replays up to the version that made other weights, where replay does not repeat bits."""
+        forks = read_forks(self.run.layout.forks)
+        return [fork for fork in forks if fork["step"] <= self.version]
 
     @cached_property
     def forked_from(self) -> list[dict[str, Any]]:
@@ -110,7 +111,8 @@ class Lineage:
         try:
             with read_errors(place.steps):
                 lineage = type(self.run)(place.root).lineage(parent.step)
-                return [{**found, "ledger": lineage.chain}, *lineage.forked_from]
+                ledger = {**lineage.chain, "weights_hash": lineage._expected(parent.weights_hash)}
+            return [{**found, "ledger": ledger}, *lineage.forked_from]
         except ArealFlowError:
             return [found]
 
@@ -139,12 +141,18 @@ class Lineage:
             state = read_checkpoint_state(checkpoint_path(checkpoints, self.version))
             found["the checkpoint"] = state.weights_hash
         chain = self.chain
-        checks = [HashCheck(what, value, chain["weights_hash"]) for what, value in found.items()]
+        checks = [HashCheck(what, value, self._expected(value)) for what, value in found.items()]
         for parent in self.forked_from[:1]:
             what = f"step {parent['step']} of run {parent['name']}, which is the genesis,"
             known = (parent["ledger"] or parent)["weights_hash"]
             checks.append(HashCheck(what, known, chain["genesis_hash"]))
         return tuple(checks)
+
+    def _expected(self, weights_hash: str) -> str:
+        """Return the ledger's hash of the version, or the given one if a replay forked to it."""
+        row = self._records("FROM weights_hashes")[-1]
+        forked = is_recorded(self.version, weights_hash, row, self.run.layout.forks)
+        return weights_hash if forked else row["weights_hash"]
 
     def summary(self) -> dict[str, Any]:
         """Return all of it in numbers and hashes, ready for JSON."""

@@ -16,7 +16,7 @@ from areal_flow.config import load_recipe
 from areal_flow.controller.costs import COLUMNS as COST_COLUMNS
 from areal_flow.controller.costs import CostAccounting, by_use
 from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulate
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.workers_file import Workers, read_workers
@@ -185,6 +185,7 @@ class Projection:
         if known == self._checkpoints:
             return
         rows, rates = self._ledger().rows(_CHECKPOINT_COLUMNS), self._pass_rates
+        forks = self._layout.forks
         present = {
             checkpoint_path(self._layout.checkpoints, step): {
                 "step": str(step),
@@ -196,7 +197,7 @@ class Projection:
                 **_rate_tag(PASS_RATE_TAG, rates.get(step)),
             }
             for step, weights_hash in hashes.items()
-            if step < len(rows) and rows[step]["weights_hash"] == weights_hash
+            if step < len(rows) and is_recorded(step, weights_hash, rows[step], forks)
         }
         self._attempt("checkpoints", self._sink.register_checkpoints, present)
         self._checkpoints = known

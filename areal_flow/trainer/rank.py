@@ -149,9 +149,8 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(
-            request.step, hashes, metrics, numeric_environment(self.recipe, self.replicas)
-        )
+        environment = numeric_environment(self.recipe, self.replicas)
+        return StepResult(request.step, hashes, metrics, environment, request.parent_hash)
 
     def require_policy(self) -> None:
         if self._hashes is None:

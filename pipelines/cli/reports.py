@@ -168,7 +168,7 @@ def report_lineage(traced: Traced) -> Report:
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     named = found["registered"]
     forks = ", ".join(str(fork["step"]) for fork in found["forks"])
-    forked = f"replayed to other weights, in another numeric environment: steps {forks}"
+    forked = f"replayed to other weights, where replay does not repeat bits: steps {forks}"
     environments = [
         {**record, "text": ", ".join(f"{k} {v}" for k, v in record["numeric_environment"].items())}
         for record in found["numeric_environments"]

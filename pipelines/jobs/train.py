@@ -116,6 +116,7 @@ class Training:
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(cluster.client, self.channel, pool)
+        self.weights = DaskWeights(cluster.client, self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
@@ -197,8 +198,8 @@ class Training:
 
     async def restore(self) -> InitialState:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
-        weights_hash = await self.trainer.restore()
-        start = replace(self._plan(), weights_hash=weights_hash)
+        await self.trainer.restore()
+        start = self._plan()
         self.progress.phase(
             f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
             f"{len(start.resubmit)} submitted again"
@@ -265,7 +266,7 @@ class Training:
         return plan_initial_state(rows, unconsumed, committed, self.committer.watermark)
 
     async def _restore_trainer(self) -> str:
-        weights_hash, num_replayed = await restore_policy(
+        hashes, num_replayed = await restore_policy(
             self.replicas,
             self.layout,
             self.recipe,
@@ -274,7 +275,8 @@ class Training:
             on_replayed=lambda done, total: self.progress.count("replayed", done, total),
         )
         self.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
-        return weights_hash
+        self.weights.note_restored(self.ledger.head, hashes.served_hash)
+        return hashes.weights_hash
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
         workers, run = self.cluster.pool.generators(), self.cluster.client.run
@@ -288,7 +290,7 @@ class Training:
             rollouts=self.rollouts,
             logs=self.logs,
             trainer=self.trainer,
-            weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
+            weights=self.weights,
             prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
             on_step=self.on_step,
             usage=partial(usage, self.cluster.pool),

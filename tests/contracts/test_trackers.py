@@ -22,7 +22,7 @@ from mlflow import MlflowClient
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.checkpoints import checkpoint_path, record_fork
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.inputs import Verifier, accept
 from areal_flow.run.layout import RunLayout
@@ -373,6 +373,17 @@ def test_checkpoint_that_is_not_its_rows_is_not_registered(
     sink = make_registry()
     Projection(layout, sink).deliver()
     assert set(Kept(sink).versions) == {"00000001"}
+
+
+def test_checkpoint_of_a_recorded_fork_is_registered(
+    make_registry: MakeSink, layout: RunLayout
+) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="of a fork")
+    replayed = {"weights_hash": "of a fork", "served_hash": "s"}
+    record_fork(layout.forks, {"step": 2, "replayed": replayed})
+    sink = make_registry()
+    Projection(layout, sink).deliver()
+    assert set(Kept(sink).versions) == {"00000002"}
 
 
 def test_ledger_that_lost_its_last_rows_is_delivered_again_from_its_head(

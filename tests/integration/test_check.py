@@ -180,16 +180,20 @@ def test_more_trajectories_than_the_ledger_knows_are_no_damage(
     assert code == 0, report["findings"]
 
 
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(3, {"parent-hash", "weights-ledger"}), (2, {"parent-hash", "checkpoint-ledger"})],
+)
 def test_recorded_fork_explains_another_parent_and_other_weights(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+    step: int, expected: set[str], layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: Rows = []
     edit_ledger(rows.extend)(layout)
-    before, served = rows[3]["weights_hash"], rows[3]["served_hash"]
-    edit_ledger(put(3, weights_hash="recorded", served_hash="elsewhere"))(layout)
-    assert rules(check(layout, capsys)[1], "error") == {"parent-hash", "weights-ledger"}
+    before, served = rows[step]["weights_hash"], rows[step]["served_hash"]
+    edit_ledger(put(step, weights_hash="recorded", served_hash="elsewhere"))(layout)
+    assert rules(check(layout, capsys)[1], "error") == expected
     fork = {
-        "step": 3,
+        "step": step,
         "recorded": {"weights_hash": "recorded"},
         "replayed": {"weights_hash": before, "served_hash": served},
     }

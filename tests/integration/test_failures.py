@@ -14,12 +14,13 @@ import pytest
 
 import areal_flow
 from areal_flow.cluster.control import list_workers
-from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.checkpoints import list_checkpoints, read_forks
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.browsing import Selection, show_trajectory
 from areal_flow.weights.shared_memory import available_bytes, segments_of
 from pipelines.workers import scheduler_of
+from tests.chaos import SETTINGS
 from tests.integration.conftest import Typed
 from tests.integration.runs import (
     check_accounting,
@@ -32,6 +33,8 @@ from tests.integration.runs import (
     step_reached,
     worker_pid,
 )
+from tests.struck_run import StruckRun
+from tests.unrepeatable_trainer import write_patch
 
 
 @pytest.mark.slow
@@ -134,6 +137,32 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
         whole = replay_step(layout, step=head + 3, from_checkpoint=0)
         steps = [*whole.before, whole.compared]
         assert [compared.equal for compared in steps] == [True] * (head + 3)
+
+
+@pytest.mark.slow
+def test_run_whose_replay_does_not_repeat_bits_survives_its_trainers_and_its_driver(
+    tmp_path: Path,
+) -> None:
+    run = StruckRun(tmp_path, write_patch(tmp_path / "unrepeatable"))
+    try:
+        run.begin({**SETTINGS, "cluster.num-generators": "1"})
+        for _ in range(2):
+            kill_workers(run.layout, "trainer-0")
+            run.wait_for_steps(2, "steps after the fork")
+            run.audit()
+        run.kill_driver()
+        run.resume()
+        assert run.stop() == 143, run.log.read_text()
+    finally:
+        run.close()
+    run.audit()
+    forks = read_forks(run.layout.forks)
+    steps = areal_flow.open_run(run.layout.root).steps("arrow").to_pylist()
+    parents = {row["parent_hash"] for row in steps}
+    assert len(parents & {fork["replayed"]["weights_hash"] for fork in forks}) >= 2
+    lineage = areal_flow.open_run(run.layout.root).lineage(len(steps) - 1)
+    assert all(check.holds for check in lineage.hash_checks({}))
+    assert not replay_step(run.layout, step=len(steps) - 1, from_checkpoint=0).refused
 
 
 @pytest.mark.slow

@@ -279,7 +279,7 @@ def test_broken_chain_and_foreign_weights_are_said(
     printed = ask("lineage", copy, code=1)
     assert "✗ the checkpoint has weights other" in printed
     assert "broken before step 5" in " ".join(printed.split())
-    assert "in another numeric environment: steps 4" in " ".join(printed.split())
+    assert "where replay does not repeat bits: steps 4" in " ".join(printed.split())
     lineage = areal_flow.open_run(copy).lineage(6)
     assert lineage.summary()["chain_breaks"] == [5]
     assert lineage.summary()["forks"] == [{"step": 4}]

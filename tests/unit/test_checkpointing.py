@@ -14,7 +14,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainerLost
 from areal_flow.recovery.checkpointing import Checkpoints
-from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.checkpoints import checkpoint_hashes, list_checkpoints, record_fork
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
 from areal_flow.store.committed import create_logs
@@ -31,11 +31,13 @@ class FakeTrainer:
     layout: RunLayout
     num_deaths: int = 0
     hangs: bool = False
+    held: str = ""
+    """What a replay made, if that is not what the ledger has."""
     copied: str = ""
     num_written: int = 0
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        self.copied = weights_hash
+        self.copied = self.held or weights_hash
 
     async def write_snapshot(self, step: int) -> None:
         if self.num_deaths:
@@ -145,6 +147,16 @@ async def test_last_checkpoint_is_written_whatever_happens_to_the_trainer(tmp_pa
         driver.trainer.num_deaths = 3
         with pytest.raises(TrainerLost, match="died 3 times in its last checkpoint"):
             await driver.checkpoints.complete()
+
+
+async def test_checkpoint_of_a_fork_of_the_last_step_completes_the_run(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(3)
+        replayed = {"weights_hash": "fork", "served_hash": "h"}
+        record_fork(driver.layout.forks, {"step": 3, "replayed": replayed})
+        driver.trainer.held = "fork"
+        await driver.checkpoints.complete()
+        assert checkpoint_hashes(driver.layout.checkpoints)[3] == "fork"
 
 
 async def test_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:

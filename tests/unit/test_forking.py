@@ -22,6 +22,7 @@ from areal_flow.recovery.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     read_checkpoint_state,
+    record_fork,
 )
 from areal_flow.run.directory import (
     Parent,
@@ -232,6 +233,20 @@ def test_replay_that_makes_other_weights_is_refused(parent: RunLayout) -> None:
     lance.dataset(str(parent.steps)).update({"weights_hash": "'other'"}, where="step = 1")
     with pytest.raises(RunError, match=r"step 1 of run parent was replayed to weights \w+, its"):
         forked(parent, 2)
+
+
+def test_checkpoint_that_a_replay_forked_to_is_the_step_of_the_parent(parent: RunLayout) -> None:
+    (row,) = LedgerReader(parent).rows(["weights_hash", "served_hash"])[:1]
+    lance.dataset(str(parent.steps)).update({"weights_hash": "'lost'"}, where="step = 0")
+    replayed = {name: row[name] for name in ("weights_hash", "served_hash")}
+    record_fork(parent.forks, {"step": 0, "replayed": replayed})
+    child = begun(forked(parent, 0), row["weights_hash"])
+    assert findings(child) == {}
+    checks = [
+        *Run(parent.root).lineage(0).hash_checks({}),
+        *Run(child.root).lineage(0).hash_checks({}),
+    ]
+    assert [check.holds for check in checks] == [True] * 3
 
 
 def test_shipped_rewards_of_the_parent_go_along(parent: RunLayout) -> None:

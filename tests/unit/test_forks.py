@@ -21,7 +21,7 @@ CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 
 def step(environment: dict[str, Any], **hashes: str) -> StepResult:
     made = {**{field.name: "h" for field in fields(PolicyHashes)}, "weights_hash": "w", **hashes}
-    return StepResult(7, PolicyHashes(**made), NOTHING_TRAINED, json.dumps(environment))
+    return StepResult(7, PolicyHashes(**made), NOTHING_TRAINED, json.dumps(environment), "p")
 
 
 def test_equal_hashes_are_no_fork(tmp_path: Path) -> None:

@@ -74,6 +74,37 @@ class Ranks(FakeCluster):
         return "weights"
 
 
+class UnrepeatableRanks(Ranks):
+    """Ranks whose replay makes other weights each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.num_restored = "", 0
+        self.snapshots: list[str] = []
+
+    def _require_held(self, weights_hash: str) -> None:
+        if weights_hash != self.held:
+            raise TrainerLost(f"it holds {self.held}, not {weights_hash}")
+
+    async def step(self, request: StepRequest) -> StepResult:
+        await self.require_policy()
+        self._require_held(request.parent_hash)
+        result = await super().step(request)
+        self.held = result.hashes.weights_hash
+        return result
+
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        await self.require_policy()
+        self._require_held(weights_hash)
+        self.snapshots.append(weights_hash)
+
+    async def restore(self) -> str:
+        await super().restore()
+        self.num_restored += 1
+        self.held = f"fork {self.num_restored}"
+        return self.held
+
+
 class LosingLog(MemoryLog):
     """A log in which the trainer is lost while the first step's row is on its way."""
 
@@ -124,6 +155,30 @@ def test_trainer_that_is_lost_after_a_step_is_restored_once_that_is_published() 
     ranks = Ranks()
     train(ranks, LosingLog(ranks))
     assert ranks.happened[:4] == ["step 1", "publish 1", "restore", "step 2"]
+
+
+def test_training_continues_from_the_fork_where_replay_does_not_repeat_bits() -> None:
+    ranks = UnrepeatableRanks()
+    log = LosingLog(ranks)
+    train(ranks, log)
+    first, second, third = log.rows
+    assert second["parent_hash"] == "fork 1" != first["weights_hash"]
+    assert third["parent_hash"] == second["weights_hash"]
+    assert ranks.num_restored == 1
+
+
+def test_snapshot_after_a_fork_is_of_what_the_ranks_hold() -> None:
+    ranks = UnrepeatableRanks()
+    trainer = DaskTrainer(ranks, ranks.restore, lost=ranks.lost)  # type: ignore[arg-type]
+
+    async def snapshot() -> None:
+        ranks.held = "the ledger's"
+        await trainer.take_snapshot(weights_hash="the ledger's", next_submission_index=0)
+        ranks.lose()
+        await trainer.take_snapshot(weights_hash="the ledger's", next_submission_index=0)
+
+    run_in_virtual_time(snapshot())
+    assert ranks.snapshots == ["the ledger's", "fork 1"]
 
 
 def test_trainer_that_cannot_be_restored_ends_the_run_with_the_cause() -> None:
@@ -182,9 +237,10 @@ def trainer_of(client: Answers, restore: Callable[[], Any]) -> DaskTrainer:
 def restored_over(losses: int) -> int:
     num_restored = 0
 
-    async def restore() -> None:
+    async def restore() -> str:
         nonlocal num_restored
         num_restored += 1
+        return "weights"
 
     lost = [TrainerLost("the trainer died") for _ in range(losses)]
     trainer = trainer_of(Answers(*lost, "done"), restore)
@@ -205,11 +261,12 @@ def test_trainer_that_is_lost_too_often_ends_with_the_cause() -> None:
 def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
     num_restored = 0
 
-    async def restore() -> None:
+    async def restore() -> str:
         nonlocal num_restored
         num_restored += 1
         if num_restored == 1:
             raise TrainerLost("the trainer died: in the middle of it")
+        return "weights"
 
     trainer = trainer_of(Answers(TrainerLost("it died"), "done"), restore)
     asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
@@ -226,7 +283,7 @@ def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
             raise TrainerLost("it died")
         return "weights"
 
-    assert asyncio.run(trainer_of(Answers(), restore).restore()) == "weights"
+    asyncio.run(trainer_of(Answers(), restore).restore())
     assert tries == 3
 
 

@@ -43,7 +43,8 @@ class FakeTrainer:
         assert request.parent_hash == self.held
         self.requests.append(request)
         self.held = f"{self.held}+{request.step}"
-        return StepResult(request.step, hashes(self.held), NOTHING_TRAINED, CPU)
+        made = hashes(self.held)
+        return StepResult(request.step, made, NOTHING_TRAINED, CPU, request.parent_hash)
 
 
 class Rows:
@@ -56,7 +57,8 @@ class Rows:
         for step in range(1, 5):
             parent = self.all[-1]["weights_hash"]
             request = StepRequest(step, parent, step - 1, (f"t{step}",), f"digest {step}", 2)
-            result = StepResult(step, hashes(f"{parent}+{step}"), NOTHING_TRAINED, CPU)
+            made = hashes(f"{parent}+{step}")
+            result = StepResult(step, made, NOTHING_TRAINED, CPU, parent)
             self.all.append(
                 step_row(
                     request,
@@ -90,6 +92,7 @@ async def restored(
         trainer,
         ledger,
         ledger.checkpoints(*checkpoints),
+        forks={},
         at_most=at_most,
         max_staleness=2,
         on_damaged=lambda step, _: damaged.append(step) if damaged is not None else None,
@@ -125,9 +128,33 @@ async def test_newest_checkpoint_whose_weights_are_its_rows_is_chosen(
     checkpoints: dict[int, str], chosen: int | None
 ) -> None:
     replay = await restore_newest(
-        FakeTrainer(), Rows(), checkpoints, at_most=4, max_staleness=2, on_damaged=pytest.fail
+        FakeTrainer(),
+        Rows(),
+        checkpoints,
+        forks={},
+        at_most=4,
+        max_staleness=2,
+        on_damaged=pytest.fail,
     )
     assert (replay and replay.checkpoint) == chosen
+
+
+async def test_checkpoint_of_a_recorded_fork_is_restored_and_its_next_row_compared() -> None:
+    trainer, ledger = FakeTrainer(), Rows()
+    ledger.all[2] |= {"weights_hash": "lost with the trainer", "served_hash": "served"}
+    replay = await restore_newest(
+        trainer,
+        ledger,
+        {0: "w0", 2: "w0+1+2"},
+        forks={2: [hashes("an earlier fork"), hashes("w0+1+2")]},
+        at_most=4,
+        max_staleness=2,
+        on_damaged=pytest.fail,
+    )
+    assert replay is not None
+    assert (replay.checkpoint, replay.hashes) == (2, hashes("w0+1+2"))
+    compared = await replay.advance()
+    assert (compared.equal, compared.after_fork) == (True, False)
 
 
 async def test_checkpoint_beyond_the_wanted_step_is_not_used() -> None:

@@ -147,7 +147,7 @@ def result(**metrics: float) -> StepResult:
     found = replace(
         NOTHING_TRAINED, metrics={name.replace("_", "/", 1): metrics[name] for name in metrics}
     )
-    return StepResult(1, PolicyHashes("w", "s"), found, '{"device": "cpu"}')
+    return StepResult(1, PolicyHashes("w", "s"), found, '{"device": "cpu"}', "p")
 
 
 def test_replay_compares_what_rows_say_and_no_times() -> None:

@@ -88,7 +88,7 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
     entries = StepEntries(6, [Discard("00000001-0000-00", 3, "stale")], [4], 0.2)
     return step_row(
         request,
-        StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
+        StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}", "p"),
         entries=entries,
         watermark=10,
         next_submission_index=5,

@@ -125,6 +125,16 @@ def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
     assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
 
 
+def test_weights_that_a_restored_trainer_published_again_are_accepted() -> None:
+    live = FakeGenerators()
+    forked = ServedWeights(1, "made by the replay", 0, 0)
+    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": forked})
+    weights = DaskWeights(client, MemoryWriter(), live)
+    weights.note_restored(1, "made by the replay")
+    served = asyncio.run(weights.load_everywhere(1, "recorded"))
+    assert (live.replaced, len(served)) == ([], 2)
+
+
 def test_weights_are_published_beside_the_event_loop() -> None:
     threads: list[int] = []
 

@@ -18,7 +18,7 @@ FROM checkpoints WHERE other_files <> '';
 
 -- rule checkpoint-ledger: disagree
 WITH facts AS (
-    SELECT c.place, unnest([
+    SELECT c.place, c.listed_step, unnest([
         {'name': 'weights_hash', 'ledger': s.weights_hash, 'found': c.weights_hash},
         {'name': 'config_hash', 'ledger': s.config_hash, 'found': c.config_hash},
         {'name': 'next_submission_index', 'ledger': s.next_submission_index::VARCHAR,
@@ -27,7 +27,8 @@ WITH facts AS (
     FROM checkpoints AS c JOIN steps AS s ON s.step = c.listed_step
 )
 SELECT place, fact.name || ' ' || fact.ledger || ', by the ledger', fact.found
-FROM facts WHERE fact.ledger <> fact.found;
+FROM facts WHERE fact.ledger <> fact.found AND NOT EXISTS (
+    FROM forks WHERE forks.step = listed_step AND forks.weights_hash = fact.found);
 
 -- rule weights-hash: weights
 SELECT place, recorded_hash || ', by its hash file', tensors_hash FROM published

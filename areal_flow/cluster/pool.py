@@ -175,24 +175,29 @@ class WorkerPool(SchedulerPlugin):
     # Starting, leaving
 
     async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
-        """Start workers; return once all have joined."""
+        """Start workers; return once all have joined, or fail with the first that ends instead."""
         records = [self.registry.place(placement) for placement in placements]
         loop = asyncio.get_running_loop()
         self._joining |= {record.name: loop.create_future() for record in records}
-        everyone = asyncio.gather(*(self._joining[record.name] for record in records))
+        starts = [asyncio.ensure_future(self._start_and_join(record)) for record in records]
         try:
-            await asyncio.gather(*(self._start(record) for record in records))
-            await asyncio.wait_for(everyone, START_TIMEOUT_S)
-        except TimeoutError:
-            absent = [record.name for record in records if not record.address]
-            raise EngineError(
-                f"expected {', '.join(absent)} to join within {START_TIMEOUT_S:.0f} s, found their "
-                "processes still starting; start fewer workers, or look at the load of the machine"
-            ) from None
+            await asyncio.gather(*starts)
         finally:
-            everyone.cancel()
+            for start in starts:
+                start.cancel()
             for record in records:
-                del self._joining[record.name]
+                self._joining.pop(record.name).cancel()
+
+    async def _start_and_join(self, record: WorkerRecord) -> None:
+        # However long it waits in a queue. Not cancelled halfway: its end stops what is not wanted.
+        await asyncio.shield(self.spawn(self._start(record)))
+        try:
+            await asyncio.wait_for(self._joining[record.name], START_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(
+                f"expected {record.name} to join within {START_TIMEOUT_S:.0f} s, found its process "
+                "still starting; start fewer workers, or look at the load of the machine"
+            ) from None
 
     async def retire(self, record: WorkerRecord) -> None:
         """End a worker for good, after its finished results have moved to others."""
@@ -288,10 +293,11 @@ class WorkerPool(SchedulerPlugin):
         if not self._broken.done():
             self._broken.set_exception(EngineError(reason))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._spawned_ended)
+        return task
 
     def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)

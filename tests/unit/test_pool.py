@@ -75,6 +75,7 @@ class FakeLauncher:
         self.scheduler = scheduler
         self.broken: dict[str, str] = {}
         self.silent: set[str] = set()
+        self.queued: set[str] = set()
         self.num_started = 0
         self.running: dict[str, Callable[[str], None]] = {}
 
@@ -82,6 +83,9 @@ class FakeLauncher:
         name = placement.name
         assert name not in self.running
         self.num_started += 1
+        if name in self.queued:
+            self.running[name] = on_exit
+            await asyncio.Event().wait()
         if self.broken.get(name) == "no process":
             raise EngineError(f"{name} cannot be started: no such program")
         self.running[name] = on_exit
@@ -301,6 +305,16 @@ def test_worker_that_does_not_start_ends_the_start_with_its_cause(broken: str, c
         with pytest.raises(EngineError, match=rf"generator-1 to start.*{cause}.*start again"):
             await pool.start_until_joined(TWO)
         assert launcher.num_started == 2
+
+    with_pool(test)
+
+
+def test_worker_that_ends_at_its_start_is_noticed_while_others_wait_in_a_queue() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.queued |= {placement.name for placement in TWO}
+        launcher.broken["trainer-0"] = "exit status 1: No module named 'areal_flow'"
+        with pytest.raises(EngineError, match=r"trainer-0 to start.*No module named 'areal_flow'"):
+            await asyncio.wait_for(pool.start_until_joined([*TWO, TRAINER]), 10)
 
     with_pool(test)
 

@@ -224,4 +224,7 @@ class _Audit:
         self.database.add("checkpoints", self._kept(found, "checkpoints"))
         found = files.read_directories(self.layout, "weights", published)
         self.database.add("published", self._kept(found, "published weights"))
+        # A replay that forked since the ledger was judged has published its weights again.
+        forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
+        self.database.add("forks", forks)
         self._judge("files")

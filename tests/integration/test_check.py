@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from areal_flow.audit import files
 from areal_flow.audit.database import rules_of
 from areal_flow.audit.findings import ADVICE, Finding
 from areal_flow.audit.rows import Batch, scan
@@ -200,6 +201,27 @@ def test_recorded_fork_explains_another_parent_and_other_weights(
     layout.forks.write_text(json.dumps(fork) + "\n")
     code, report = check(layout, capsys)
     assert code == 0, report["findings"]
+
+
+def test_replay_that_forks_during_an_audit_explains_the_weights_that_it_publishes(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Rows = []
+    edit_ledger(rows.extend)(layout)
+    head = rows[-1]["step"]
+    replayed = {name: rows[-1][name] for name in ("weights_hash", "served_hash")}
+    edit_ledger(put(head, weights_hash="recorded", served_hash="recorded"))(layout)
+    shutil.rmtree(checkpoint(layout, head))
+    fork = {"step": head, "recorded": {"weights_hash": "recorded"}, "replayed": replayed}
+    read_directories = files.read_directories
+
+    def fork_and_read(*arguments: Any) -> Any:
+        layout.forks.write_text(json.dumps(fork) + "\n")
+        return read_directories(*arguments)
+
+    monkeypatch.setattr(files, "read_directories", fork_and_read)
+    report = check_run(layout)
+    assert report.clean, report.findings
 
 
 def test_findings_of_one_rule_are_bounded(

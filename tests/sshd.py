@@ -22,7 +22,10 @@ LOOPBACK: Mapping[str, Sequence[str]] = {HOST: ()}
 
 @contextmanager
 def running_sshd(
-    directory: Path, hosts: Mapping[str, Sequence[str]] = LOOPBACK
+    directory: Path,
+    hosts: Mapping[str, Sequence[str]] = LOOPBACK,
+    *,
+    max_startups: str = "100",
 ) -> Iterator[tuple[str, ...]]:
     """Start a server a host; yield the options with which `ssh` reaches each.
 
@@ -30,6 +33,7 @@ def running_sshd(
 
     Args:
         hosts: by the address, what a command on that host begins with.
+        max_startups: connections that each server lets authenticate at a time.
     """
     if SSHD is None or shutil.which("ssh") is None:
         pytest.skip("needs sshd and ssh: apt-get install openssh-server openssh-client")
@@ -44,13 +48,15 @@ def running_sshd(
     (directory / "known_hosts").write_text(f"{names} {public}")
     with ExitStack() as servers:
         for address, enter in hosts.items():
-            servers.enter_context(_server(directory, address, port, enter))
+            servers.enter_context(_server(directory, address, port, enter, max_startups))
         files = (f"-oUserKnownHostsFile={directory / 'known_hosts'}", "-i", str(directory / "user"))
         yield ("-F", "none", "-p", str(port), "-oIdentitiesOnly=yes", *files)
 
 
 @contextmanager
-def _server(directory: Path, address: str, port: int, enter: Sequence[str]) -> Iterator[None]:
+def _server(
+    directory: Path, address: str, port: int, enter: Sequence[str], max_startups: str
+) -> Iterator[None]:
     settings = {
         "ListenAddress": address,
         "Port": port,
@@ -61,7 +67,7 @@ def _server(directory: Path, address: str, port: int, enter: Sequence[str]) -> I
         "UsePAM": "no",
         "PasswordAuthentication": "no",
         "AllowUsers": getpass.getuser(),
-        "MaxStartups": 100,
+        "MaxStartups": max_startups,
     }
     configuration, log = directory / f"config-{address}", directory / f"log-{address}"
     configuration.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))

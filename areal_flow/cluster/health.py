@@ -2,9 +2,10 @@
 
 A long import or call into C delays heartbeats for seconds. So a silent worker counts as hung only
 if its process neither uses processor time nor waits for slow storage, or after a longer silence.
-Heartbeats are dated when they arrive, so no clock but the driver's counts. Silence counts only time
-in which the observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own
-rule (`worker-ttl`) goes by wall-clock time, so it is switched off. Trainer ranks that hang within a
+The processor time of a worker on another machine comes from its supervisor. Heartbeats are dated
+when they arrive, so no clock but the driver's counts. Silence counts only time in which the
+observer ran: when the driver or the machine was suspended, no worker hangs. Dask's own rule
+(`worker-ttl`) goes by wall-clock time, so it is switched off. Trainer ranks that hang within a
 step, and whose heartbeats go on, are those of `step_progress`.
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.registry import SILENT, WorkerRecord
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.step_progress import StepProgress, hung_ranks
@@ -155,20 +157,20 @@ def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
     """Return the signs of a worker; one that starts has no heartbeat, so its work counts as one."""
     worker = pool.scheduler.workers.get(record.address)
     if worker is None:
-        processor_s, _ = _process_signs(pool.pid(record))
-        return SignsOfLife(processor_s or 0.0, None)
+        return SignsOfLife(_processor_use(pool.pid(record)).processor_s or 0.0, None)
     here = worker.host == pool.scheduler.ip
-    return SignsOfLife(worker.last_seen, *_process_signs(worker.pid if here else None))
+    use = _processor_use(worker.pid) if here else pool.processor_use(record)
+    return SignsOfLife(worker.last_seen, *use)
 
 
-def _process_signs(pid: int | None) -> tuple[float | None, bool]:
-    """Return the processor time of a process, and whether it waits for storage."""
+def _processor_use(pid: int | None) -> ProcessorUse:
     if pid is None:
-        return None, False
+        return ProcessorUse()
     try:
         process = psutil.Process(pid)
         with process.oneshot():
             times = process.cpu_times()
-            return times.user + times.system, process.status() == psutil.STATUS_DISK_SLEEP
+            is_in_storage = process.status() == psutil.STATUS_DISK_SLEEP
+            return ProcessorUse(times.user + times.system, is_in_storage)
     except psutil.Error:
-        return None, False
+        return ProcessorUse()

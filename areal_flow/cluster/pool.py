@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
+from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement
 from areal_flow.cluster.registry import (
     UNREACHABLE,
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 RETRY_HOST_S = 10.0
 """After how long a host that could not be reached is tried again."""
+START_TRIES, RETRY_START_S = 3, 2.0
+"""How often, and how soon again, a host is tried before the run begins: a busy sshd drops some."""
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -66,8 +70,8 @@ class WorkerPool(SchedulerPlugin):
         self._joining: dict[str, asyncio.Future[None]] = {}
         self._killed: dict[str, str] = {}
         """By name, why a worker was killed; until its end is reported."""
-        self._unreachable: set[str] = set()
-        """Whose hosts could not be reached at the last try."""
+        self._unreachable: Counter[str] = Counter()
+        """By name, how often in a row a worker's host could not be reached."""
         self.trainer_lost = asyncio.Event()
         """Set whenever the process of a trainer rank ends."""
         self.note: Callable[..., None] = lambda event, **devices: None
@@ -124,6 +128,9 @@ class WorkerPool(SchedulerPlugin):
     def pid(self, record: WorkerRecord) -> int | None:
         return self._launcher.pid(record.name)
 
+    def processor_use(self, record: WorkerRecord) -> ProcessorUse:
+        return self._launcher.processor_use(record.name)
+
     @property
     def heartbeat_s(self) -> float:
         return float(heartbeat_interval(len(self.scheduler.workers)))
@@ -146,7 +153,7 @@ class WorkerPool(SchedulerPlugin):
             )
             self.spawn(self._unregister(worker))
             return
-        self._unreachable.discard(record.name)
+        del self._unreachable[record.name]
         self.note("joined", **record.placement.devices)
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
@@ -240,11 +247,11 @@ class WorkerPool(SchedulerPlugin):
         await self._unregister(address)
         self._launcher.kill(record.name)
 
-    async def _start_later(self, record: WorkerRecord, cause: str) -> None:
-        if record.name not in self._unreachable:
-            logger.warning("%s: %s; tried again every %.0f s", record.name, cause, RETRY_HOST_S)
-        self._unreachable.add(record.name)
-        await asyncio.sleep(RETRY_HOST_S)
+    async def _start_later(self, record: WorkerRecord, cause: str, *, delay_s: float) -> None:
+        if not self._unreachable[record.name]:
+            logger.warning("%s: %s; tried again every %.0f s", record.name, cause, delay_s)
+        self._unreachable[record.name] += 1
+        await asyncio.sleep(delay_s)
         await self._start(record)
 
     async def _start(self, record: WorkerRecord) -> None:
@@ -267,12 +274,15 @@ class WorkerPool(SchedulerPlugin):
         if self._closing or not record.is_wanted:
             return
         joining = self._joining.get(record.name)
-        if joining is not None and not joining.done():
-            joining.set_exception(_start_failure(record, cause))
-            return
-        if cause.startswith(UNREACHABLE) and not record.joined_at:
+        begins = joining is not None and not joining.done()
+        gives_up = begins and self._unreachable[record.name] + 1 >= START_TRIES
+        if cause.startswith(UNREACHABLE) and not record.joined_at and not gives_up:
             # The host is to blame: neither a death nor, after three, a reason for a quarantine.
-            self.spawn(self._start_later(record, cause))
+            delay_s = RETRY_START_S if begins else RETRY_HOST_S
+            self.spawn(self._start_later(record, cause, delay_s=delay_s))
+            return
+        if joining is not None and begins:
+            joining.set_exception(_start_failure(record, cause))
             return
         record.died(cause, now=monotonic(), last=self.executions.last(record.process))
         event = "died" if self._launcher.keeps_devices else "queued"

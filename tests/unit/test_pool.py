@@ -13,8 +13,9 @@ import pytest
 
 from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.executions import Execution, Executions
+from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
-from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
+from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.errors import ConfigError, EngineError, RunError
@@ -110,6 +111,9 @@ class FakeLauncher:
 
     def pid(self, name: str) -> int | None:
         return 1 if name in self.running else None
+
+    def processor_use(self, name: str) -> ProcessorUse:
+        return ProcessorUse()
 
 
 TWO = [WorkerPlacement(f"generator-{index}", "generator", 4) for index in range(2)]
@@ -315,6 +319,22 @@ def test_worker_that_ends_at_its_start_is_noticed_while_others_wait_in_a_queue()
         launcher.broken["trainer-0"] = "exit status 1: No module named 'areal_flow'"
         with pytest.raises(EngineError, match=r"trainer-0 to start.*No module named 'areal_flow'"):
             await asyncio.wait_for(pool.start_until_joined([*TWO, TRAINER]), 10)
+
+    with_pool(test)
+
+
+def test_host_that_refuses_a_connection_at_the_start_is_tried_three_times() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.broken["generator-0"] = "ssh ended: Connection closed by remote host"
+        starting = asyncio.ensure_future(pool.start_until_joined(TWO))
+        await asyncio.sleep(RETRY_START_S / 2)
+        del launcher.broken["generator-0"]
+        await starting
+        assert len(pool.generators()) == 2
+        launcher.broken["generator-2"] = "ssh ended: Connection closed by remote host"
+        with pytest.raises(EngineError, match=r"generator-2 to start.*closed by remote host"):
+            await add_to(pool, "generator", 1)
+        assert launcher.num_started == 3 + START_TRIES
 
     with_pool(test)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
@@ -49,6 +50,9 @@ class Launcher(Protocol):
 
     def pid(self, name: str) -> int | None:
         """Return the number of a process that runs, if it is one of this machine."""
+
+    def processor_use(self, name: str) -> ProcessorUse:
+        """Return what the supervisor of a process on another machine reported last."""
 
 
 LAUNCHERS: dict[str, Callable[[str, ClusterSettings, WorkerTemplate, Path], Launcher]] = {

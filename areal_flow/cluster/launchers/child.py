@@ -13,10 +13,12 @@ import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import isnan
 from threading import Thread
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.supervisor import REPORT_END, REPORT_START
 from areal_flow.cluster.worker_template import NUMBER_BYTES
 
 
@@ -37,6 +39,28 @@ LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
 COMMAND_LIMIT_S = 60.0
 KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
+
+
+_REPORT = re.compile(re.escape(REPORT_START) + rb"([\d.]+|nan) (\S)" + re.escape(REPORT_END))
+
+
+class ProcessorUse(NamedTuple):
+    """What is known of the processor that a worker's process uses."""
+
+    processor_s: float | None = None
+    """Of its process so far; None if it cannot be known."""
+    waits_for_storage: bool = False
+    """Whether its process is in an uninterruptible read or write."""
+
+
+def take_reports(output: bytes) -> tuple[bytes, ProcessorUse | None]:
+    """Return output without its supervisor's reports, and the latest of these."""
+    *_, last = [None, *_REPORT.finditer(output)]
+    if last is None:
+        return output, None
+    processor_s = float(last[1])
+    use = ProcessorUse(None if isnan(processor_s) else processor_s, last[2] == b"D")
+    return _REPORT.sub(b"", output), use
 
 
 def start_process(
@@ -99,7 +123,11 @@ class Child:
         self.process, self.name = process, name
         self.ended = asyncio.Event()
         self.is_stopping = False
-        self.last_output = self._unended_line = b""
+        self._last_lines = self._unended_line = b""
+        self.processor_use = ProcessorUse()
+        """As its supervisor reported it, if it has one."""
+        self.supervised = asyncio.Event()
+        """Set by the first report, and by its end."""
         self._loop = asyncio.get_running_loop()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -107,12 +135,20 @@ class Child:
         self._loop.add_reader(self._output, self._pass_output_on)
         Thread(target=self._wait, daemon=True).start()
 
+    @property
+    def last_output(self) -> bytes:
+        return self._last_lines + self._unended_line
+
     def _pass_output_on(self) -> None:
         data = os.read(self._output.fileno(), 1 << 16)
         if not data:
             self._loop.remove_reader(self._output)
-        self.last_output = (self.last_output + data)[-NUM_LAST_BYTES:]
-        *lines, self._unended_line = re.split(rb"[\r\n]+", self._unended_line + data)
+        output, use = take_reports(self._unended_line + data)
+        if use is not None:
+            self.processor_use = use
+            self.supervised.set()
+        *lines, self._unended_line = re.split(rb"[\r\n]+", output)
+        self._last_lines = b"\n".join([self._last_lines, *lines, b""])[-NUM_LAST_BYTES:]
         for line in lines:
             self._log(line)
 
@@ -130,6 +166,7 @@ class Child:
     def close(self) -> None:
         self._loop.remove_reader(self._output)
         self._log(self._unended_line)
+        self.supervised.set()
         self.input.close()
         self._output.close()
 

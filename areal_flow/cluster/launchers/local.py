@@ -9,7 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_flow.cluster.launchers.child import Child, cause_of_exit, last_line, start_process
+from areal_flow.cluster.launchers.child import (
+    Child,
+    ProcessorUse,
+    cause_of_exit,
+    last_line,
+    start_process,
+)
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
@@ -89,3 +95,7 @@ class LocalLauncher:
     def pid(self, name: str) -> int | None:
         child = self._children.get(name)
         return child.process.pid if child else None
+
+    def processor_use(self, name: str) -> ProcessorUse:
+        child = self._children.get(name)
+        return child.processor_use if child else ProcessorUse()

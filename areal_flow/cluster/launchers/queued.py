@@ -32,9 +32,11 @@ from urllib.parse import urlsplit
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.launchers.child import (
     NUM_LAST_BYTES,
+    ProcessorUse,
     cause_of_exit,
     import_paths,
     last_line,
+    take_reports,
 )
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
@@ -82,6 +84,8 @@ class Job:
         self.ending_since: float | None = None
         """When its connection ended, or it was killed."""
         self.is_stopping = False
+        self.processor_use = ProcessorUse()
+        """As its supervisor reported it last."""
         self.reported_waits: set[str] = set()
 
     async def accept(self, reader: StreamReader, writer: StreamWriter) -> None:
@@ -100,8 +104,9 @@ class Job:
         self.connection = writer
         self.forget_token()
         self.begun.set()
-        with suppress(OSError):
-            await reader.read()
+        with suppress(OSError, ValueError):
+            while line := await reader.readline():
+                self.processor_use = take_reports(line)[1] or self.processor_use
         self.ending_since = self.ending_since or monotonic()
         self.disconnected.set()
 
@@ -224,6 +229,10 @@ class QueuedLauncher(ABC):
 
     def pid(self, name: str) -> int | None:
         return None  # it is a process of another machine
+
+    def processor_use(self, name: str) -> ProcessorUse:
+        job = self._jobs.get(name)
+        return job.processor_use if job else ProcessorUse()
 
     async def _watch(self) -> None:
         """List all jobs at once, again and again, until there are none."""

@@ -6,8 +6,11 @@ connection closes, so that nothing outlives the driver or the network between th
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +31,11 @@ OPTIONS = {
     "ServerAliveCountMax": "3",
 }
 CONNECTION_ENDED = 255
+MAX_CONNECTING = 5
+"""Connections to one host that are being made at a time: by default sshd drops some of those that
+exceed ten, whoever made them."""
+CONNECTING_LIMIT_S = 20.0
+"""After so long without a word from the supervisor, the next connection is made all the same."""
 
 
 class SshLauncher(LocalLauncher):
@@ -44,6 +52,16 @@ class SshLauncher(LocalLauncher):
             )
         super().__init__(scheduler, settings, template, logs)
         self._remote = settings.remote
+        self._connecting: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(MAX_CONNECTING)
+        )
+
+    async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
+        async with self._connecting[placement.host]:
+            await super().start(placement, on_exit)
+            supervised = self._children[placement.name].supervised
+            with suppress(TimeoutError):
+                await asyncio.wait_for(supervised.wait(), CONNECTING_LIMIT_S)
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
         own = [f"-o{name}={value}" for name, value in OPTIONS.items()]

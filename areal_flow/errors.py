@@ -7,7 +7,7 @@
     ├── SchemaError         rows do not satisfy their schema
     ├── RunError            the run directory: exists, is locked, is incomplete
     ├── StorageError        a write failed; the last committed state is intact
-    ├── EpisodeError        a workflow made no trajectory
+    ├── EpisodeError        a workflow failed
     ├── EngineError         a generator cannot serve
     ├── RewardError         a verifier cannot be loaded or keeps failing
     │   └── InfrastructureError  no verdict here, through no fault of the completion; ask elsewhere
@@ -63,7 +63,7 @@ class StorageError(ArealFlowError):
 
 
 class EpisodeError(ArealFlowError):
-    """A workflow made no trajectory of a group, or of any group of a task."""
+    """A workflow failed for all members of a group, or for all answers of an evaluation."""
 
 
 class EngineError(ArealFlowError):

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MAX_CHARACTERS = 1000
+"""How much of an error's message is stored: it may quote a whole document."""
+
 
 def in_own_thread(call: Callable[[], Result], *, name: str) -> Future[Result]:
     """Make a call in a thread that ends with the process: one that hangs blocks no other."""
@@ -69,10 +72,13 @@ class FailureCounts:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in words what was raised, and where in the user's code if it came through that."""
+    """Return what was raised, its message cut, and where in the user's code it was raised."""
     frames = users_frames(traceback.extract_tb(error.__traceback__))
     where = f" (at {place(frames)})" if any(map(is_users, frames)) else ""
-    return f"{type(error).__name__}: {error}{where}"
+    message = str(error)
+    if len(message) > MAX_CHARACTERS:
+        message = f"{message[:MAX_CHARACTERS]}... ({len(message):,} characters)"
+    return f"{type(error).__name__}: {message}{where}"
 
 
 def _formatted(error: BaseException, frames: list[FrameSummary]) -> str:

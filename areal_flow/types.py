@@ -24,7 +24,8 @@ Tokens = NDArray[np.int32]
 """Token ids of one sequence. Join sequences with `np.concatenate`: `+` adds ids."""
 Logprobs = NDArray[np.float32]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+"""`error`: the workflow failed, so that there are no tokens."""
 Verdict = Literal[
     "right", "wrong", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
     "memory_limit", "infrastructure_error", "bad_answer", "error", "no_reward",
@@ -150,6 +151,8 @@ class Episode:
     submitted_at: datetime
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Fields of `Sampling` in which an evaluation differs from the recipe's `generation`."""
+    is_last_attempt: bool = True
+    """Whether a group in which the workflow failed for all members is stored, not tried again."""
 
     @property
     def group_id(self) -> str:
@@ -209,7 +212,7 @@ class GroupReceipt:
     trajectories: tuple[TrajectoryReceipt, ...]
     engine_stats: EngineStats = EngineStats()
     member_errors: tuple[str, ...] = ()
-    """The root cause of each missing or unscored member."""
+    """The root cause of each trajectory without a reward."""
     reward_queue_s: float = 0.0
     """From its last completion to its receipt, without the time of scoring."""
 

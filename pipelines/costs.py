@@ -24,7 +24,8 @@ SELECT trajectory_id, status, t.step, reason, num_tokens,
        coalesce(num_trained_tokens, 0)::BIGINT AS num_trained_tokens,
        num_tokens * coalesce(
            CASE status WHEN 'trained' THEN trained ELSE discarded END,
-           $waiting / sum(num_tokens) FILTER (status = 'waiting') OVER ()
+           $waiting / nullif(sum(num_tokens) FILTER (status = 'waiting') OVER (), 0),
+           0
        ) AS cost
 FROM trajectories AS t LEFT JOIN token_costs AS c ON t.step = c.step
 ORDER BY cost DESC, trajectory_id

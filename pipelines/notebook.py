@@ -92,6 +92,7 @@ class Plots:
         began, ended = shown.committed_at.iloc[0], shown.committed_at.iloc[-1]
         columns = ["trajectory_id", "version_spans", "started_at", "finished_at"]
         where = f"finished_at >= timestamp '{began}' AND started_at <= timestamp '{ended}'"
+        where += " AND finish_reason <> 'error'"  # which no version sampled
         rows = self._run.trajectories(columns=columns, where=where)
         rows["version"] = [min(span["version"] for span in spans) for spans in rows.version_spans]
         parts = {"began": ("started_at", "min"), "ended": ("finished_at", "max")}

@@ -25,7 +25,9 @@ class StepRow(pa.DataFrameModel):
     failed_submissions: pl.List(pl.Int64) = pa.Field(
         description="groups given up since the previous row"
     )
-    num_failed_members: pl.Int64 = pa.Field(ge=0, description="completions that no verifier scored")
+    num_failed_members: pl.Int64 = pa.Field(
+        ge=0, description="trajectories without a reward: the workflow or the verifier failed"
+    )
     next_submission_index: pl.Int64 = pa.Field(ge=0, description="the prompt cursor")
     trajectory_watermark: pl.Int64 = pa.Field(
         ge=0, description="rows in the log when this row was written"

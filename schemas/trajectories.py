@@ -8,11 +8,11 @@ from pandera.api.polars.types import PolarsData
 
 from areal_flow.run.layout import SCHEMA_VERSION
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "error")
 
 
 class TrajectoryRow(pa.DataFrameModel):
-    """A scored completion with everything that training, replay and lineage need.
+    """A scored completion with everything that training, replay and lineage need; or a failure.
 
     `output_tokens`, `behavior_logprobs` and `loss_mask` are aligned token by token, and the
     lengths of `version_spans` add up to the same number.
@@ -40,8 +40,12 @@ class TrajectoryRow(pa.DataFrameModel):
         description="False where the policy did not choose the token"
     )
     version_spans: pl.List(pl.Struct({"version": pl.Int32, "length": pl.Int32}))
-    finish_reason: str = pa.Field(isin=FINISH_REASONS)
-    reward: pl.Float64 = pa.Field(nullable=True, description="null when the verifier failed")
+    finish_reason: str = pa.Field(
+        isin=FINISH_REASONS, description="'error' where the workflow failed: there are no tokens"
+    )
+    reward: pl.Float64 = pa.Field(
+        nullable=True, description="null when the workflow or the verifier failed"
+    )
     reward_detail: str = pa.Field(description="JSON: verdict, what was extracted, any error")
     reward_parts: pl.List(pl.Struct({"name": pl.String, "reward": pl.Float64})) = pa.Field(
         description="what each reward of the recipe gave, before weights and discounts"
@@ -66,6 +70,12 @@ class TrajectoryRow(pa.DataFrameModel):
             & (pl.col("loss_mask").list.len() == length)
         )
         return aligned
+
+    @pa.dataframe_check(name="a failed workflow has neither tokens nor a reward")
+    def failures_are_empty(cls, rows: PolarsData) -> pl.LazyFrame:
+        is_empty = (pl.col("output_tokens").list.len() == 0) & pl.col("reward").is_null()
+        empty: pl.LazyFrame = rows.lazyframe.select((pl.col("finish_reason") != "error") | is_empty)
+        return empty
 
     @pa.dataframe_check(name="version_spans cover every output token")
     def spans_cover_output(cls, rows: PolarsData) -> pl.LazyFrame:

@@ -34,6 +34,7 @@ def group_table(
     rewards: Sequence[float | None] = (1.0, 0.0),
     length: int = 3,
     writer_epoch: int = 1,
+    error: str = "raised",
 ) -> pa.Table:
     """Return one scored group's rows."""
     prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, as_tokens([4, 5]))
@@ -43,9 +44,9 @@ def group_table(
     spans = (VersionSpan(version, length),)
     completion = Completion(as_tokens([7] * length), logprobs, spans, "stop")
     draft = TrajectoryDraft(prompt.tokens).with_completion(completion)
-    group = RolledOutGroup(tuple((member, draft) for member in range(len(rewards))), ())
+    group = RolledOutGroup(tuple((member, draft) for member in range(len(rewards))))
     scores = [
-        Score(reward, "right") if reward is not None else Score(None, "error", error="raised")
+        Score(reward, "right") if reward is not None else Score(None, "error", error=error)
         for reward in rewards
     ]
     table, _ = rollout_rows(

@@ -240,14 +240,19 @@ def weights_carrier(recipe: Recipe) -> Carrier:
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:
-    """Run the workflow for some groups, side by side, with weights of `version` or later."""
+    """Run the workflow for some groups, side by side, with weights of `version` or later.
+
+    Raises:
+        EpisodeError: it failed for all members of a group that can be tried again.
+    """
     context = worker_context()
     role = await _role(context)
     started_at = datetime.now(UTC)
     await role.serve(version)
     groups = await all_of(run_group(role.workflow, episode, role) for episode in episodes)
-    if not any(group.drafts for group in groups):
-        raise EpisodeError(groups[-1].errors[-1])
+    for episode, group in zip(episodes, groups, strict=True):
+        if group.has_failed and not episode.is_last_attempt:
+            raise EpisodeError(group.errors[-1])
     return rollout_rows(
         list(zip(episodes, groups, strict=True)),
         generator=context.worker_name,

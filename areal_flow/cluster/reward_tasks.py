@@ -23,7 +23,6 @@ from areal_flow.run.inputs import check_verifier
 from areal_flow.store.codec import (
     RolloutNotes,
     RolloutRows,
-    ScoredRows,
     array_rows,
     member_errors,
     receipts,
@@ -46,7 +45,7 @@ SCORING_KILLS = Score(
 
 async def score(
     rollout: RolloutRows, *, is_last_try: bool, known: Sequence[Score] | None = None
-) -> ScoredRows:
+) -> pa.Table:
     """Score the rows of some groups.
 
     Args:
@@ -56,8 +55,8 @@ async def score(
     verifier = (await _rewards(worker_context())).identity
     if not is_last_try:
         _check_infrastructure(scores)
-    table, notes = rollout
-    return scored_table(table, scores, verifier=verifier), notes.errors
+    table, _ = rollout
+    return scored_table(table, scores, verifier=verifier)
 
 
 def num_rows(rollout: RolloutRows) -> int:
@@ -139,7 +138,7 @@ def _receipt(group: pa.Table, notes: RolloutNotes, fragments: tuple[str, ...]) -
         fragments=fragments,
         trajectories=receipts(group),
         engine_stats=notes.engine_stats,
-        member_errors=(*notes.errors, *member_errors(group)),
+        member_errors=member_errors(group),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
@@ -17,7 +18,6 @@ from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task, run_task
 from areal_flow.errors import ArealFlowError, InfrastructureError
-from areal_flow.store.codec import ScoredRows
 from areal_flow.types import Episode, GroupReceipt, Score
 from areal_flow.weights.channel import WeightsReader
 
@@ -60,7 +60,7 @@ class DaskRollouts:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
         return DaskRolledOut(await self._roll_out((episode,), suffix), self._ready)
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         """Return some groups' scored rows, which are not written to the log.
 
         Args:
@@ -69,7 +69,7 @@ class DaskRollouts:
         suffix = f"{name}-{episodes[0].group_id}"
         rows = await self._roll_out(tuple(episodes), suffix, what=HELD_OUT)
         try:
-            found: ScoredRows = await self._scoring.run(reward_tasks.score, rows, what=HELD_OUT)
+            found = await self._scoring.run(reward_tasks.score, rows, what=HELD_OUT)
         except KillsWorkers:
             score = partial(reward_tasks.score, known=await self._scoring.row_by_row(rows))
             found = await self._scoring.run(score, rows, what=HELD_OUT)

@@ -38,7 +38,10 @@ class Buffer:
         """
         assert group.submission_index not in self._groups, "a group was committed twice"
         unscored = [t for t in group.trajectories if t.reward is None]
-        discards = [_discard(t, "verifier_error") for t in unscored]
+        discards = [
+            _discard(t, "workflow_error" if t.finish_reason == "error" else "verifier_error")
+            for t in unscored
+        ]
         scored = tuple(t for t in group.trajectories if t.reward is not None)
         if not self._keeps_group([t.reward for t in scored if t.reward is not None]):
             return discards + [_discard(t, "group_filter") for t in scored]

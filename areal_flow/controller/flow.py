@@ -132,7 +132,9 @@ class Flow(Changes):
         for attempt in range(self.recipe.controller.max_attempts):
             try:
                 if rolled_out is None:
-                    rolled_out = await self._roll_out(replace(first, attempt=attempt))
+                    is_last = attempt + 1 == self.recipe.controller.max_attempts
+                    episode = replace(first, attempt=attempt, is_last_attempt=is_last)
+                    rolled_out = await self._roll_out(episode)
                 receipt = await rolled_out.write()
             except ArealFlowError as error:
                 self._log_first(error, first.group_id, attempt)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import pyarrow.compute as pc
+import pyarrow as pa
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
 from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.store.codec import ScoredRows
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of
 from schemas.content import row_arrays
@@ -35,7 +34,7 @@ _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifie
 
 Decode = Callable[[Sequence[Tokens]], list[str]]
 """Turns sequences of tokens into texts."""
-Answer = Callable[..., Awaitable[ScoredRows]]
+Answer = Callable[..., Coroutine[Any, Any, pa.Table]]
 """Rolls out and scores some groups without writing their rows, as `DaskRollouts.answer` does."""
 
 
@@ -62,18 +61,9 @@ async def answer_held_out(
         given = (index, prompt, seeds, 0, writer_epoch, began, settings.sampling())
         episodes.append(Episode(*given))
     tasks = _tasks(episodes)
-    found = await all_of(_scored_or_error(answer, task, name) for task in tasks)
+    tables = await all_of(answer(task, name=name) for task in tasks)
     made = {"evaluation": name, "writer_epoch": writer_epoch}
-    return await asyncio.to_thread(_all_rows, tasks, found, decode, made)
-
-
-async def _scored_or_error(
-    answer: Answer, task: Sequence[Episode], name: str
-) -> ScoredRows | EpisodeError:
-    try:
-        return await answer(task, name=name)
-    except EpisodeError as error:
-        return error
+    return await asyncio.to_thread(_all_rows, tasks, tables, decode, made)
 
 
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -90,21 +80,16 @@ def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 def _all_rows(
     tasks: Sequence[Sequence[Episode]],
-    found: Sequence[ScoredRows | EpisodeError],
+    tables: Sequence[pa.Table],
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    tables = [task[0] for task in found if not isinstance(task, EpisodeError)]
-    if not tables:
-        raise next(task for task in found if isinstance(task, EpisodeError))
-    verifier = tables[0]["verifier"][0].as_py()
-    rows = [
-        row
-        for task, answered in zip(tasks, found, strict=True)
-        for row in _rows(task, answered, decode, verifier=verifier)
-    ]
+    answered = zip(tasks, tables, strict=True)
+    rows = [row for task, table in answered for row in _rows(task, table, decode)]
     if failed := [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]:
         cause = failed[0].get("error", "no reason is known")
+        if all(row["finish_reason"] == "error" for row in rows):
+            raise EpisodeError(cause)
         logger.warning(
             "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
             *(made["evaluation"], len(failed), len(rows), cause),
@@ -113,29 +98,17 @@ def _all_rows(
     return [{**made, "policy_version": oldest, **row} for row in rows]
 
 
-def _rows(
-    episodes: Sequence[Episode], found: ScoredRows | EpisodeError, decode: Decode, *, verifier: str
-) -> list[dict[str, Any]]:
-    """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
-    rows, texts = dict[tuple[int, int], dict[str, Any]](), dict[tuple[int, int], str]()
-    errors: tuple[str, ...] = (str(found),)
-    if not isinstance(found, EpisodeError):
-        table, errors = found
-        answers = table.filter(pc.equal(table["branch"], 0))
-        rows = {
-            (row["submission_index"], row["member"]): row
-            for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
-        }
-        texts = dict(zip(rows, decode([*row_arrays(answers["output_tokens"])]), strict=True))
-    unanswered: dict[str, Any] = {
-        "version_spans": [],
-        "finish_reason": "error",
-        "reward": None,
-        "reward_detail": json.dumps({"verdict": "error", "error": "; ".join(errors)}),
-        "verifier": verifier,
-    }
-    return [
-        {
+def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> Iterator[dict[str, Any]]:
+    """Yield one row a sample: its first branch is the answer, or says why there is none."""
+    table = table.sort_by("trajectory_id")
+    members = table.select(["submission_index", "member"]).to_pylist()
+    is_first = [member != before for member, before in zip(members, [None, *members], strict=False)]
+    answers = table.filter(pa.array(is_first))
+    texts = decode([*row_arrays(answers["output_tokens"])])
+    samples = [(of, sample) for of in episodes for sample in range(len(of.seeds))]
+    copied = answers.select(_COPIED).to_pylist()
+    for (episode, sample), text, row in zip(samples, texts, copied, strict=True):
+        yield {
             "held_out": episode.prompt.source or HELD_OUT,
             "prompt_id": episode.prompt.prompt_id,
             "sample": sample,
@@ -143,11 +116,7 @@ def _rows(
             "prompt": episode.prompt.text,
             "answer": answer_text(episode.prompt.answer),
             "evaluated_at": datetime.now(UTC),
-            "completion": texts.get((episode.submission_index, sample), ""),
+            "completion": text,
             "num_output_tokens": sum(span["length"] for span in row["version_spans"]),
-            **{name: row[name] for name in _COPIED},
+            **row,
         }
-        for episode in episodes
-        for sample in range(len(episode.seeds))
-        for row in [rows.get((episode.submission_index, sample), unanswered)]
-    ]

@@ -46,15 +46,11 @@ class RolloutNotes:
     """By submission index."""
     engine_stats: EngineStats
     scores: tuple[Score | None, ...]
-    """Of each row: what its workflow has given already."""
-    errors: tuple[str, ...]
-    """Why members have no trajectory."""
+    """Of each row: what its workflow has given already, or its failure."""
 
 
 RolloutRows = tuple[pa.Table, RolloutNotes]
 """Rows without scores. A plain tuple, the table first: Dask then sends the table without a copy."""
-ScoredRows = tuple[pa.Table, tuple[str, ...]]
-"""Rows with scores, and why members have no trajectory."""
 
 
 def rollout_rows(
@@ -64,7 +60,7 @@ def rollout_rows(
     started_at: datetime,
     engine_stats: EngineStats,
 ) -> RolloutRows:
-    """Return the groups' rows, all columns but the scores; at least one group has a draft."""
+    """Return the groups' rows, all columns but the scores."""
     finished_at = datetime.now(UTC)
     rows = [
         {
@@ -95,7 +91,6 @@ def rollout_rows(
         {episode.submission_index: episode.prompt for episode, _ in groups},
         engine_stats,
         scores=tuple(draft.score for draft in drafts),
-        errors=tuple(error for _, group in groups for error in group.errors),
     )
     table = pa.Table.from_pylist(rows, pa.schema([TRAJECTORIES.field(name) for name in rows[0]]))
     for name in _TOKEN_COLUMNS:
@@ -131,7 +126,8 @@ def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> 
 def _detail(score: Score) -> str:
     names = ("verdict", "extracted", "error", "message", "extra")
     detail = {name: found for name in names if (found := getattr(score, name))}
-    return json.dumps(detail, default=str)
+    text = json.dumps(detail, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no JSON to a reader
 
 
 def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:

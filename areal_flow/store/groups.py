@@ -114,9 +114,14 @@ def _read_only(database: duckdb.DuckDBPyConnection, query: str) -> list[Any]:
 
 
 def _consumption_of(run: Run, members: pa.Table) -> pa.Table:
-    """Return what became of these rows; a step below their versions can say nothing of them."""
-    versions = pc.struct_field(pc.list_flatten(members["version_spans"]), "version")
-    since = f"step >= {pc.min(versions).as_py() or 0}"
+    """Return what became of these rows; a step below their versions can say nothing of them.
+
+    A row whose workflow failed has no version.
+    """
+    spans = members["version_spans"]
+    versions = pc.struct_field(pc.list_flatten(spans), "version")
+    has_failures = pc.any(pc.equal(pc.list_value_length(spans), 0)).as_py()
+    since = f"step >= {0 if has_failures else pc.min(versions).as_py() or 0}"
     return consumption_table(run.steps("arrow", columns=LEDGER_COLUMNS, where=since), members)
 
 

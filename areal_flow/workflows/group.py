@@ -1,4 +1,7 @@
-"""Runs a workflow for all members of a group; a member that fails does not end the others."""
+"""Runs a workflow for all members of a group; a member that fails does not end the others.
+
+A member that fails becomes a trajectory without tokens, whose score has the error.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, TypeVar
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.failures import FailureCounts, cause_of
-from areal_flow.types import Episode
+from areal_flow.types import Episode, Score
 from areal_flow.workflows.context import EpisodeContext, EpisodeServices, contexts_of
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
 
@@ -22,7 +25,18 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, eq=False)
 class RolledOutGroup:
     drafts: tuple[tuple[int, TrajectoryDraft], ...]
-    errors: tuple[str, ...]
+    """Each with its member; every member has at least one."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why members failed."""
+        failed = (draft.score for _, draft in self.drafts if draft.finish_reason == "error")
+        return tuple(score.error for score in failed if score)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every member failed."""
+        return len(self.errors) == len(self.drafts)
 
 
 async def run_group(
@@ -31,13 +45,7 @@ async def run_group(
     contexts = contexts_of(episode, services)
     outcomes = await all_of(_run_member(workflow, episode, context) for context in contexts)
     return RolledOutGroup(
-        drafts=tuple(
-            (member, draft)
-            for member, outcome in enumerate(outcomes)
-            if not isinstance(outcome, str)
-            for draft in outcome
-        ),
-        errors=tuple(outcome for outcome in outcomes if isinstance(outcome, str)),
+        tuple((member, draft) for member, outcome in enumerate(outcomes) for draft in outcome)
     )
 
 
@@ -53,7 +61,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
 
 async def _run_member(
     workflow: Workflow, episode: Episode, context: EpisodeContext
-) -> Sequence[TrajectoryDraft] | str:
+) -> Sequence[TrajectoryDraft]:
     try:
         drafts = await workflow.run(episode.prompt, context)
         branches = [draft.branch for draft in drafts]
@@ -68,4 +76,5 @@ async def _run_member(
         raise
     except Exception as error:  # noqa: BLE001 - counted, and stored with its group
         FAILURES.note(error)
-        return cause_of(error)
+        score = Score(None, "error", error=cause_of(error))
+        return [TrajectoryDraft(episode.prompt.tokens, finish_reason="error", score=score)]

@@ -120,7 +120,7 @@ class Workflow(Protocol):
         """Return this member's trajectories: one, or one a branch.
 
         Raises:
-            Exception: recorded as this member's failure; the other members of its group go on.
+            Exception: stored as this member's failure; the other members of its group go on.
         """
 
 

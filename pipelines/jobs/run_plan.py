@@ -28,11 +28,11 @@ def lengths_of_run(layout: RunLayout) -> Lengths:
     """Read the tokens of a run's prompts and completions from its log, up to the first submission
     that has not ended: of those after it the long completions are missing."""
     columns, run = ("prompt_tokens", "output_tokens"), Run(layout.root)
-    rows = run.trajectories("polars", columns=(*columns, "submission_index"))
+    rows = run.trajectories("polars", columns=(*columns, "submission_index", "finish_reason"))
     failed = {index for each in run.steps()["failed_submissions"] for index in each}
     ended = failed | set(rows["submission_index"])
     first = next(index for index in count() if index not in ended)
-    rows = rows.filter(rows["submission_index"] < (first or inf))
+    rows = rows.filter(rows["submission_index"] < (first or inf), rows["finish_reason"] != "error")
     prompts, completions = (rows[column].list.len().to_numpy() for column in columns)
     groups, source = rows["submission_index"].to_numpy(), f"of the log of {layout.name}"
     return recorded_lengths(prompts, completions, source=source, groups=groups)

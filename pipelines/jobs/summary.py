@@ -110,8 +110,10 @@ def print_summary(
     compared = _comparison(held_out["before"], held_out["after"]) if both else []
     notes = _changes(summary["verifiers"])
     if num_failed := summary["num_failed_members"]:
+        listing = ("trajectories", layout.name, "--where", "reward IS NULL")
         notes.append(
-            f"{num_failed} completions have no reward: workflow or verifier failed on them"
+            f"{num_failed} trajectories have no reward, since the workflow or the verifier failed: "
+            + command(*listing, runs=layout.root.parent)
         )
     said = said.format(**summary, **stages)
     say(*compared, said, *notes, *next_commands(layout, model, evaluated=bool(held_out)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 
@@ -14,13 +17,17 @@ import areal_flow
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import code_hash
+from areal_flow.store.groups import GroupSelection, select_groups, show_group
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import submission_index_of
+from pipelines.jobs.run_plan import lengths_of_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import (
     check_accounting,
+    check_costs,
     done,
     run_small,
+    small_arguments,
     small_recipe,
     started_cli,
     step_reached,
@@ -30,6 +37,7 @@ from tests.integration.workflows import asks_twice
 from tests.policies import write_model_directory
 
 VERIFIERS = "tests.integration.verifiers"
+FAILS_FOR_SOME = "tests.integration.workflows:FailsForSome"
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +134,10 @@ def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     check_accounting(layout)
     run = areal_flow.open_run(layout.root)
     rows = run.trajectories("arrow").to_pylist()
-    sizes = [sum(row["submission_index"] == index for row in rows) for index in range(16)]
+    has_failed = [row["finish_reason"] == "error" for row in rows]
+    sizes = [sum(has_failed[n : n + 4]) for n in range(0, len(rows), 4)]
     assert any(0 < size < 4 for size in sizes)
-    assert all(row["loss_mask"].count(False) >= 1 for row in rows)
+    assert all(row["loss_mask"].count(False) >= 1 for row in rows if row["output_tokens"])
     assert sum(run.steps("arrow")["num_failed_members"].to_pylist()) > 0
     answers = run.evaluations()
     failed = answers[answers.finish_reason == "error"]
@@ -173,6 +182,69 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
     assert "<|im_start|>user\nBetter?<|im_end|>\n<|im_start|>assistant\n" in text
     found = replay_step(layout, step=4, from_checkpoint=0)
     assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 4
+
+
+@pytest.mark.slow
+def test_rows_for_which_a_workflow_fails_are_found_after_a_kill_and_a_resume(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout((tmp_path / "runs" / "k").resolve())
+    workflow = ("--workflow.name", "imported", "--workflow.path", FAILS_FOR_SOME)
+    changes = (*workflow, "--num-steps", "500", "--prompts.num-held-out", "24")
+    with started_cli("train", "--name", "k", *small_arguments(), *changes, cwd=tmp_path) as process:
+        while not layout.steps.exists() or len(failed_rows(layout)) < 8:
+            assert process.poll() is None, process.communicate()[0]
+            sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    before = failed_rows(layout)
+    head = len(areal_flow.open_run(layout.root).steps()) - 1
+    run = areal_flow.train(resume=layout.root, num_steps=head + 4)
+    check_accounting(layout)
+    check_costs(layout)
+
+    failed = failed_rows(layout)
+    assert [row for row in before if row not in failed] == []
+    assert len(failed) > len(before)
+    counted = Counter((row["submission_index"], row["member"]) for row in failed)
+    assert set(counted.values()) == {1}, "also where a group was tried three times"
+    sizes = Counter(index for index, _ in counted)
+    for row in failed:
+        whole = str(eval(row["prompt"].rstrip("= "))).endswith("7")
+        assert not whole or (sizes[row["submission_index"]], row["attempt"]) == (4, 2)
+        error = f"LookupError: {'no' if whole else 'half a'} page about"
+        assert json.loads(row["reward_detail"])["error"].startswith(error)
+        assert (row["verdict"], row["num_tokens"], row["passed"]) == ("error", 0, False)
+    assert min(sizes.values()) < 4, "of other groups some members failed"
+    consumed = (
+        run.consumption().set_index("trajectory_id").loc[[r["trajectory_id"] for r in failed]]
+    )
+    assert set(consumed.status) <= {"discarded", "waiting"}
+    assert set(consumed.reason.dropna()) == {"workflow_error"}
+    assert not any(run.steps()["failed_submissions"].list.len())
+
+    shown = done(tmp_path, "trajectories", "k", "--where", "finish_reason = 'error'", "--show", "1")
+    assert "page about" in shown
+    (group, *_), _ = select_groups(run, GroupSelection("verdict = 'error'", order="oldest"))
+    assert group["status"] == "workflow_error"
+    assert len(show_group(run, group["group"])) == group["members"] == 4
+    assert lengths_of_run(layout).completion_tokens.min() > 0
+    run.plot.timeline(num_steps=2)
+    answers = run.evaluations()
+    of_failed = answers[answers.finish_reason == "error"]
+    assert set(answers.evaluation) == {"before", "after"}
+    assert all(
+        answer in detail
+        for answer, detail in zip(of_failed.answer, of_failed.reward_detail, strict=True)
+    )
+    found = replay_step(layout, step=head + 4, from_checkpoint=0)
+    assert all(compared.equal for compared in (*found.before, found.compared))
+
+
+def failed_rows(layout: RunLayout) -> list[dict[str, Any]]:
+    run = areal_flow.open_run(layout.root)
+    rows = run.trajectories("arrow", where="finish_reason = 'error'", text=True)
+    moving = ["status", "step", "reason", "policy_version"]
+    return rows.drop_columns(moving).to_pylist()  # type: ignore[no-any-return]
 
 
 CALCULATOR = (

@@ -10,6 +10,7 @@ import openai
 from areal_flow.types import Prompt
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.single_turn import SingleTurn
 
 
 class CountsWords:
@@ -29,6 +30,19 @@ class CountsWords:
         )
         asked = draft.with_environment(context.encode(f" {number}"))
         return [asked.with_completion(await context.generate(asked.tokens, turn=1))]
+
+
+class FailsForSome(SingleTurn):
+    """A single turn, but for one question in ten and for some answers to another."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory; fail for answers that end in 7, and for members by their 3."""
+        if prompt.answer.endswith("7"):
+            raise LookupError(f"no page about {prompt.answer}")
+        drafts = await super().run(prompt, context)
+        if prompt.answer.endswith("3") and len(drafts[0].output_tokens) % 2:
+            raise LookupError(f"half a page about {prompt.answer}")
+        return drafts
 
 
 async def asks_twice(question: str, base_url: str, api_key: str) -> float:

@@ -79,6 +79,19 @@ def test_unscored_members_are_discarded_and_the_group_goes_on() -> None:
     assert ids(buffer.take()) == [trajectory_id(0, 1), trajectory_id(0, 2)]
 
 
+def test_members_whose_workflow_failed_are_discarded_for_that() -> None:
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
+    good = group(0, rewards=(1.0, 0.0, None)).trajectories
+    failed = TrajectoryReceipt(trajectory_id(0, 3), (), None, "error")
+    discards = buffer.add(GroupReceipt(0, (), (*good, failed)), policy_version=7)
+    assert [(d.reason, d.num_tokens) for d in discards] == [
+        ("verifier_error", 4),
+        ("workflow_error", 0),
+        ("stale", 4),
+        ("stale", 4),
+    ]
+
+
 def test_group_without_any_score_is_not_kept() -> None:
     buffer = make_buffer(groups_per_step=1, max_staleness=1)
     assert len(buffer.add(group(0, rewards=(None, None)), policy_version=0)) == 2

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +25,17 @@ from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
+from areal_flow.errors import EpisodeError, InfrastructureError, RewardError
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.settings import code_hash
 from areal_flow.store.codec import receipts, rollout_rows
 from areal_flow.store.committed import create_logs
-from areal_flow.store.trajectories import validate_groups
+from areal_flow.store.dataset import read_rows
+from areal_flow.store.trajectories import TrajectoryCommitter, validate_groups
 from areal_flow.tokenizer.directory import copy_model_description, tokenizer_of
 from areal_flow.types import (
     Completion,
@@ -129,7 +132,7 @@ def test_groups_are_rolled_out_scored_and_valid(
         rolled_out = await generator_tasks.rollout(groups, 0)
         return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    scored, _ = asyncio.run(graph())
+    scored = asyncio.run(graph())
     validate_groups(scored)
     rows = scored.to_pylist()
     assert {(row["submission_index"], row["member"]) for row in rows} == {
@@ -159,12 +162,12 @@ def test_reward_of_a_workflow_has_the_verdict_of_the_recipes_threshold(
         Completion(as_tokens([1]), np.zeros(1, np.float32), (VersionSpan(0, 1),), "stop")
     )
     rolled_out = rollout_rows(
-        [(group[0], RolledOutGroup(((0, draft.scored(Score(0.7))),), ()))],
+        [(group[0], RolledOutGroup(((0, draft.scored(Score(0.7))),)))],
         generator="g",
         started_at=datetime.now(UTC),
         engine_stats=EngineStats(),
     )
-    scored, _ = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
+    scored = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
     (row,) = scored.to_pylist()
     assert (row["reward"], json.loads(row["reward_detail"])["verdict"]) == (0.7, verdict)
 
@@ -221,7 +224,7 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
         rolled_out = table.set_column(place, field, newer), notes
         return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    (detail,) = asyncio.run(graph())[0]["reward_detail"].to_pylist()
+    (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
     assert json.loads(json.loads(detail)["extracted"]) == row
     epoch = 3 * recipe.controller.batch_size / recipe.controller.group_size  # of one prompt
     assert json.loads(detail)["extra"] == {"asked": messages, "step": [3, recipe.num_steps, epoch]}
@@ -235,13 +238,34 @@ def logs_prompts(prompts: Any, completions: Any, trainer_state: Any, log_extra: 
     return [0.0]
 
 
-def test_group_without_a_trajectory_fails_with_the_cause(
+def test_group_whose_members_all_fail_is_tried_again_and_stored_by_its_last_attempt(
     layout: RunLayout, worker: WorkerContext
 ) -> None:
     path = "tests.integration.workflows:CountsWords"
     settings(layout, {"name": "imported", "path": path, "settings": {"least": 999}})
-    with pytest.raises(ArealFlowError, match="ValueError: expected 999 characters"):
-        asyncio.run(generator_tasks.rollout((group_of(layout, 0),), 0))
+    create_logs(layout)
+    last = group_of(layout, 0)
+
+    async def graph() -> Any:
+        with pytest.raises(EpisodeError, match="ValueError: expected 999 characters"):
+            await generator_tasks.rollout((replace(last, is_last_attempt=False),), 0)
+        rolled_out = await generator_tasks.rollout((last,), 0)
+        return await reward_tasks.score_and_write([rolled_out], is_last_try=True)
+
+    ((receipt,), *_) = asyncio.run(graph())
+    assert [t.reward for t in receipt.trajectories] == [None] * 4
+    assert [t.num_tokens for t in receipt.trajectories] == [0] * 4
+    assert len(receipt.member_errors) == 4
+    TrajectoryCommitter(layout, Writer(Path("nobody"), 1)).commit([receipt])
+    failed = read_rows(layout, "trajectories", where="finish_reason = 'error'")
+    assert len(failed) == 4
+    for row in failed.to_pylist():
+        assert row["prompt_id"] == "p0"
+        assert row["prompt_tokens"] == plain(last.prompt.tokens)
+        assert row["output_tokens"] == row["loss_mask"] == row["version_spans"] == []
+        detail = json.loads(row["reward_detail"])
+        assert detail["verdict"] == "error"
+        assert "ValueError: expected 999 characters" in detail["error"]
 
 
 async def one_for_any_answer(base_url: str, api_key: str) -> float:
@@ -269,7 +293,7 @@ def test_rows_of_an_agent_name_its_code_and_another_code_is_refused(
         rolled_out = await generator_tasks.rollout((group,), 0)
         return await reward_tasks.score(rolled_out, is_last_try=True)
 
-    rows = asyncio.run(graph())[0].to_pylist()
+    rows = asyncio.run(graph()).to_pylist()
     assert [row["reward"] for row in rows] == [1.0] * 4
     identity = found_verifier(layout, recipe).identity
     assert {row["verifier"] for row in rows} == {identity}
@@ -296,7 +320,7 @@ def test_rows_without_a_verdict_are_kept_by_the_last_try_only(
     rolled_out = asyncio.run(generator_tasks.rollout((group,), 0))
     with pytest.raises(InfrastructureError, match="the judge is down"):
         asyncio.run(reward_tasks.score(rolled_out, is_last_try=False))
-    scored, _ = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
+    scored = asyncio.run(reward_tasks.score(rolled_out, is_last_try=True))
     assert scored["reward"].to_pylist() == [None] * 4
     assert {json.loads(d)["verdict"] for d in scored["reward_detail"].to_pylist()} == {
         "infrastructure_error"

@@ -28,7 +28,7 @@ from areal_flow.errors import (
 )
 from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.pass_rates import tabulate
-from areal_flow.store.codec import ScoredRows, rollout_rows, scored_table
+from areal_flow.store.codec import rollout_rows, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import run_group
@@ -50,7 +50,7 @@ class Answering:
         self.services = services
         self.episodes: list[Sequence[Episode]] = []
 
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         self.episodes.append(episodes)
         services = FakeServices(max_model_len=200, **self.services)
         groups = [await run_group(self.workflow, episode, services) for episode in episodes]
@@ -64,7 +64,7 @@ class Answering:
             score or Score(float(len(tokens) % 2), "wrong")
             for score, tokens in zip(notes.scores, table["output_tokens"].to_pylist(), strict=True)
         ]
-        return scored_table(table, scores, verifier="v@0"), notes.errors
+        return scored_table(table, scores, verifier="v@0")
 
 
 def answers_of(
@@ -135,26 +135,17 @@ class FailsAlone(SingleTurn):
         return await super().run(prompt, context)
 
 
-class AnsweringAsTasksDo(Answering):
-    """Raises where no group of a task has a trajectory, as a rollout does."""
-
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
-        if all(episode.prompt.prompt_id == "p64" for episode in episodes):
-            raise EpisodeError("ValueError: no tool for this")
-        return await super().answer(episodes, name=name)
-
-
 def test_answer_that_failed_in_a_task_of_its_own_counts_as_not_passed_and_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows = answers_of(AnsweringAsTasksDo(FailsAlone()), prompts=PROMPTS[:65])
+    rows = answers_of(Answering(FailsAlone()), prompts=PROMPTS[:65])
     assert [row["prompt_id"] for row in rows if row["reward"] is None] == ["p64"]
     assert "no tool for this" in json.loads(rows[64]["reward_detail"])["error"]
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
     assert "before: 1 of 65 answers have no reward" in caplog.text
     assert "no tool for this" in caplog.text
     with pytest.raises(EpisodeError, match="no tool for this"):
-        answers_of(AnsweringAsTasksDo(FailsAlone()), prompts=PROMPTS[64:65])
+        answers_of(Answering(FailsAlone()), prompts=PROMPTS[64:65])
 
 
 @pytest.mark.parametrize("kind", [EngineError, WeightsError, RewardError, StorageError])
@@ -162,7 +153,7 @@ def test_failure_that_is_no_fault_of_an_answer_is_not_recorded_as_one(
     kind: type[ArealFlowError],
 ) -> None:
     class Lost(Answering):
-        async def answer(self, episodes: Sequence[Episode], *, name: str) -> ScoredRows:
+        async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
             if episodes[0].submission_index:
                 raise kind("each worker died")
             return await super().answer(episodes, name=name)

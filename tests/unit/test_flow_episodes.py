@@ -42,6 +42,7 @@ def test_attempts_are_the_same_episode_later_each_time() -> None:
 
     flow = run(scenario())
     assert [episode.attempt for episode in parts.rollouts.episodes] == [0, 1, 2]
+    assert [each.is_last_attempt for each in parts.rollouts.episodes] == [False, False, True]
     assert parts.rollouts.started_at == [0.0, RETRY_DELAY_S, 3 * RETRY_DELAY_S]
     assert {episode.seeds for episode in parts.rollouts.episodes} == {group_seeds(5, 12, 2)}
     (prompt,) = {episode.prompt.prompt_id for episode in parts.rollouts.episodes}

@@ -27,6 +27,7 @@ from areal_flow.step_metrics import StepMetrics
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.committed import create_logs
+from areal_flow.store.database import empty_database
 from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.store.trajectories import (
@@ -232,6 +233,26 @@ def test_invalid_groups_are_refused_without_printing_tokens() -> None:
     twice = pa.concat_tables([group_table(0), group_table(0)])
     with pytest.raises(SchemaError, match="trajectory_id"):
         validate_groups(twice)
+
+
+@pytest.mark.parametrize("column", ["output_tokens", "reward"])
+def test_failed_workflow_has_neither_tokens_nor_a_reward(column: str) -> None:
+    table = group_table(0, length=0 if column == "reward" else 3, rewards=(None, None))
+    if column == "reward":
+        rewards = pa.array([None, 1.0])
+        table = table.set_column(table.schema.get_field_index("reward"), "reward", rewards)
+    at = table.schema.get_field_index("finish_reason")
+    failed = table.set_column(at, TRAJECTORIES.field(at), pa.array(["error", "error"]))
+    with pytest.raises(SchemaError, match="neither tokens nor a reward"):
+        validate_groups(failed)
+
+
+def test_error_that_is_no_text_leaves_the_log_readable() -> None:
+    table = group_table(0, rewards=(None,), error="half a pair: \ud83d")
+    with empty_database() as database:
+        database.register("log", table)
+        ((error,),) = database.sql("SELECT reward_detail->>'error' FROM log").fetchall()
+    assert error == "half a pair: ?"
 
 
 def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:

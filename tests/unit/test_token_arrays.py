@@ -50,7 +50,7 @@ def drafts() -> list[TrajectoryDraft]:
 
 
 def table_of(made: list[TrajectoryDraft]) -> pa.Table:
-    group = RolledOutGroup(tuple(enumerate(made)), ())
+    group = RolledOutGroup(tuple(enumerate(made)))
     started = datetime.now(UTC)
     table, _ = rollout_rows(
         [(episode_of(), group)], generator="g", started_at=started, engine_stats=EngineStats()

@@ -199,7 +199,7 @@ def test_failure_of_the_infrastructure_is_the_members() -> None:
     services = ScriptedServices(CALL, ANSWER, max_model_len=200)
     services.failure = SandboxError("no sandbox")
     group = roll_out(services)
-    assert not group.drafts
+    assert group.has_failed
     assert len(group.errors) == 3
     assert "no sandbox" in group.errors[0]
 

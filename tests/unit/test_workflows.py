@@ -151,7 +151,7 @@ def test_a_completion_is_as_long_as_its_workflow_and_the_recipe_allow() -> None:
 def test_a_completion_of_no_tokens_is_refused() -> None:
     workflow = BoundBySeed(num_bounds=1, least=0)
     group = asyncio.run(run_group(workflow, episode_of(), FakeServices()))
-    assert not group.drafts
+    assert group.has_failed
     assert all("max_new_tokens of at least 1, found 0" in error for error in group.errors)
 
 
@@ -221,8 +221,11 @@ def test_member_that_fails_for_good_is_recorded_and_the_group_goes_on() -> None:
     expected = asyncio.run(run_group(SingleTurn(), episode_of(), FakeServices()))
     even = [(m, d) for m, d in expected.drafts if len(d.output_tokens) % 2 == 0]
     group = asyncio.run(run_group(FailsFor(), episode_of(), FakeServices()))
-    assert plain(group.drafts) == plain(even)
+    failed = [(m, d) for m, d in group.drafts if d.finish_reason == "error"]
+    assert plain([each for each in group.drafts if each not in failed]) == plain(even)
     assert 0 < len(even) < 6
+    assert {m for m, _ in failed} == set(range(6)) - {m for m, _ in even}
+    assert all(plain(draft.tokens) == plain(PROMPT.tokens) for _, draft in failed)
     assert len(group.errors) == 6 - len(even)
     assert all(
         e.startswith("KeyError: 'what a tool returned' (at run, test_workflows.py, line")
@@ -255,7 +258,7 @@ class SaysNothing(SingleTurn):
 )
 def test_workflow_that_breaks_its_promise_has_failed(workflow: SingleTurn, cause: str) -> None:
     group = asyncio.run(run_group(workflow, episode_of(), FakeServices()))
-    assert group.drafts == ()
+    assert group.has_failed
     assert len(group.errors) == 6
     assert cause in group.errors[0]
 

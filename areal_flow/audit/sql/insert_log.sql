@@ -3,6 +3,7 @@
 INSERT INTO log BY NAME
 SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
        verifier, writer_epoch, difficulty, finish_reason = 'length' AS truncated,
+       finish_reason = 'error' AS failed,
        _rowid AS commit_order,
        len(output_tokens) AS num_tokens,
        coalesce(

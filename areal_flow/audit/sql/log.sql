@@ -85,6 +85,7 @@ SELECT row_place, 'a reason that holds', reason FROM consumed_trajectories, reci
 WHERE status = 'discarded' AND NOT CASE reason
     WHEN 'stale' THEN policy_version - newest_version > max_staleness
     WHEN 'verifier_error' THEN reward IS NULL
+    WHEN 'workflow_error' THEN failed
     WHEN 'other_verifier' THEN verifier <> step_verifier
     WHEN 'beyond_head' THEN newest_version > policy_version
     ELSE true END;

@@ -9,6 +9,7 @@ CREATE TABLE log (
     branch INTEGER, seed BIGINT, reward DOUBLE, commit_order BIGINT, num_tokens BIGINT,
     finite BOOLEAN, spans STRUCT("version" INTEGER, length INTEGER, num_chosen BIGINT)[],
     verifier VARCHAR, writer_epoch INTEGER, difficulty INTEGER, truncated BOOLEAN,
+    failed BOOLEAN,
     other_content VARCHAR[], -- its content_hash and the hash of what was found, if they differ
     other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
 );

@@ -96,10 +96,10 @@ class CostAccounting:
         until its last row, or a later event of its workers."""
         found = Accounts(float, self.total)
         for epoch, latest in workers.latest.items():
-            first, last = self._trained.get(epoch, (inf, inf))
+            first, last = self._trained.get(epoch, (latest, inf))
             before = "outside" if epoch == min(workers.latest) else "lost"
             after = "outside" if epoch == max(workers.latest) else "lost"
-            for use, within in ((before, (-inf, min(first, latest))), (after, (last, latest))):
+            for use, within in ((before, (-inf, first)), (after, (last, latest))):
                 for role, cost in workers.held(epoch, within).items():
                     found[role, use] += cost
         return found

@@ -109,6 +109,15 @@ def test_what_another_driver_had_to_go_on_after_is_lost() -> None:
     assert whole["trainer", "lost"] == pytest.approx(20 + 10), "after the last row, and the restart"
 
 
+def test_time_before_the_first_step_counts_although_no_worker_had_an_event_since_it_joined() -> (
+    None
+):
+    killed = replace(workers(tenure("trainer", end=inf)), latest={1: 95.0})
+    accounting = CostAccounting()
+    accounting.add(row(1, 110.0), killed)
+    assert accounting.whole(killed)["trainer", "outside"] == pytest.approx(5)
+
+
 def test_driver_that_ends_before_its_first_row_costs_its_workers_time() -> None:
     whole = CostAccounting().whole(WORKERS)
     assert (whole["generator", "outside"], sum(whole.values())) == pytest.approx((70, 140))

@@ -74,7 +74,9 @@ class Flow(Changes):
         self._hints: set[asyncio.Task[None]] = set()
         self._hint_is_due = False
         self.accounting.engine_totals = {s.incarnation: s for s in initial.engine_totals}
-        self._consecutive_failures = 0
+        self._failed_since: list[int] = []
+        """Submissions that failed, all of them after `_newest_success`."""
+        self._newest_success = -1
         self._logged_failures: set[int] = set()
         self._skipped = SkippedSteps()
         self._committing: asyncio.Task[None] | None = None
@@ -150,7 +152,7 @@ class Flow(Changes):
         self.num_pending_groups -= 1
         self.gate.released()
         self.accounting.entries.failed_submissions.append(submission_index)
-        self._count_failure(failure)
+        self._count_failure(submission_index, failure)
 
     async def _roll_out(self, episode: Episode) -> RolledOut:
         if episode.attempt:
@@ -168,12 +170,16 @@ class Flow(Changes):
             self._logged_failures.add(failure)
             logger.warning("group %s, attempt %d: %s", group_id, attempt, error)
 
-    def _count_failure(self, failure: ArealFlowError) -> None:
-        self._consecutive_failures += 1
+    def _count_failure(self, submission_index: int, failure: ArealFlowError) -> None:
+        """End the run after too many failures in a row, by submission: a group that is tried again
+        fails long after groups that were submitted later have succeeded."""
+        if submission_index < self._newest_success:
+            return
+        self._failed_since.append(submission_index)
         # Groups that were in flight then may fail, too: the first failure too many is told of.
-        if self._consecutive_failures == self.recipe.controller.max_consecutive_failures:
+        if len(self._failed_since) == self.recipe.controller.max_consecutive_failures:
             self._fatal = type(failure)(
-                f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
+                f"{len(self._failed_since)} groups in a row failed; the last one: {failure}"
             )
 
     # Commit
@@ -209,10 +215,11 @@ class Flow(Changes):
 
     def _judge_members(self, receipt: GroupReceipt) -> None:
         if any(t.reward is not None for t in receipt.trajectories):
-            self._consecutive_failures = 0
+            self._newest_success = max(self._newest_success, receipt.submission_index)
+            self._failed_since = [i for i in self._failed_since if i > self._newest_success]
             return
         cause = receipt.member_errors[-1] if receipt.member_errors else "no member was scored"
-        self._count_failure(ArealFlowError(cause))
+        self._count_failure(receipt.submission_index, ArealFlowError(cause))
 
     # Training
 

@@ -24,7 +24,7 @@ class ControllerSettings(Settings):
     max_attempts: int = Field(3, ge=1)
     """How often a group is tried."""
     max_consecutive_failures: int = Field(4, ge=1)
-    """The run ends after so many failed groups in a row."""
+    """The run ends after so many failed groups in a row, by submission."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:

@@ -130,6 +130,26 @@ def test_failures_count_in_a_row_only() -> None:
         fails("dead", "empty")
 
 
+def test_failures_of_groups_are_not_in_a_row_if_a_later_group_succeeded() -> None:
+    """Groups that are tried again fail together, after the groups beside them have succeeded."""
+    parts = Parts(Rollouts([EngineError("died")] * 2 + [group(2)] + [EngineError("died")] * 2))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_attempts=2, max_consecutive_failures=2, max_staleness=9)
+        for _ in range(3):
+            flow.submit()
+        await asyncio.sleep(RETRY_DELAY_S / 2)
+        await flow.commit_written()
+        await asyncio.sleep(60)
+        flow.notify()
+        await flow.wait_for_change(flow.num_changes - 1)
+        return flow
+
+    flow = run(scenario())
+    assert sorted(flow.accounting.entries.failed_submissions) == [0, 1]
+    assert len(flow.buffer) == 1
+
+
 def test_error_that_nobody_expected_ends_the_run() -> None:
     parts = Parts(Rollouts([KeyError("prompt")]))
 

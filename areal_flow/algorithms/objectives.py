@@ -134,8 +134,8 @@ class M2PO(RatioToBehavior):
         log_ratio_N = log_ratio_N.double()
         outward_N = _outward(log_ratio_N, advantages_N)
         sizes_N, _ = log_ratio_N.abs().where(outward_N, inf).sort()  # the others count as left out
-        counts_N = sizes_N.new_ones(len(sizes_N)).cumsum(0)
-        kept_N = sizes_N.square().cumsum(0) / counts_N <= self.max_second_moment
+        counts_N = _cumulative_sum(sizes_N.new_ones(len(sizes_N)))
+        kept_N = _cumulative_sum(sizes_N.square()) / counts_N <= self.max_second_moment
         bounds = sizes_N.new_full((len(sizes_N) + 2,), inf)
         bounds[0], bounds[1:-1] = 0.0, sizes_N
         num_kept_1 = kept_N.sum(0, keepdim=True)  # a scalar as an index would be read on the host
@@ -155,6 +155,19 @@ class M2PO(RatioToBehavior):
         masked_T = _outward(moved_T, inputs.advantages_T) & (moved_T.abs() >= bound)
         values_T = (ratio_T * inputs.advantages_T).where(~masked_T, 0.0)
         return Objective(values_T, ratio_T, masked_T & (moved_T < 0), masked_T & (moved_T > 0))
+
+
+def _cumulative_sum(values_N: Tensor) -> Tensor:
+    """Return the sums of the first 1, 2, ... values, by doubling.
+
+    CUDA's `cumsum` of floats has another order each time, and raises where bits must repeat.
+    """
+    shift = 1
+    while shift < len(values_N):
+        before_N, values_N = values_N, values_N.clone()
+        values_N[shift:] += before_N[:-shift]
+        shift *= 2
+    return values_N
 
 
 def _outward(log_ratio_T: Tensor, advantages_T: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import TrainerSettings
@@ -63,10 +65,30 @@ def stepped(algorithm: str = "decoupled_ppo", **settings: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["decoupled_ppo", "ppo_critic", "gspo"])
+class Operators(TorchDispatchMode):
+    """Notes operators of float tensors, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
+            self.called.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+WITHOUT_ORDER = {"cumsum", "kthvalue", "median", "histc", "bincount", "put_", "scatter_reduce"}
+"""At these torch raises on a GPU alone (`torch.use_deterministic_algorithms`)."""
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_needs_no_operator_that_is_not_deterministic(algorithm: str) -> None:
     """Torch raises at one that is known to it; a CPU's bits are the same either way."""
-    found = stepped(algorithm, kernels="deterministic", activations="selective")
+    with Operators() as operators:
+        found = stepped(algorithm, kernels="deterministic", activations="selective")
+    assert "mm" in operators.called
+    assert not operators.called & WITHOUT_ORDER
     assert torch.are_deterministic_algorithms_enabled()
     assert found == stepped(algorithm)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.models.attention import AttentionRule
+from areal_flow.models.attention import AttentionRule, pass_dtype
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.transfer import to_device
 from areal_flow.trainer.passes import RunOn
@@ -85,7 +85,9 @@ class ContextLayout:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        num_ranks = self._group.size()
+        num_ranks, dtype = self._group.size(), pass_dtype(value)
+        # Rotary positions leave queries and keys in float32: twice what attention reads of them.
+        query, key, value = (each.to(dtype) for each in (query, key, value))
         repeats = max(1, num_ranks // key.shape[1])
         keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         if rule.sinks is not None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -342,6 +343,19 @@ def test_chunks_that_follow_pages_attend_by_kernels_as_by_rows(
         request.getfixturevalue("as_on_a_gpu")
         monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
         torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_exchange_queries_and_keys_in_the_type_of_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchanged = []
+    monkeypatch.setattr(context, "exchange", lambda p, _: exchanged.append(p.dtype) or p)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    query, key, value = (torch.randn(1, num, 24, 8) for num in (4, 2, 2))
+    with torch.autocast("cpu", BFLOAT16):
+        layout = ContextLayout(PackedLayout([24]), alone)
+        layout.attend(0, query, key, value.bfloat16(), AttentionRule(0.3))
+    assert exchanged == [BFLOAT16] * 4
 
 
 class Rank:

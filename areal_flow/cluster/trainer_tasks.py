@@ -149,8 +149,14 @@ def _connected(rendezvous: Rendezvous) -> TrainerRank:
         rank.replicas.leave()
         context = worker_context()
         point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
-        device_type = rank.recipe.trainer.device.partition(":")[0]
-        rank.replicas = connect_ranks(rendezvous, point, host=context.host, device_type=device_type)
+        settings = rank.recipe.trainer
+        rank.replicas = connect_ranks(
+            rendezvous,
+            point,
+            host=context.host,
+            device_type=settings.device.partition(":")[0],
+            timeout_s=settings.parallel.exchange_timeout_s,
+        )
     return rank
 
 

@@ -25,10 +25,6 @@ from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import first_line
 
 CONNECTING_TIMEOUT_S = 300.0
-EXCHANGE_TIMEOUT_S = {"cpu": 3600.0, "cuda": 60.0}
-"""A rank of gloo's that dies closes its connections. One that hangs is killed, and so are ranks
-that do not notice the end of another, as a kernel of NCCL's may not. On CPUs a rank may well wait
-for another one's micro-batch for minutes."""
 
 
 class ReplicaGroup:
@@ -89,13 +85,16 @@ class ConnectedRanks(ReplicaGroup):
 
     is_alone = False
 
-    def __init__(self, rendezvous: Rendezvous, *, device_type: str) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, *, device_type: str, timeout: timedelta | None = None
+    ) -> None:
         """Be a rank of this process's default group, which `connect_ranks` makes."""
         super().__init__(rendezvous.num_ranks)
         self.mine = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
         self.name = rendezvous.name
         self._device_type = device_type
+        self._timeout = timeout
         self._meshes: dict[int, Any] = {}
         self._left = False
 
@@ -117,9 +116,12 @@ class ConnectedRanks(ReplicaGroup):
             names = ("replicas", "shards")
             is_flat = sizes[0] == 1
             with raise_trainer_lost():
-                self._meshes[num_consecutive] = init_device_mesh(
+                mesh = init_device_mesh(
                     self._device_type, sizes[is_flat:], mesh_dim_names=names[is_flat:]
                 )
+            for group in mesh.get_all_groups() if self._timeout else ():  # torch has its own
+                torch.distributed.distributed_c10d._set_pg_timeout(self._timeout, group)
+            self._meshes[num_consecutive] = mesh
         return self._meshes[num_consecutive]
 
     @property
@@ -135,32 +137,44 @@ class ConnectedRanks(ReplicaGroup):
 
 
 def _listen_at(host: str) -> None:
-    """Have gloo listen at one address; by itself it takes that of the machine's name."""
+    """Have gloo and NCCL listen at one address.
+
+    By itself gloo takes that of the machine's name, and NCCL the first interface that it sees,
+    unless the user's environment names one.
+    """
     for interface, addresses in psutil.net_if_addrs().items():
         if host in {each.address for each in addresses}:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it is a prefix
 
 
 def connect_ranks(
-    rendezvous: Rendezvous, point: Path, *, host: str, device_type: str = "cpu"
+    rendezvous: Rendezvous,
+    point: Path,
+    *,
+    host: str,
+    device_type: str = "cpu",
+    timeout_s: float = 600.0,
 ) -> ConnectedRanks:
     """Connect by a file for this rendezvous alone, on a file system that all ranks see.
 
     Args:
-        host: this machine's address that gloo is to listen at.
+        host: this machine's address, at which the rank listens.
+        timeout_s: how long an exchange waits for the other ranks.
     """
+    timeout = timedelta(seconds=timeout_s)
     leave_ranks()
     _listen_at(host)
     try:
-        _connect(rendezvous, point, device_type)
+        _connect(rendezvous, point, device_type, timeout)
     except RuntimeError as error:
         raise TrainerLost(
             f"rank {rendezvous.rank} could not connect to the other ranks: {first_line(error)}"
         ) from error
-    return ConnectedRanks(rendezvous, device_type=device_type)
+    return ConnectedRanks(rendezvous, device_type=device_type, timeout=timeout)
 
 
-def _connect(rendezvous: Rendezvous, point: Path, device_type: str) -> None:
+def _connect(rendezvous: Rendezvous, point: Path, device_type: str, timeout: timedelta) -> None:
     from torch import distributed
 
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
@@ -175,7 +189,7 @@ def _connect(rendezvous: Rendezvous, point: Path, device_type: str) -> None:
         store=store,
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S[device_type]),
+        timeout=timeout,
     )
 
 

@@ -34,8 +34,9 @@ class ShardedModel(nn.Module):
         for layer in layers_of(model):
             fully_shard(layer, mesh=mesh, mp_policy=layers)
         # Embedding, last norm and head stay gathered, in float32, until the backward pass is over:
-        # chunks of the head are computed again in it.
-        fully_shard(self, mesh=mesh, reshard_after_forward=False)
+        # chunks of the head are computed again in it. A reference has none.
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        fully_shard(self, mesh=mesh, reshard_after_forward=not is_trained)
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 # A loss is divided by the size of its minibatch: ranks add up their gradients.

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
+from areal_flow.config import TrainerSettings
 from areal_flow.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
 from areal_flow.planning.virtual_time import run_in_virtual_time
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import connect_ranks
+from areal_flow.trainer.replicas import (
+    ConnectedRanks,
+    _listen_at,
+    connect_ranks,
+    leave_ranks,
+)
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
+from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 
 HASHES = PolicyHashes("weights", "served")
@@ -72,6 +83,53 @@ def test_rank_that_was_replaced_while_its_group_connects_is_refused(tmp_path: Pa
     store.add("came-1", 1)
     with pytest.raises(TrainerLost, match="rank 1 was replaced"):
         connect_ranks(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[ConnectedRanks]:
+    point = tmp_path / "point"
+    yield connect_ranks(Rendezvous("one", 0, 1), point, host="127.0.0.1", timeout_s=700.0)
+    leave_ranks()
+
+
+def test_exchanges_of_all_ranks_and_of_copies_wait_as_long_as_the_recipe_says(
+    one_rank: ConnectedRanks,
+) -> None:
+    """The others wait for the leader's checkpoint, too."""
+    groups = [torch.distributed.group.WORLD, *one_rank.mesh(1).get_all_groups()]
+    for group in groups:
+        assert group is not None
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=700)
+
+
+def test_ranks_listen_at_the_interface_of_their_host(
+    one_rank: ConnectedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's name is exact, and one that the user gave stays."""
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={loopback}"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    _listen_at("127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_a_reference_is_gathered_for_its_passes_alone(one_rank: ConnectedRanks) -> None:
+    backend = TrainerBackend(small_policy(), TrainerSettings(), one_rank)
+    reference = small_policy(seed=1)
+    backend.hold_reference(reference)
+    embedding = reference.get_input_embeddings()
+    gathered = []
+
+    def note(*_: Any) -> None:
+        gathered.append(not isinstance(embedding.weight, DTensor))
+
+    embedding.register_forward_hook(note)
+    how = StepSettings(ALGORITHMS["decoupled_ppo"](kl_coefficient=0.1), temperature=1.0, seed=0)
+    train_step(backend, make_sequences(), step=1, settings=how)
+    assert gathered
+    assert all(gathered)
+    assert isinstance(embedding.weight, DTensor)
 
 
 class FakeRanks:

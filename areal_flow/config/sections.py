@@ -129,7 +129,7 @@ class TrainerSettings(Settings):
     """How trainer ranks share policy and sequences."""
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
     """Keep activations for the backward pass, keep those of products and attention only, recompute
-    all (a third more work), or move all to main memory."""
+    all (a third more work), or move those of layers to main memory."""
     dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Of the passes; master weights stay float32. `tf32`: float32 that a GPU multiplies in TF32."""
     kernels: Literal["compiled", "eager", "deterministic"] = "compiled"

@@ -15,7 +15,8 @@ from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.planning.cards import GIB, card_bytes
-from areal_flow.planning.memory import RESERVED_BYTES, RankMemory
+from areal_flow.planning.memory import RankMemory
+from areal_flow.trainer.kernels import RESERVED_BYTES
 
 ENGINE_BYTES = 2 * GIB
 """What vLLM takes beside weights and cache: its context, graphs and the passes' activations."""

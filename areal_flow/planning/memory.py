@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,12 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_flow.config import LoraSettings, Recipe, TrainerSettings
+from areal_flow.config import LoraSettings, Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.models import reward_model, segments
 from areal_flow.models.linear import OneDnnLinear
@@ -44,6 +43,7 @@ from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.passes_tracker import PassesTracker
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer import activations, critic, linear_logprobs, passes
+from areal_flow.trainer.kernels import RESERVED_BYTES
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.trainer.sequences import TrainingSequence
@@ -51,8 +51,6 @@ from areal_flow.trainer.step import train_step
 from areal_flow.types import Rendezvous, VersionSpan
 from areal_flow.weights.channel import HashingWriter
 
-RESERVED_BYTES = 2**30
-"""CUDA's context, NCCL's buffers and cuBLAS's workspace."""
 FRAGMENTATION = 0.05
 """Of the peak: what the caching allocator holds in parts too small to be used."""
 
@@ -225,9 +223,6 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
     What a GPU offloads is not there until it comes back. What comes to the host is real.
     """
 
-    def offloaded(settings: TrainerSettings) -> Any:
-        return _Elsewhere() if settings.activations == "offload" else nullcontext()
-
     chunks_of = linear_logprobs._chunks
 
     def few_chunks(*of: int) -> list[slice]:
@@ -244,7 +239,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
         (segments, "has_kernels", lambda device: on_cuda),
         (passes, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
-        *([(activations, "offloaded", offloaded)] if on_cuda else []),
+        *([(activations, "MainMemoryCopy", _Elsewhere)] if on_cuda else []),
         *([] if all_chunks else [(linear_logprobs, "_chunks", few_chunks)]),
     ]
     own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
@@ -267,14 +262,14 @@ def _zeros_like_on_host(values: Tensor) -> Tensor:
         return torch.zeros(values.shape, dtype=torch.float64)
 
 
-class _Elsewhere(saved_tensors_hooks):
+class _Elsewhere:
     """Keeps of a tensor what it takes to make another without content."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            lambda tensor: (tensor.shape, tensor.stride(), tensor.dtype),
-            lambda kept: torch.empty_strided(*kept[:2], dtype=kept[2]),
-        )
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+    def restored(self) -> Tensor:
+        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
 
 
 @contextmanager

@@ -8,11 +8,13 @@ again what costs less than to read it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -45,26 +47,65 @@ def choose_activations(model: Any, settings: TrainerSettings) -> None:
 
     Without transformers' own switch, which asks for training mode.
     """
-    contexts: Any
-    if settings.activations == "recompute":
-        contexts = noop_context_fn
-    elif settings.activations == "selective" and not compiles_layers(settings):
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
-    else:
-        return
+    copies: Copies = WeakValueDictionary()
     for layer in layers_of(model):
-        layer.forward = partial(_recomputed, layer.forward, contexts)
+        if settings.activations == "recompute":
+            layer.forward = partial(_recomputed, layer.forward, noop_context_fn)
+        elif settings.activations == "selective" and not compiles_layers(settings):
+            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            layer.forward = partial(_recomputed, layer.forward, contexts)
+        elif settings.activations == "offload":
+            layer.forward = partial(_offloaded, layer, layer.forward, copies)
 
 
-def offloaded(settings: TrainerSettings) -> AbstractContextManager[object]:
-    """Have what a pass keeps go to main memory; on a GPU nobody waits for the copies.
+class MainMemoryCopy:
+    """A tensor in main memory; on a GPU nobody waits for the copies.
 
-    Called by the module's name: who plans a GPU's memory on a CPU replaces it.
+    Looked up in this module at each call, so that the memory planner can replace it.
     """
-    if settings.activations != "offload":
-        return nullcontext()
-    on_gpu = torch.device(settings.device).type == "cuda"
-    return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._restored: Callable[[], Tensor | None] = lambda: None
+
+    def restored(self) -> Tensor:
+        """Return the tensor on its device: the same one for as long as somebody has it."""
+        tensor = self._restored()
+        if tensor is None:
+            tensor = self._copy.to(self._device, non_blocking=True, copy=True)
+            self._restored = ref(tensor)
+        return tensor
+
+
+Copies = WeakValueDictionary[Any, MainMemoryCopy]
+"""Of all layers, which have some tensors in common; as long as a backward pass needs them."""
+
+
+def _offloaded(
+    layer: Any, forward: Callable[..., Any], copies: Copies, *given: Any, **named: Any
+) -> Any:
+    """Run a layer; what it keeps goes to main memory, each tensor once, but for its weights."""
+    weights = {StorageWeakRef(weight.untyped_storage()) for weight in layer.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor | MainMemoryCopy:
+        storage = StorageWeakRef(tensor.untyped_storage())  # no later one has its address
+        if storage in weights:
+            return tensor
+        view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = (storage, tensor._version, *view)
+        copy = copies.get(key)
+        if copy is None:
+            copy = copies[key] = MainMemoryCopy(tensor)
+        return copy
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        return forward(*given, **named)
+
+
+def _unpacked(kept: Tensor | MainMemoryCopy) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.restored()
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Any, *given: Any, **named: Any) -> Any:

@@ -16,6 +16,9 @@ from areal_flow.models.policy import layers_of
 BACKEND = "inductor"
 """Of torch.compile."""
 
+RESERVED_BYTES = 2**30
+"""What a process takes of a GPU beside tensors: CUDA's context, buffers of NCCL, workspaces."""
+
 DEVICE_ERRORS = ("CUDA error", "CUDA out of memory", "cuDNN error", "Triton Error [CUDA]")
 """What messages of libraries on a GPU contain, which raise a plain `RuntimeError`."""
 
@@ -33,6 +36,12 @@ def set_precision(settings: TrainerSettings) -> None:
     if deterministic != torch.are_deterministic_algorithms_enabled():  # loads torch's compiler
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def bound_memory(share: float) -> None:
+    """Have this process run out of memory at its share of a GPU's, `RESERVED_BYTES` included."""
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction(max(0.0, share - RESERVED_BYTES / total))
 
 
 def is_device_error(error: BaseException) -> bool:

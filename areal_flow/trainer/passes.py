@@ -26,7 +26,6 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.models.transfer import to_host
-from areal_flow.trainer import activations
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies, top_logprobs
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
@@ -164,8 +163,7 @@ class Passes:
         """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
         aggregate, found = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
-            with activations.offloaded(self.settings):
-                policy_loss = loss_of(micro)
+            policy_loss = loss_of(micro)
             loss = aggregate(
                 policy_loss.losses_T,
                 micro.sequence_M,

@@ -19,6 +19,7 @@ from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import SKIPPED_UPDATES
+from areal_flow.trainer import activations
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
@@ -351,3 +352,27 @@ def test_loaded_optimizer_state_follows_its_parameters_device() -> None:
         for name, tensor in elsewhere.named_state().items()
     }
     assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "cpu"}
+
+
+def test_offloaded_layers_copy_each_activation_once_and_no_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[torch.Tensor] = []  # holds them: no later tensor has the memory of an earlier one
+
+    class Noted(activations.MainMemoryCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(tensor)
+            copied.append(tensor)
+
+    monkeypatch.setattr(activations, "MainMemoryCopy", Noted)
+    steps = []
+    for how in ("keep", "offload"):
+        backend = state(activations=how)
+        numbers = train_step(backend, make_sequences(), step=1, settings=settings())
+        steps.append([numbers.losses, numbers.grad_norms, backend.fingerprint()])
+    assert steps[0] == steps[1]
+    weights = {weight.data_ptr() for weight in backend.policy.parameters()}
+    places = [(each.data_ptr(), each.shape, each.stride()) for each in copied]
+    assert copied
+    assert not weights & {pointer for pointer, *_ in places}
+    assert len(places) == len({*places})

@@ -175,6 +175,7 @@ def _rank() -> TrainerRank:
 
     def make() -> TrainerRank:
         require_carrier(context.recipe)
+        _leave_generator_memory(context.recipe)
         channel = ChosenChannel(
             layout.weights_of(context.writer_epoch),
             context.recipe.weights_medium,
@@ -183,6 +184,19 @@ def _rank() -> TrainerRank:
         return TrainerRank(layout, context.recipe, channel=channel, read_rows=rows)
 
     return context.ensure(TrainerRank, make)
+
+
+def _leave_generator_memory(recipe: Recipe) -> None:
+    """Keep this process from the memory of a vLLM that works beside it on the same GPU.
+
+    A vLLM that starts again demands its whole part, which a trainer could have grown into.
+    """
+    from areal_flow.generation.registry import choose_engine
+    from areal_flow.trainer.kernels import bound_memory
+
+    beside = recipe.shares_card and not recipe.takes_turns
+    if beside and choose_engine(recipe.generation).name == "vllm":
+        bound_memory(1 - recipe.generation.vllm.gpu_memory_utilization)
 
 
 def require_carrier(recipe: Recipe) -> None:

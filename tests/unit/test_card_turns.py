@@ -19,6 +19,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.card_turns import CardTurns
 from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
 from areal_flow.cluster.trainer_replicas import DaskTrainer
+from areal_flow.cluster.trainer_tasks import _leave_generator_memory
 from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
 from areal_flow.errors import EngineError, TrainerLost
@@ -332,3 +333,24 @@ def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awa
 
     within_seconds(resume())
     assert driver.happened == ["start", "generate"]
+
+
+def test_a_trainer_beside_vllm_keeps_to_its_part_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without turns: a vLLM that starts again demands its own part."""
+    fractions: list[float] = []
+    gpu = SimpleNamespace(total_memory=20 * GIB)
+    monkeypatch.setattr(registry, "installed_vllm", lambda device: device == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    generation = {"device": "cuda", "vllm": {"gpu_memory_utilization": 0.4}}
+    for recipe in (
+        in_turns(generation=generation),
+        in_turns(generation={"device": "cuda", "engine": "torch"}, schedule="async"),
+        in_turns(generation=generation, schedule="async", cluster={"num_gpus": 2}),
+    ):
+        _leave_generator_memory(recipe)
+    assert fractions == []
+    _leave_generator_memory(in_turns(generation=generation, schedule="async"))
+    assert fractions == [pytest.approx(0.6 - 1 / 20)]

@@ -4,29 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Set
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from distributed import Client
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.types import ServedWeights
-from areal_flow.weights.channel import WeightsWriter
 
-ACKNOWLEDGE_TIMEOUT_S = 30.0
-"""How long a generator may take to load weights before it is replaced and its tasks run again."""
-
+MIN_TIMEOUT_S = 30.0
+SLOWEST_BYTES_PER_S = 50e6
+"""A generator that reads weights more slowly than this is replaced, and its tasks run again."""
 LISTEN_EVERY_S = 0.5
+
+
+class PublishedWeights(Protocol):
+    """The driver's end of a channel."""
+
+    def publish(self, version: int) -> None:
+        """Make staged weights the newest."""
+
+    def num_bytes(self, version: int) -> int:
+        """Return the size of a published version."""
 
 
 class DaskWeights:
     """Publishes in the channel, then asks every generator to load."""
 
-    def __init__(self, client: Client, channel: WeightsWriter, pool: WorkerPool) -> None:
+    def __init__(
+        self,
+        client: Client,
+        channel: PublishedWeights,
+        pool: WorkerPool,
+        *,
+        load_timeout_s: float = 0.0,
+    ) -> None:
         self._client = client
         self._channel = channel
         self._pool = pool
+        self._load_timeout_s = load_timeout_s
         self._forked: dict[int, set[str]] = {}
 
     def note_restored(self, version: int, served_hash: str) -> None:
@@ -42,33 +61,64 @@ class DaskWeights:
         `health` replaces a silent one; the new process loads the newest weights.
         """
         generators = self._pool.registry.present("generator")
-        loads = (self._load(version, served_hash, record) for record in generators)
+        timeout_s = self._load_timeout_s
+        if not timeout_s:
+            num_bytes = await asyncio.to_thread(self._channel.num_bytes, version)
+            timeout_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        loads = (self._load(version, served_hash, record, timeout_s) for record in generators)
         return [served for served in await asyncio.gather(*loads) if served]
 
     async def _load(
-        self, version: int, served_hash: str, record: WorkerRecord
+        self, version: int, served_hash: str, record: WorkerRecord, timeout_s: float
     ) -> ServedWeights | None:
         """Wait for one generator; replace it if it loads other weights than the trainer's."""
         address = record.address
-        load = await answer_of(self._client, record, generator_tasks.load_weights, version)
+        load = await answer_of(
+            self._client,
+            record,
+            generator_tasks.load_weights,
+            version,
+            timeout_s=timeout_s,
+            progress=partial(self._drained_s, address),
+        )
         accepted = {served_hash, *self._forked.get(version, ())}
         served, refusal = _acknowledged(load, version, accepted)
         if refusal and not record.is_silent:
             await self._pool.replace(address, why=refusal)
         return served
 
+    def _drained_s(self, address: str) -> float:
+        """Return for how long a generator has decoded, if its weights wait for completions; or 0.
+
+        A heartbeat carries both.
+        """
+        worker = self._pool.scheduler.workers.get(address)
+        engine = worker.metrics.get(ENGINE_METRIC) if worker else None
+        return engine["busy_seconds_total"] if engine and engine.get("draining") else 0.0
+
 
 async def answer_of(
-    client: Client, record: WorkerRecord, function: Callable[..., Any], *arguments: Any
+    client: Client,
+    record: WorkerRecord,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = MIN_TIMEOUT_S,
+    progress: Callable[[], float] = lambda: 0.0,
 ) -> asyncio.Future[dict[str, Any]]:
-    """Return a generator's answer; it is not done if the generator is silent, or takes too long."""
+    """Return a generator's answer; it is not done if the generator is silent, or takes too long.
+
+    Args:
+        timeout_s: since it was asked, or since `progress` last grew.
+    """
     asked = client.run(function, *arguments, workers=[record.address], on_error="return")
     answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(asked)
     clock = asyncio.get_running_loop().time
-    deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
+    deadline, reached = clock() + timeout_s, 0.0
     try:
         while not answer.done() and clock() < deadline and not record.is_silent:
             await asyncio.wait([answer], timeout=LISTEN_EVERY_S)
+            if (now := progress()) > reached:
+                deadline, reached = clock() + timeout_s, now
     except asyncio.CancelledError:
         answer.cancel()  # else it ends with the cluster, and its error is printed
         raise

@@ -224,7 +224,10 @@ class Engine(Protocol):
         """Return totals since the engine was made, also after it was closed."""
 
     def occupancy(self) -> dict[str, float]:
-        """Return what it holds now: `batch_size`, `queue_length`, `cache_fraction`, if known."""
+        """Return what it holds now: `batch_size`, `queue_length`, `cache_fraction`, if known.
+
+        `draining` is 1 while loaded weights wait for running completions.
+        """
 
     def close(self) -> None:
         """Free what it holds; requests that still wait get an `EngineError`. Again is fine."""

@@ -131,7 +131,7 @@ class ThreadedEngine:
         return EngineStats(self._incarnation, self._num_tokens, busy_s, self._stall_s, elapsed_s)
 
     def occupancy(self) -> dict[str, float]:
-        return self._core.occupancy()
+        return {**self._core.occupancy(), "draining": float(bool(self._loads))}
 
     def close(self) -> None:
         """End the thread after its current step; requests that still wait get an `EngineError`."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DELTA_FILE = "delta.safetensors"
 HASH_FILE = "hash"
+BYTES_FILE = "num_bytes"
+"""Of all tensors, whatever part of them a version's own files have."""
 
 KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
@@ -142,6 +144,8 @@ class DirectoryWriter:
             with ThreadPoolExecutor(1) as thread:
                 hashed = content.add_beside(in_main_memory(tensors), thread=thread)
                 self._write(version, hashed, like=described(tensors))
+            num_bytes = sum(tensor.nbytes for tensor in described(tensors).values())
+            (directory / BYTES_FILE).write_text(str(num_bytes))
             (directory / HASH_FILE).write_text(content.hexdigest())
         except (OSError, SafetensorError) as error:
             raise StorageError(
@@ -249,6 +253,14 @@ def staged(root: Path, version: int) -> Path:
 
 def published_versions(root: Path) -> list[int]:
     return sorted(int(entry.name) for entry in root.glob("[0-9]*"))
+
+
+def num_published_bytes(root: Path, version: int) -> int:
+    """Return the size of a version's tensors; 0 if it is gone."""
+    try:
+        return int((published(root, version) / BYTES_FILE).read_text())
+    except OSError:
+        return 0
 
 
 def hash_of(directory: Path) -> str | None:

@@ -17,7 +17,12 @@ from typing import Any
 from areal_flow.errors import ConfigError, StorageError
 from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.channel import described
-from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
+from areal_flow.weights.directory import (
+    KEEP_VERSIONS,
+    DirectoryReader,
+    DirectoryWriter,
+    num_published_bytes,
+)
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import (
     SHARED_MEMORY,
@@ -66,6 +71,10 @@ class ChosenChannel:
 
     def publish(self, version: int) -> None:
         self._writer().publish(version)
+
+    def num_bytes(self, version: int) -> int:
+        """Return the size of a published version; 0 if it is gone."""
+        return num_published_bytes(self.root, version)
 
     def newest(self) -> int:
         return self._reader().newest()

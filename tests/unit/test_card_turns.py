@@ -30,12 +30,14 @@ from areal_flow.planning.cards import GIB
 from areal_flow.run.card_lock import ALONE, card_lock
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.pretrained import shapes_of
-from areal_flow.types import EngineStats
+from areal_flow.types import EngineStats, StepRequest
 from areal_flow.weights.directory import publish_model_directory
 from areal_flow.weights.media import ChosenChannel
 from tests.policies import write_model_directory
 
 EPOCH = 1
+
+REQUEST = StepRequest(1, "parent", 0, (), "digest", 0)
 
 
 def in_turns(**changed: Any) -> Recipe:
@@ -206,7 +208,7 @@ def test_generators_sleep_before_the_step_and_wake_before_they_load(driver: Driv
         trainer = driver.trainer("1", "2")
         await driver.role.serve(0)
         for version in (1, 2):
-            await trainer.step(None)  # type: ignore[arg-type]
+            await trainer.step(REQUEST)
             await driver.run(generator_tasks.load_weights, version, workers=["generator"])
         await driver.role.generate(None)  # type: ignore[arg-type]
 
@@ -270,7 +272,7 @@ def test_trainer_takes_its_turn_while_a_new_generator_waits_for_its_weights(
 def test_trainer_that_is_lost_is_restored_and_asked_again_in_its_turns(driver: Driver) -> None:
     async def train() -> None:
         await driver.role.serve(0)
-        await driver.trainer(TrainerLost("killed"), "1").step(None)  # type: ignore[arg-type]
+        await driver.trainer(TrainerLost("killed"), "1").step(REQUEST)
 
     within_seconds(train())
     turns = ["sleep", "step", "restore", "wake", "sleep", "step", "wake"]

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.weights_loading import ACKNOWLEDGE_TIMEOUT_S, DaskWeights
+from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
+from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.errors import WeightsError
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import ServedWeights
 from tests.fakes import MemoryWriter
+
+
+class Published(MemoryWriter):
+    """Published weights of some size."""
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes
+
+    def num_bytes(self, version: int) -> int:
+        return self._num_bytes
 
 
 class FakeClient:
@@ -50,14 +63,24 @@ class FakeGenerator:
 class FakeGenerators:
     """Two generators, one of which falls silent when it is stopped."""
 
-    def __init__(self, stopped_at: float | None = None) -> None:
+    def __init__(self, stopped_at: float | None = None, decodes_until: float | None = None) -> None:
         self.stopped_at = stopped_at
+        self._decodes_until = decodes_until
         self.replaced: list[str] = []
         self.why = ""
 
     @property
     def registry(self) -> FakeGenerators:
         return self
+
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        """What heartbeats say: the other one drains, and decodes for a while."""
+        if self._decodes_until is None:
+            return SimpleNamespace(workers={})
+        busy_s = min(asyncio.get_running_loop().time(), self._decodes_until)
+        engine = {"busy_seconds_total": busy_s, "draining": 1.0}
+        return SimpleNamespace(workers={"other": SimpleNamespace(metrics={ENGINE_METRIC: engine})})
 
     def present(self, role: str) -> list[FakeGenerator]:
         return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
@@ -67,9 +90,12 @@ class FakeGenerators:
         self.why = why
 
 
-def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
+def seconds_to_announce(
+    live: FakeGenerators, *, num_bytes: int = 0, load_timeout_s: float = 0.0, **load_s: float
+) -> float:
     async def announce() -> float:
-        weights = DaskWeights(FakeClient(load_s=load_s), MemoryWriter(), live)
+        client, published = FakeClient(load_s=load_s), Published(num_bytes)
+        weights = DaskWeights(client, published, live, load_timeout_s=load_timeout_s)
         await weights.load_everywhere(1, "recorded")
         return asyncio.get_running_loop().time()
 
@@ -92,7 +118,31 @@ def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -
 def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     live = FakeGenerators()
     waited = seconds_to_announce(live, healthy=0.2, other=1e9)
-    assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
+    assert waited == pytest.approx(MIN_TIMEOUT_S, abs=0.5)
+    assert live.replaced == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "load_timeout_s", "expected_s"),
+    [(64 * 10**9, 0.0, 1310.0), (64 * 10**9, 90.0, 90.0)],
+)
+def test_time_to_load_follows_from_the_size_unless_it_is_set(
+    num_bytes: int, load_timeout_s: float, expected_s: float
+) -> None:
+    live, options = FakeGenerators(), {"num_bytes": num_bytes, "load_timeout_s": load_timeout_s}
+    assert seconds_to_announce(live, other=expected_s - 1, **options) == expected_s - 1
+    assert live.replaced == []
+    assert seconds_to_announce(live, other=1e9, **options) == pytest.approx(expected_s, abs=0.5)
+    assert live.replaced == ["other"]
+
+
+def test_generator_that_drains_is_waited_for_while_it_decodes() -> None:
+    live = FakeGenerators(decodes_until=900.0)
+    assert seconds_to_announce(live, other=900.0) == 900.0
+    assert live.replaced == []
+    live = FakeGenerators(decodes_until=900.0)
+    waited = seconds_to_announce(live, other=1e9)
+    assert waited == pytest.approx(900 + MIN_TIMEOUT_S, abs=1)
     assert live.replaced == ["other"]
 
 
@@ -118,7 +168,7 @@ def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
 ) -> None:
     live = FakeGenerators()
     client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": found})
-    weights = DaskWeights(client, MemoryWriter(), live)
+    weights = DaskWeights(client, Published(), live)
     served = asyncio.run(weights.load_everywhere(1, "recorded"))
     assert live.why == why
     assert live.replaced == ["other"] * bool(why)
@@ -129,7 +179,7 @@ def test_weights_that_a_restored_trainer_published_again_are_accepted() -> None:
     live = FakeGenerators()
     forked = ServedWeights(1, "made by the replay", 0, 0)
     client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": forked})
-    weights = DaskWeights(client, MemoryWriter(), live)
+    weights = DaskWeights(client, Published(), live)
     weights.note_restored(1, "made by the replay")
     served = asyncio.run(weights.load_everywhere(1, "recorded"))
     assert (live.replaced, len(served)) == ([], 2)
@@ -138,7 +188,7 @@ def test_weights_that_a_restored_trainer_published_again_are_accepted() -> None:
 def test_weights_are_published_beside_the_event_loop() -> None:
     threads: list[int] = []
 
-    class SlowWriter(MemoryWriter):
+    class SlowWriter(Published):
         def publish(self, version: int) -> None:
             threads.append(threading.get_ident())
 

@@ -25,8 +25,7 @@ def end_at_given_lengths(load: Load) -> None:
     """End each completion at its own length: a member's seed is its place in the load."""
     lengths, parameters = load.lengths.ravel().tolist(), vllm_engine._parameters
 
-    def of_member(sampling: Sampling, seed: int | None) -> Any:
-        assert seed is not None, "completions are seeded on a CPU"
+    def of_member(sampling: Sampling, seed: int) -> Any:
         return parameters(replace(sampling, max_new_tokens=lengths[seed]), seed)
 
     vllm_engine._parameters = of_member

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
@@ -139,6 +141,30 @@ def test_model_that_is_computed_otherwise_is_refused(subject: Subject, tmp_path:
     check_logprobs(engine, tmp_path, subject.weights(0), SETTINGS)
     with pytest.raises(ModelError, match=r"differ by \S+ in the mean.*to 'torch'"):
         check_logprobs(engine, tmp_path, subject.weights(1), SETTINGS)
+
+
+def test_vllm_warns_of_layers_without_new_weights_alone(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of sines of positions, which no checkpoint has: they stay as they are."""
+    engine: Any = subject.make()
+    warned: list[str] = []
+    monkeypatch.setattr(layerwise.logger, "warning", lambda _, layer: warned.append(layer))
+    worker = engine._core.llm.engine_core.engine_core.model_executor.driver_worker
+    model = worker.model_runner.model
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert any("cos_sin_cache" in name for name in before)
+    engine.load_weights(subject.weights(1), version=1)
+    assert warned == []
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    load = TransferEngine._load
+
+    def without_norm(engine: TransferEngine, tensors: Mapping[str, Any]) -> Any:
+        return load(engine, {n: t for n, t in tensors.items() if n != "model.norm.weight"})
+
+    monkeypatch.setattr(TransferEngine, "_load", without_norm)
+    engine.load_weights(subject.weights(2), version=2)
+    assert warned == ["RMSNorm"]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from vllm.distributed import weight_transfer as vllm_transfer
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from areal_flow.errors import WeightsError
 from areal_flow.generation.vllm.weights import ServedTensors
@@ -63,6 +64,13 @@ class TransferEngine(vllm_transfer.WeightTransferEngine[Any, Any]):
     def start_weight_update(self) -> None:
         self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         reload.initialize_layerwise_reload(self.model)
+        for module in self.model.modules():
+            if not module._parameters and module._non_persistent_buffers_set.issuperset(
+                module._buffers
+            ):
+                # What it has is computed, such as sines of positions, and stays. No checkpoint has
+                # it, so vLLM would warn that nothing was loaded.
+                get_layerwise_info(module).load_numel_total = 0
 
     def receive_weights(self, update_info: Any) -> None:
         """Take a `CardTransfer.message`; or `tensors`, as a mapping or as a file in memory.

@@ -93,9 +93,6 @@ class ClusterSettings(Settings):
     """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
     """Of Dask's dashboard on 127.0.0.1; 0: any free port."""
-    load_timeout_s: float = Field(0.0, ge=0)
-    """A generator that takes longer to load new weights is replaced; the completions that it
-    finishes first with `interruption = "drain"` do not count. 0: 30 s, and 1 s for each 50 MB."""
     silent_after_s: float = Field(10.0, ge=1)
     """A worker without heartbeat and processor time for so long is replaced."""
 

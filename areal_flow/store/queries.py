@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,7 @@ from areal_flow.store.dataset import (
     open_dataset,
     read_rows,
 )
-from areal_flow.store.ledger import read_steps
+from areal_flow.store.ledger import STEPS, read_steps
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, with_row_columns
 from areal_flow.tokenizer.directory import texts_of, tokenizer_of
@@ -41,6 +43,9 @@ from schemas.content import row_arrays
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_BY_LANCE = "Invalid user input: "
+_PLACE_IN_LANCE = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
 
 
 class Run:
@@ -101,7 +106,8 @@ class Run:
 
         Each metric of the algorithm is a column, too, which `where` does not know.
         """
-        steps = read_steps(self.layout, columns, where)
+        with _explained("steps", columns, where, STEPS.names):
+            steps = read_steps(self.layout, columns, where)
         return convert(steps, format)
 
     def evaluations(
@@ -147,7 +153,7 @@ class Run:
     def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
         """As `trajectory`, in a connection that `database` made."""
         found = database.sql(
-            "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
+            "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[str(trajectory_id)]
         )
         rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
         if not rows:
@@ -240,11 +246,14 @@ class Run:
     ) -> Any:
         refuse_row_columns(where)
         by_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
-        if format == "duckdb" and not by_lance:
-            relation = empty_database().from_arrow(open_dataset(getattr(self.layout, log)))
-            relation = relation.filter(where) if where else relation
-            return relation.select(*columns) if columns else relation
-        return convert(read_rows(self.layout, log, columns, where), format)
+        stored = open_dataset(getattr(self.layout, log))
+        with _explained(log, columns, where, stored.schema.names):
+            if format == "duckdb" and not by_lance:
+                relation = empty_database().from_arrow(stored)
+                relation = relation.filter(where) if where else relation
+                return relation.select(*columns) if columns else relation
+            rows = read_rows(self.layout, log, columns, where)
+        return convert(rows, format)
 
     def _read_view(
         self,
@@ -254,16 +263,32 @@ class Run:
         at: int | None,
     ) -> Any:
         relation = self.database(at=at).table("trajectories")
-        try:
+        with _explained("", columns, where, sorted(relation.columns)):
             found = relation.filter(where) if where else relation
             found = found.select(*columns) if columns else found
-        except duckdb.Error as error:
-            raise RunError(
-                f"expected columns and a condition over trajectories, found {columns} and "
-                f"{where!r}: {str(error).splitlines()[0]}. Columns are: "
-                f"{', '.join(sorted(relation.columns))}"
-            ) from None
-        return found if format == "duckdb" else convert(found.to_arrow_table(), format)
+            if format == "duckdb":
+                return found
+            rows = found.to_arrow_table()
+        return convert(rows, format)
+
+
+@contextmanager
+def _explained(
+    log: str, columns: Sequence[str] | None, where: str | None, known: Sequence[str]
+) -> Iterator[None]:
+    """Explain a wrong column or condition; `log` is empty of the view of trajectories."""
+    try:
+        yield
+    except (duckdb.Error, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith(_BY_LANCE):
+            raise
+        reason = str(error).splitlines()[0].removeprefix(_BY_LANCE)
+        reason = _PLACE_IN_LANCE.sub("", reason.removeprefix("Schema error: "))
+        more = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
+        raise RunError(
+            f"expected columns and a condition over {log or 'trajectories'}, found {columns} and "
+            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(known)}{more}"
+        ) from None
 
 
 def _until(step: int | None) -> str | None:

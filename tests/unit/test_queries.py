@@ -495,3 +495,36 @@ def test_trajectories_with_texts_travel_in_time_and_name_the_columns_there_are(
     for wrong in ({"columns": ["colour"]}, {"where": "colour = 1"}):
         with pytest.raises(RunError, match=r"colour.*Columns are: .*completion.*status"):
             run.trajectories(text=True, **wrong)
+
+
+@pytest.mark.parametrize("kind", ["pandas", "duckdb"])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"where": "step = 40"}, "step"),
+        ({"columns": ["status"]}, "status"),
+        ({"where": "reward = ="}, "pars|syntax"),
+    ],
+)
+def test_wrong_question_about_stored_trajectories_is_explained(
+    kind: TableFormat, wrong: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=1).root)
+    with pytest.raises(RunError, match=rf"found .*{reason}.*Columns are: .*text=True adds") as no:
+        run.trajectories(kind, **wrong)
+    assert ".rs:" not in str(no.value)
+    with pytest.raises(RunError, match="Columns are"):
+        run.trajectories("arrow", text=True, where="step = 'x'")
+
+
+def test_wrong_question_about_steps_evaluations_or_one_trajectory_is_explained(
+    tmp_path: Path,
+) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=1, evaluated=True).root)
+    with pytest.raises(RunError, match=r"over steps, .*colour.*Columns are: step, "):
+        run.steps(where="colour = 1")
+    with pytest.raises(RunError, match=r"over evaluations, .*colour.*Columns are: evaluation, "):
+        run.evaluations(columns=["colour"])
+    number: Any = 1
+    with pytest.raises(RunError, match="r has no trajectory 1"):
+        run.trajectory(number)

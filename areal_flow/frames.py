@@ -26,6 +26,8 @@ def users_frames(frames: StackSummary) -> list[FrameSummary]:
 
 
 def is_users(frame: FrameSummary) -> bool:
+    if (frame.filename, frame.name) == ("<string>", "__init__"):
+        return False  # generated: a dataclass's own
     file = Path(frame.filename)
     return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))
 

@@ -32,7 +32,14 @@ from areal_flow.controller.changes import Changes
 from areal_flow.controller.flow_setup import FlowBackends, InitialState, RolledOut
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.ledger_row import Provenance, batch_digest, group_seeds, step_row
-from areal_flow.errors import ArealFlowError, EngineError, EpisodeError, SchemaError, WeightsError
+from areal_flow.errors import (
+    ArealFlowError,
+    EngineError,
+    EpisodeError,
+    RewardError,
+    SchemaError,
+    WeightsError,
+)
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
@@ -219,7 +226,7 @@ class Flow(Changes):
             self._failed_since = [i for i in self._failed_since if i > self._newest_success]
             return
         cause = receipt.member_errors[-1] if receipt.member_errors else "no member was scored"
-        self._count_failure(receipt.submission_index, ArealFlowError(cause))
+        self._count_failure(receipt.submission_index, RewardError(cause))
 
     # Training
 

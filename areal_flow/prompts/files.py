@@ -1,11 +1,12 @@
 """Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line.
 
-A file with bad rows is refused, and the first ten of them are named.
+A file with bad rows is refused, and the first ten kinds of them are named.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -27,7 +28,7 @@ LANCE = ".lance"
 MAX_LINE_BYTES = 64 << 20
 BATCH_ROWS = 256
 MAX_NAMED = 10
-"""Bad rows in a message."""
+"""Kinds of bad rows in a message."""
 
 Made = TypeVar("Made")
 Place = tuple[Path, int]
@@ -108,14 +109,23 @@ def _id_of(found: Row | bytes) -> str:
 
 
 def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
-    ordered = [errors[place] for place in sorted(errors)]
-    if not ordered:
+    """Name bad rows in their order, in one line those whose reasons differ in numbers alone."""
+    if not errors:
         return
-    if len(ordered) == 1:
-        raise PromptError(f"{ordered[0]}. Mend it{advice}")
-    first = "the first ten" if len(ordered) > MAX_NAMED else "these"
-    named = "".join(f"\n  {error}" for error in ordered[:MAX_NAMED])
-    raise PromptError(f"{len(ordered)} rows are bad, {first}:{named}\nMend them{advice}")
+    of_reason: dict[str, list[str]] = {}
+    for place in sorted(errors):
+        text = str(errors[place])
+        reason = re.sub(r"\d+", "0", text.partition(": ")[2])
+        of_reason.setdefault(reason, []).append(text)
+    lines = [
+        texts[0] + (f" (and {len(texts) - 1} more such rows)" if len(texts) > 1 else "")
+        for texts in of_reason.values()
+    ]
+    if len(errors) == 1:
+        raise PromptError(f"{lines[0]}. Fix it{advice}")
+    first = f", the first {MAX_NAMED} kinds" if len(lines) > MAX_NAMED else ""
+    named = "".join(f"\n  {line}" for line in lines[:MAX_NAMED])
+    raise PromptError(f"{len(errors)} rows are bad{first}:{named}\nFix them{advice}")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:

@@ -231,7 +231,7 @@ def _reader(
 
 
 def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
-    skip = ", or use --skip-bad-rows"
+    skip = ", or set prompts.skip_bad_rows (--skip-bad-rows)"
     check = "; no row is good: prompts.question_field and prompts.answer_field name their fields"
     if not recipe.prompts.skip_bad_rows:
         refuse_bad_rows(bad_rows, advice=skip if num_good else check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class Which:
     """Which run to make or to go on with."""
 
     name: str | None = None
-    """Of the run's directory; recipe and time by default."""
+    """Of the run's directory; by default that of the recipe, or else of --data, and the time."""
     resume: str | None = None
     """The run to continue; only --num-steps and --max-minutes may change."""
     datasets: str = ""
@@ -81,7 +82,8 @@ def train(
                 "parent, with the settings given"
             )
         source = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
-    return _drive(TRAINING, source, which, given, folders, accept_verifier=accept_verifier)
+    how: Any = {"accept_verifier": accept_verifier, "data": data}
+    return _drive(TRAINING, source, which, given, folders, **how)
 
 
 def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
@@ -104,7 +106,7 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
         if data is not None:
             given["sft.path"] = str(data)
         if name == "sft":
-            return _drive(SFT, recipe, which, given, folders)
+            return _drive(SFT, recipe, which, given, folders, data=data)
         if which.resume is None:
             given["sft.objective"] = name
             recipe = recipe or Path(name)
@@ -128,6 +130,7 @@ def _drive(
     folders: Given,
     *,
     accept_verifier: bool = False,
+    data: Path | None = None,
 ) -> int:
     from pipelines.console.run_log import print_as
     from pipelines.jobs import job as jobs
@@ -146,7 +149,8 @@ def _drive(
         if which.take_over or accept_verifier:
             raise ConfigError("--take-over and --accept-verifier go with --resume")
         stem, recipe = jobs.chosen_recipe(source or jobs.DEFAULT_RECIPE, over, spelling=OPTION)
-        layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
+        named = re.sub(r"[^\w.-]+", "-", data.stem) if data and not source else stem
+        layout = run_layout(folders.runs, which.name or jobs.default_name(named))
         print_as(which.log_format, layout.name)
         fork = source if isinstance(source, Fork) else None
         outcome = jobs.start(

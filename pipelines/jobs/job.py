@@ -24,7 +24,7 @@ from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.command import command, from_here
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.errors import ConfigError, EpisodeError, RewardError, RunError
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.directory import State, create_run, hold_run, leave_run, removed_on_failure
 from areal_flow.run.durable import replace_file
@@ -48,6 +48,10 @@ DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
 MAY_CHANGE = ("num_steps", "max_minutes")
 """Settings that a resume may change."""
 _BUCKET = re.compile(r"s3://[^/\s]+(/\S+)?")
+_ACCEPT = (
+    "\nIf you fix a verifier or an agent first, add --accept-verifier (in Python "
+    "accept_verifier=True): a run keeps the code that scores"
+)
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 
 logger = logging.getLogger(__name__)
@@ -277,6 +281,7 @@ def _drive(
     began: float,
 ) -> Outcome:
     state: State = "failed"
+    is_of_user_code = False
     drive = partial(
         job.drive, layout, recipe, writer=writer, template=template, resume=resume, began=began
     )
@@ -287,12 +292,15 @@ def _drive(
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             state = "stopped"
         reason = str(error)[:500]
+        is_of_user_code = isinstance(error, RewardError | EpisodeError)
         log(f"{type(error).__name__}: {error}")
         raise
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
         if state != "finished":
             said = f"Everything committed is safe. Continue with: {_resumption(job, layout)}"
+            if is_of_user_code:
+                said += _ACCEPT
             # A notebook shows standard error in red, as a failure.
             print(said, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
             log(said)

@@ -128,19 +128,34 @@ def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayou
     assert prepare_prompts(recipe(path), layout).num_train == 16
 
 
-def test_first_ten_bad_rows_are_named_at_once_in_the_order_of_the_file(
+def test_first_ten_kinds_of_bad_rows_are_named_at_once_in_the_order_of_the_file(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     bad = {2, *range(5, 60, 5)}  # of lines, from 1: held-out rows and others
-    rows: list[Any] = ["{" if line in bad else good(line) for line in range(1, 60)]
+    rows: list[Any] = [
+        {"question": "?", "answer": chr(ord("a") + line % 26)} if line in bad else good(line)
+        for line in range(1, 60)
+    ]
     path = write_rows(tmp_path / "p.jsonl", rows)
     with pytest.raises(PromptError) as raised:
         prepare_prompts(recipe(path), layout)
     first, *named, last = str(raised.value).splitlines()
-    assert first == f"{len(bad)} rows are bad, the first ten:"
+    assert first == f"{len(bad)} rows are bad, the first 10 kinds:"
     lines = [int(text.partition("line ")[2].partition(":")[0]) for text in named]
     assert lines == sorted(bad)[:10]
-    assert last == "Mend them, or use --skip-bad-rows"
+    assert last == "Fix them, or set prompts.skip_bad_rows (--skip-bad-rows)"
+
+
+def test_rows_that_are_bad_for_one_reason_are_named_once(tmp_path: Path, layout: RunLayout) -> None:
+    rows = [good(line) if line % 3 else {"question": "?"} for line in range(60)]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    with pytest.raises(PromptError) as raised:
+        prepare_prompts(recipe(path), layout)
+    first, named, _ = str(raised.value).splitlines()
+    assert first == "20 rows are bad:"
+    assert named.endswith(
+        "p.jsonl, line 1: field 'answer' is missing; found fields: question (and 19 more such rows)"
+    )
 
 
 def prepared(recipe: Recipe, layout: RunLayout) -> list[Prompt]:
@@ -235,10 +250,10 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
         ),
         (
             {"messages": [], "answer": "1"},
-            'set prompts.question_field = "messages". Mend',
+            'set prompts.question_field = "messages". Fix',
         ),
         ({"question": "q", "ground_truth": 3}, 'set prompts.answer_field = "ground_truth"'),
-        ({"text": "q", "answer": "1"}, "found fields: answer, text. Mend it"),
+        ({"text": "q", "answer": "1"}, "found fields: answer, text. Fix it"),
     ],
 )
 def test_missing_field_comes_with_the_setting_that_takes_the_one_that_is_there(

@@ -161,7 +161,7 @@ def test_verifier_that_raises_costs_only_its_own_completion() -> None:
 def test_reward_that_is_not_finite_is_an_error() -> None:
     (score,) = scores_of(lambda prompt, completion, answer: float("nan"), "a")
     assert score.reward is None
-    assert "finite" in score.error
+    assert score.error == "ValueError: expected a finite reward, found nan"
 
 
 def test_function_gets_what_it_names_and_all_columns_if_it_takes_them() -> None:

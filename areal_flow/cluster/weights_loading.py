@@ -16,7 +16,7 @@ from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.types import ServedWeights
 
 MIN_TIMEOUT_S = 30.0
-SLOWEST_BYTES_PER_S = 50e6
+SLOWEST_BYTES_PER_S = 20e6
 """A generator that reads weights more slowly than this is replaced, and its tasks run again."""
 LISTEN_EVERY_S = 0.5
 
@@ -34,18 +34,10 @@ class PublishedWeights(Protocol):
 class DaskWeights:
     """Publishes in the channel, then asks every generator to load."""
 
-    def __init__(
-        self,
-        client: Client,
-        channel: PublishedWeights,
-        pool: WorkerPool,
-        *,
-        load_timeout_s: float = 0.0,
-    ) -> None:
+    def __init__(self, client: Client, channel: PublishedWeights, pool: WorkerPool) -> None:
         self._client = client
         self._channel = channel
         self._pool = pool
-        self._load_timeout_s = load_timeout_s
         self._forked: dict[int, set[str]] = {}
 
     def note_restored(self, version: int, served_hash: str) -> None:
@@ -61,10 +53,8 @@ class DaskWeights:
         `health` replaces a silent one; the new process loads the newest weights.
         """
         generators = self._pool.registry.present("generator")
-        timeout_s = self._load_timeout_s
-        if not timeout_s:
-            num_bytes = await asyncio.to_thread(self._channel.num_bytes, version)
-            timeout_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        num_bytes = await asyncio.to_thread(self._channel.num_bytes, version)
+        timeout_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
         loads = (self._load(version, served_hash, record, timeout_s) for record in generators)
         return [served for served in await asyncio.gather(*loads) if served]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from areal_flow.settings import Settings
 
 Medium = Literal["auto", "directory", "shared_memory", "broadcast"]
@@ -25,6 +23,3 @@ class WeightsSettings(Settings):
     medium: Medium = "auto"
     """Files in the run directory, shared memory of this machine, or a broadcast over the network;
     auto: shared memory if every worker is on it and six copies fit, else files."""
-    load_timeout_s: float = Field(0.0, ge=0)
-    """A generator that takes longer to load new weights is replaced; the completions that it
-    finishes first with `interruption = "drain"` do not count. 0: 30 s, and 1 s for each 50 MB."""

@@ -116,8 +116,7 @@ class Training:
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(cluster.client, self.channel, pool)
-        timeout_s = recipe.weights.load_timeout_s
-        self.weights = DaskWeights(cluster.client, self.channel, pool, load_timeout_s=timeout_s)
+        self.weights = DaskWeights(cluster.client, self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
+from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, SLOWEST_BYTES_PER_S, DaskWeights
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.errors import WeightsError
 from areal_flow.planning.virtual_time import run_in_virtual_time
@@ -90,12 +90,9 @@ class FakeGenerators:
         self.why = why
 
 
-def seconds_to_announce(
-    live: FakeGenerators, *, num_bytes: int = 0, load_timeout_s: float = 0.0, **load_s: float
-) -> float:
+def seconds_to_announce(live: FakeGenerators, *, num_bytes: int = 0, **load_s: float) -> float:
     async def announce() -> float:
-        client, published = FakeClient(load_s=load_s), Published(num_bytes)
-        weights = DaskWeights(client, published, live, load_timeout_s=load_timeout_s)
+        weights = DaskWeights(FakeClient(load_s=load_s), Published(num_bytes), live)
         await weights.load_everywhere(1, "recorded")
         return asyncio.get_running_loop().time()
 
@@ -122,17 +119,13 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     assert live.replaced == ["other"]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "load_timeout_s", "expected_s"),
-    [(64 * 10**9, 0.0, 1310.0), (64 * 10**9, 90.0, 90.0)],
-)
-def test_time_to_load_follows_from_the_size_unless_it_is_set(
-    num_bytes: int, load_timeout_s: float, expected_s: float
-) -> None:
-    live, options = FakeGenerators(), {"num_bytes": num_bytes, "load_timeout_s": load_timeout_s}
-    assert seconds_to_announce(live, other=expected_s - 1, **options) == expected_s - 1
+def test_time_to_load_follows_from_the_size() -> None:
+    live, num_bytes = FakeGenerators(), 64 * 10**9
+    expected_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+    assert seconds_to_announce(live, num_bytes=num_bytes, other=expected_s - 1) == expected_s - 1
     assert live.replaced == []
-    assert seconds_to_announce(live, other=1e9, **options) == pytest.approx(expected_s, abs=0.5)
+    waited = seconds_to_announce(live, num_bytes=num_bytes, other=1e9)
+    assert waited == pytest.approx(expected_s, abs=0.5)
     assert live.replaced == ["other"]
 
 

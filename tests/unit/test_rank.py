@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,13 +18,16 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.ledger_row import Provenance, StepEntries, step_row
 from areal_flow.errors import ConfigError, TrainerLost, TrainingError
 from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.models.policy import policy_tensors
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
+from areal_flow.trainer import rank as trainer_rank
 from areal_flow.trainer.metrics import batch_metrics
 from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.tensor_rows import whole_rows
 from areal_flow.types import StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
 from pipelines.jobs.summary import summarise
@@ -110,6 +114,28 @@ def test_rank_whose_step_failed_has_no_policy_that_anybody_knows(tmp_path: Path)
         made.step(asked)
     with pytest.raises(TrainerLost, match="this rank holds nothing"):
         made.snapshot(weights_hash=asked.parent_hash, next_submission_index=0)
+
+
+def test_utilisation_counts_a_teacher_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"reference": "teacher", "kl_coefficient": 0.1, "num_minibatches": 2}
+    monkeypatch.setattr(trainer_rank, "matrix_rate", lambda *_: 1.0)
+    monkeypatch.setattr(trainer_rank, "reference_directory", lambda _: tmp_path)
+    monkeypatch.setitem(globals(), "RECIPE", build_recipe({"algorithm": algorithm}, source=""))
+
+    def flops(intermediate_size: int) -> float:
+        config = deepcopy(small_policy().config)
+        config.intermediate_size = intermediate_size
+        teacher = type(small_policy())(config)
+        held = teacher, whole_rows(policy_tensors(deepcopy(teacher)))
+        monkeypatch.setattr(trainer_rank, "pretrained_policy", lambda _: held)
+        made = rank(tmp_path)
+        metrics = made.step(request(parent_of(made))).metrics
+        return metrics.metrics["speed/model_flops_utilization"] * metrics.seconds_train
+
+    same, wide = flops(96), flops(9600)
+    assert wide > 5 * same
 
 
 @pytest.fixture

@@ -21,7 +21,11 @@ PLANNED_STEPS = 12
 
 
 class Autoscaler:
-    """Changes the number of generators within its bounds, one change at a time."""
+    """Changes the number of generators within its bounds.
+
+    Decisions are by those that have joined. One that waits in a queue delays none: it is withdrawn
+    if it is not wanted any more. One that leaves finishes its rollouts.
+    """
 
     def __init__(
         self, pool: WorkerPool, bounds: tuple[int, int] | None, *, planner: Sequence[str] = ()
@@ -32,18 +36,19 @@ class Autoscaler:
         self._pool, self._planner = pool, planner
         steps = {"window_steps": PLANNED_STEPS} if planner else {}
         self._balance = Balance(*bounds, **steps) if bounds else None
-        self._is_changing = False
+        self._is_planning = False
 
     def after_step(self, row: Mapping[str, Any]) -> None:
         """Take in a step's row of the ledger; a change is made beside training."""
-        number = len(self._pool.registry.expected("generator"))
-        is_settled = not self._is_changing and len(self._pool.generators()) == number
+        expected = self._pool.registry.expected("generator")
+        joined = [record for record in expected if not record.never_joined]
+        is_settled = not self._is_planning and all(record.address for record in joined)
         if self._balance is None or not is_settled:
             return
-        rows = self._balance.window(row, number=number)
+        rows = self._balance.window(row, number=len(joined))
         if rows:
-            self._is_changing = True
-            self._pool.spawn(self._change(self._balance, rows, number))
+            self._is_planning = True
+            self._pool.spawn(self._change(self._balance, rows, len(joined)))
 
     async def _change(
         self, balance: Balance, rows: Sequence[Mapping[str, Any]], number: int
@@ -56,17 +61,25 @@ class Autoscaler:
                 wanted = balance.wanted(rows, number=number)
             if wanted != number:
                 logger.info("generators: %d -> %d, for balance with the trainer", number, wanted)
-            if wanted > number:
-                await add_to(self._pool, "generator", wanted - number)
-            for record in self._pool.registry.expected("generator")[wanted:]:
-                await remove_from(self._pool, record.name)
+            expected = self._pool.registry.expected("generator")
+            expected.sort(key=lambda record: record.never_joined)
+            for record in expected[wanted:]:
+                self._pool.spawn(remove_from(self._pool, record.name, after_tasks=True))
+            for _ in range(wanted - len(expected)):
+                self._pool.spawn(self._add(balance, number))
         except RunError as error:
             logger.warning("the number of generators stays: %s", error)
+        finally:
+            self._is_planning = False
+
+    async def _add(self, balance: Balance, number: int) -> None:
+        try:
+            await add_to(self._pool, "generator", 1)
+        except RunError as error:
+            logger.info("%s", error)
         except (ConfigError, EngineError) as error:
             balance.most = number
             logger.warning("no more than %d generators: %s", number, error)
-        finally:
-            self._is_changing = False
 
 
 async def _printed_by(*command: str) -> int:

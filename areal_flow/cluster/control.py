@@ -100,7 +100,7 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
         added.append(place_beside(like, [*placed, *added], pool.machines))
     try:
         await pool.start_until_joined(added)
-    except EngineError:
+    except (EngineError, RunError):
         for placement in added:
             record = pool.registry.named(placement.name)
             if record is not None:
@@ -109,8 +109,12 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
     return [placement.name for placement in added]
 
 
-async def remove_from(pool: WorkerPool, name: str) -> None:
-    """Retire a worker: its finished results move to others, its tasks run again elsewhere."""
+async def remove_from(pool: WorkerPool, name: str, *, after_tasks: bool = False) -> None:
+    """Retire a worker: its finished results move to others, its tasks run again elsewhere.
+
+    Args:
+        after_tasks: let it finish the tasks that it executes, however long they take.
+    """
     record = pool.registry.named(name)
     if record is None:
         known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)
@@ -118,12 +122,12 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
     if record.role == "trainer":
         raise RunError(f"{name} trains and cannot be removed; stop the run instead")
     others = [m for m in pool.registry.present(record.role) if m is not record]
-    if not others:
+    if record.address and not others:
         raise RunError(
             f"{name} is the last {record.title} of this run and cannot be removed; add "
             "another first"
         )
-    await pool.retire(record)
+    await pool.retire(record, after_tasks=after_tasks)
 
 
 async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 from typing import Any, NoReturn, TypeVar
 
 import dask
@@ -39,7 +39,7 @@ from areal_flow.cluster.registry import (
 from areal_flow.cluster.results import give_up_at_next_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.controller.schedules import run_until_first_ends
-from areal_flow.errors import EngineError
+from areal_flow.errors import EngineError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ RETRY_HOST_S = 10.0
 """After how long a host that could not be reached is tried again."""
 START_TRIES, RETRY_START_S = 3, 2.0
 """How often, and how soon again, a host is tried before the run begins: a busy sshd drops some."""
+LEAVING_LOST_AFTER_S = 60.0
+"""How long nobody need hear from a worker that finishes its tasks, before it is ended."""
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -206,16 +208,34 @@ class WorkerPool(SchedulerPlugin):
                 "still starting; start fewer workers, or look at the load of the machine"
             ) from None
 
-    async def retire(self, record: WorkerRecord) -> None:
-        """End a worker for good, after its finished results have moved to others."""
+    async def retire(self, record: WorkerRecord, *, after_tasks: bool = False) -> None:
+        """End a worker for good, after its finished results have moved to others.
+
+        Args:
+            after_tasks: let it finish the tasks that it executes, with no new ones.
+        """
         record.is_leaving = True
         self._notify()
+        joining = self._joining.get(record.name)
+        if joining is not None and not joining.done():
+            joining.set_exception(RunError(f"{record.name} was removed before it joined"))
+        if after_tasks and record.address:
+            await self._finish_tasks(record.address)
         if record.address:
             retired = self.scheduler.retire_workers([record.address], remove=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
         await self._launcher.stop(record.name)
         self.note("left", **record.placement.devices)
+
+    async def _finish_tasks(self, address: str) -> None:
+        closed = self.scheduler.retire_workers([address], close_workers=False, remove=False)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(closed, RETIRE_TIMEOUT_S)
+        while (worker := self.scheduler.workers.get(address)) is not None:
+            await asyncio.sleep(1.0 + self.heartbeat_s)  # a heartbeat says what it executes
+            if not worker.executing or time() - worker.last_seen > LEAVING_LOST_AFTER_S:
+                return
 
     async def _unregister(self, address: str) -> None:
         """Remove a process from the scheduler, so that its tasks run elsewhere."""

@@ -81,6 +81,11 @@ class WorkerRecord:
         """Whether a process that ends is started again."""
         return not self.is_leaving and not self.is_quarantined
 
+    @property
+    def never_joined(self) -> bool:
+        """Whether its first process waits in a queue, or starts."""
+        return not self.joined_at and not self.deaths
+
     def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
         """Note an unexpected death; after too many the worker is quarantined."""
         lived_s = now - self.joined_at if self.joined_at else 0.0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, get_worker
 
 import areal_flow
 from areal_flow.cluster.autoscale import PLANNED_STEPS, Autoscaler
 from areal_flow.cluster.certificates import with_certificates
-from areal_flow.cluster.control import add_workers, list_workers, remove_worker
+from areal_flow.cluster.control import add_workers, list_workers, remove_from, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
@@ -90,6 +91,38 @@ def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
 
     asyncio.run(balance())
     assert "the number of generators stays: the planner failed: no plan" in caplog.text
+
+
+async def note_and_wait(notes: Path) -> str:
+    with notes.open("a") as file:
+        file.write("begun\n")
+    await asyncio.sleep(5)
+    return get_worker().name  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_generator_that_leaves_finishes_its_rollout(tmp_path: Path) -> None:
+    like, notes = WorkerPlacement("", "generator", 2, worker_environment(1)), tmp_path / "notes"
+
+    async def leave() -> None:
+        placements = [replace(like, name=f"generator-{number}") for number in range(2)]
+        async with launch_cluster(
+            placements, ClusterSettings(), WorkerContext(tmp_path, 0)
+        ) as cluster:
+            leaving = cluster.pool.registry.named("generator-0")
+            assert leaving is not None
+            options = {"resources": {"generator": 1}, "allow_other_workers": True}
+            task = cluster.client.submit(
+                note_and_wait, notes, workers=[leaving.address], pure=False, **options
+            )
+            while not notes.exists():
+                await asyncio.sleep(0.05)
+            await remove_from(cluster.pool, "generator-0", after_tasks=True)
+            assert not leaving.address
+            assert await task == "generator-0"
+
+    asyncio.run(leave())
+    assert notes.read_text() == "begun\n", "it ran once"
 
 
 def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,8 @@ class FakeScheduler:
             address=address,
             server_id=address.replace("/", "-"),
             extra={VERSIONS: self.versions},
+            executing={},
+            last_seen=time(),
             processing=[task for task in self.tasks.values() if task.role == placement.role],
         )
         self._plugin.add_worker(self, address)
@@ -62,8 +65,10 @@ class FakeScheduler:
     def get_events(self, address: str) -> list[tuple[float, dict[str, Any]]]:
         return [(0.0, self._event)]
 
-    async def retire_workers(self, addresses: list[str], *, remove: bool) -> None:
-        for address in addresses:
+    async def retire_workers(
+        self, addresses: list[str], *, remove: bool, close_workers: bool = True
+    ) -> None:
+        for address in addresses if remove else ():
             await self.remove_worker(address, stimulus_id="retired")
 
 
@@ -372,6 +377,24 @@ def test_removed_worker_is_stopped_and_stays_away() -> None:
         for name in ("generator-1", "trainer-0", "generator-0"):
             with pytest.raises(RunError):
                 await remove_from(pool, name)
+
+    with_pool(test)
+
+
+def test_worker_that_leaves_may_finish_what_it_executes() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined(TWO)
+        leaving = pool.generators()[0]
+        worker = launcher.scheduler.workers[leaving]
+        worker.executing = {"a rollout": 1.0}
+        removal = asyncio.ensure_future(remove_from(pool, "generator-0", after_tasks=True))
+        await asyncio.sleep(600)
+        assert leaving not in pool.generators()
+        assert leaving in launcher.scheduler.workers
+        worker.executing = {}
+        await removal
+        assert set(launcher.scheduler.workers) == set(pool.generators())
+        assert set(launcher.running) == {"generator-1"}
 
     with_pool(test)
 

@@ -183,8 +183,8 @@ def flex_attention(device: str) -> Any:
 
     if device != "cuda":
         return flex_attention  # without the compiler it computes all scores
-    compiled = torch.compile(flex_attention, dynamic=True, recompile_limit=MAX_FLEX_GRAPHS)
-    return torch._dynamo.config.patch(specialize_float=True)(compiled)
+    limits = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_FLEX_GRAPHS)
+    return limits(torch.compile(flex_attention, dynamic=True))
 
 
 def _widened(heads_THD: Tensor) -> Tensor:

@@ -87,10 +87,10 @@ def _offloaded(
     layer: Any, forward: Callable[..., Any], copies: Copies, *given: Any, **named: Any
 ) -> Any:
     """Run a layer; what it keeps goes to main memory, each tensor once, but for its weights."""
-    weights = {StorageWeakRef(weight.untyped_storage()) for weight in layer.parameters()}
+    weights = {*map(_storage, layer.parameters())}
 
     def pack(tensor: Tensor) -> Tensor | MainMemoryCopy:
-        storage = StorageWeakRef(tensor.untyped_storage())  # no later one has its address
+        storage = _storage(tensor)
         if storage in weights:
             return tensor
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -102,6 +102,11 @@ def _offloaded(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
         return forward(*given, **named)
+
+
+def _storage(tensor: Tensor) -> Any:
+    """Return what no later tensor's memory is equal to, as its address may be."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _unpacked(kept: Tensor | MainMemoryCopy) -> Tensor:

@@ -119,8 +119,9 @@ class ConnectedRanks(ReplicaGroup):
                 mesh = init_device_mesh(
                     self._device_type, sizes[is_flat:], mesh_dim_names=names[is_flat:]
                 )
-            for group in mesh.get_all_groups() if self._timeout else ():  # torch has its own
-                torch.distributed.distributed_c10d._set_pg_timeout(self._timeout, group)
+            if self._timeout:  # made with torch's own
+                for group in mesh.get_all_groups():
+                    torch.distributed.distributed_c10d._set_pg_timeout(self._timeout, group)
             self._meshes[num_consecutive] = mesh
         return self._meshes[num_consecutive]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from areal_flow.generation.protocol import Engine, GenerationSettings, VLLMSettings
 from areal_flow.generation.registry import engine_factory
-from areal_flow.models.policy import DTYPES, policy_tensors
+from areal_flow.models.policy import policy_tensors
 from areal_flow.types import GroupRequest, Sampling, as_tokens
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
@@ -48,18 +48,23 @@ async def generate(engine: Engine, chosen: argparse.Namespace, turn: int) -> int
     return sum(len(completion.tokens) for group in found for completion in group)
 
 
-async def measure(
-    model: Path, tensors: Mapping[str, Tensor], medium: Any, chosen: argparse.Namespace
-) -> dict[str, Any]:
-    settings = GenerationSettings(
+def settings_of(chosen: argparse.Namespace) -> GenerationSettings:
+    has_gpu_of_vllm = (chosen.engine, chosen.device) == ("vllm", "cuda")
+    return GenerationSettings(
         engine=chosen.engine,
         device=chosen.device,
         dtype=chosen.dtype,
         max_num_seqs=chosen.groups * chosen.members,
         max_new_tokens=chosen.tokens,
         max_model_len=PROMPT_TOKENS + chosen.tokens,
-        vllm=VLLMSettings(gpu_memory_utilization=0.7),
+        vllm=VLLMSettings(gpu_memory_utilization=0.7) if has_gpu_of_vllm else VLLMSettings(),
     )
+
+
+async def measure(
+    model: Path, tensors: Mapping[str, Tensor], medium: Any, chosen: argparse.Namespace
+) -> dict[str, Any]:
+    settings = settings_of(chosen)
     channel = ChosenChannel(model.parent / medium, medium)
     channel.stage(0, tensors)
     channel.publish(0)
@@ -113,12 +118,12 @@ def main() -> None:
         return
     heads = max(1, chosen.hidden // 128)
     sizes = (chosen.vocabulary, chosen.hidden, chosen.layers)
-    policy = random_policy(*sizes, heads=heads, key_value_heads=max(1, heads // 6))
-    policy.to(DTYPES[chosen.dtype])
+    place = {"device": chosen.device, "dtype": chosen.dtype}
+    policy = random_policy(*sizes, heads=heads, key_value_heads=max(1, heads // 6), **place)
     with TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
-        policy.save_pretrained(model)
-        tensors = {n: tensor.to(chosen.device) for n, tensor in policy_tensors(policy).items()}
+        policy.config.save_pretrained(model)
+        tensors = policy_tensors(policy)
         rows = [asyncio.run(measure(model, tensors, medium, chosen)) for medium in chosen.media]
     harness.report(chosen.json, {title: rows})
 

@@ -22,8 +22,9 @@ import psutil
 
 import areal_flow
 from areal_flow.errors import ArealFlowError
-from areal_flow.models.policy import empty_policy
+from areal_flow.models.huggingface import AutoConfig
 from benchmarks import harness
+from benchmarks.shapes import drawn_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 NAME = "day"
@@ -37,11 +38,12 @@ QWEN_0_5B = {
 }
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, device: str) -> None:
     write_tiny_model(directory, max_model_len=2048)
     described = directory / "config.json"
     described.write_text(json.dumps(json.loads(described.read_text()) | QWEN_0_5B))
-    empty_policy(directory).save_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory)
+    drawn_policy(config, device=device).save_pretrained(directory)
 
 
 def write_sums(path: Path, num: int) -> None:
@@ -57,7 +59,7 @@ def settings_of(root: Path, chosen: argparse.Namespace) -> dict[str, object]:
     model: object = chosen.model
     if not model and chosen.device == "cuda":
         model = root / "model"
-        write_model(root / "model")
+        write_model(root / "model", chosen.device)
     return {
         "name": NAME,
         "data": data,

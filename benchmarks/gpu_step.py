@@ -1,8 +1,9 @@
-"""Training steps of a 1.5B-shaped policy on one GPU: tokens/s, TFLOP/s, share of its matrix rate.
+"""Training steps of a 1.5B-shaped policy on one GPU: tokens/s, TFLOP/s, MFU.
 
 Random weights of Qwen2.5-1.5B's shapes, float32 masters, bfloat16 passes, compiled layers. A step
-is one update on one trajectory. Operations are those that `areal_flow/trainer/flops.py` counts; the
-rate is that of large matrices in the same process. Goal on a GPU: 45%.
+is one update on one trajectory. Operations are those that `areal_flow/trainer/flops.py` counts. MFU
+is of the bfloat16 rate in the GPU's data sheet; beside it stands the share of the rate that large
+random matrices reach in the same process. Goal on a GPU: 45% of the latter.
 
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 
@@ -19,7 +20,7 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.flops import PolicyShape, matrix_rate
+from areal_flow.trainer.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness
@@ -51,12 +52,14 @@ def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[st
     train(1)  # prepares
     seconds = harness.seconds_of(lambda: train(*range(2, num_steps + 2))) / num_steps
     flops = shape.step_flops(sequences, [[[[0]]]], algorithm) / seconds  # one row of one sequence
+    peak = device_peak_rate(device, DTYPE)
     return {
         "num_tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_s": num_tokens / seconds,
         "tflops": flops / 1e12,
-        "utilization": flops / matrix_rate(device, DTYPE),
+        **({"mfu": flops / peak} if peak else {}),
+        "of_matrix_rate": flops / matrix_rate(device, DTYPE),
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else 0.0,
     }
 
@@ -88,7 +91,9 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     rate = matrix_rate(device, DTYPE) / 1e12
     title = f"Steps with `{chosen.activations}`, {chosen.layers} layers of width {chosen.hidden}"
-    title += f"; {name} multiplies {DTYPE} matrices at {rate:,.1f} TFLOP/s"
+    title += f"; {name} multiplies random {DTYPE} matrices at {rate:,.1f} TFLOP/s"
+    if peak := device_peak_rate(device, DTYPE):
+        title += f", its data sheet says {peak / 1e12:,.1f}"
     harness.report(chosen.json, {title: rows})
 
 

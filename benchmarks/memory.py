@@ -3,13 +3,17 @@
 Each case is trained by a process of its own: two steps with full micro-batches. What it had after a
 step of a tiny policy (torch, its threads and imports) is taken off its peak. Freed memory goes back
 to the system at once. On a GPU the peak is what torch's allocator gave, in bfloat16 passes.
+Predictions need no GPU: `--predict` makes them alone, on any machine and before, into the file that
+`--predictions` names, and a run with that file takes them from it.
 
     python -m benchmarks.memory [--hidden 256] [--layers 4] [--tokens 1024 4096] [--device cuda]
+        [--predictions FILE] [--predict]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,13 @@ import psutil
 import torch
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.step import train_step
 from areal_flow.weights.channel import HashingWriter
 from benchmarks import harness
-from benchmarks.shapes import qwen2_config
+from benchmarks.shapes import drawn_policy, qwen2_config
 
 VOCABULARY = 32_000
 ENVIRONMENT = {
@@ -56,7 +59,7 @@ def recipe_of(case: str, tokens: int, device: str = "cpu") -> Recipe:
 
 def train(recipe: Recipe, config: Any) -> None:
     rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
-    backend = rank.adopt(policy_from_config(config, device=recipe.trainer.device))
+    backend = rank.adopt(drawn_policy(config, device=recipe.trainer.device))
     for step in (1, 2):
         sequences = longest_sequences(longest_rows(recipe), num_batches=1)
         train_step(backend, sequences, step=step, settings=rank.settings)
@@ -73,18 +76,31 @@ def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     return float(harness.peak_gb() - own)
 
 
+def predict(case: str, tokens: int, chosen: argparse.Namespace) -> float:
+    """Return what `plan --memory` says in GB, on one core of a CPU."""
+    torch.set_num_threads(1)
+    config = config_of(chosen.hidden, chosen.layers)
+    (rank,) = trainer_memory(recipe_of(case, tokens, chosen.device), config)
+    return rank.peak_bytes / 1e9
+
+
 def main() -> None:
     sizes = {"hidden": 256, "layers": 4, "tokens": [1024], "device": "cpu"}
-    chosen = harness.parse_options(__doc__, **sizes)
+    files = {"predictions": Path, "predict": False}
+    chosen = harness.parse_options(__doc__, **sizes, **files)
+    calls = [(case, tokens, chosen) for case in CASES for tokens in chosen.tokens]
+    if chosen.predictions and chosen.predictions.exists():
+        peaks = json.loads(chosen.predictions.read_text())
+    else:
+        peaks = harness.in_processes(predict, calls, ENVIRONMENT)
+    if chosen.predict:
+        chosen.predictions.write_text(json.dumps(peaks))
+        return
     rows = []
-    for case in CASES:
-        for tokens in chosen.tokens:
-            config = config_of(chosen.hidden, chosen.layers)
-            (rank,) = trainer_memory(recipe_of(case, tokens, chosen.device), config)
-            (measured,) = harness.in_processes(measure, [(case, tokens, chosen)], ENVIRONMENT)
-            predicted = rank.peak_bytes / 1e9
-            figures = {"predicted_gb": predicted, "measured_gb": measured}
-            rows.append({"case": case, "tokens": tokens, **figures, "ratio": predicted / measured})
+    for (case, tokens, _), predicted in zip(calls, peaks, strict=True):
+        (measured,) = harness.in_processes(measure, [(case, tokens, chosen)], ENVIRONMENT)
+        figures = {"predicted_gb": predicted, "measured_gb": measured}
+        rows.append({"case": case, "tokens": tokens, **figures, "ratio": predicted / measured})
     title = f"Width {chosen.hidden}, {chosen.layers} layers, a vocabulary of {VOCABULARY:,}"
     harness.report(chosen.json, {title: rows})
 

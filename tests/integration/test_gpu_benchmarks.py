@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, harness
+from areal_flow.generation.protocol import VLLMSettings
+from benchmarks import gpu, gpu_generation, harness
 
 
 def measured(
@@ -32,7 +34,7 @@ def test_parts_fill_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.Mo
     assert text.endswith("after\n")
     assert "old" not in text
     rows = [row for table in tables.values() for row in table]
-    assert {"tokens_per_s", "utilization", "ratio", "stall_ms", "load_gb_per_s"} <= {
+    assert {"tokens_per_s", "of_matrix_rate", "ratio", "stall_ms", "load_gb_per_s"} <= {
         name for row in rows for name in row
     }
     assert not any("failed" in row for row in rows)
@@ -60,6 +62,34 @@ def test_a_part_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(gpu.PARTS, "step", gpu.Part("timeit", 1, tiny="while(1):pass", title="x"))
     tables, worked = gpu.run_part("step", tiny=True)
     assert (tables, worked) == ({"step": [{"failed": "not done after 1 s"}]}, False)
+
+
+def test_each_part_is_in_the_docs_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is taken away leaves what it has shown; what shows most comes first."""
+    assert [*gpu.PARTS][:3] == ["step", "generation", "run"]
+    seen: list[str] = []
+
+    def run_part(name: str, **_: Any) -> Any:
+        if seen:
+            assert seen[-1] in (tmp_path / "benchmarks.md").read_text()
+        seen.append(f"table of {name}")
+        return {seen[-1]: [{"result": 1}]}, True
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    text, _ = measured(tmp_path, monkeypatch, "step", "generation", "run")
+    assert all(title in text for title in seen)
+
+
+def test_vllm_s_settings_are_of_vllm_on_a_gpu_alone() -> None:
+    """The engine `torch` refused them, so that it could not be measured on a GPU."""
+    chosen = argparse.Namespace(
+        device="cuda", dtype="bfloat16", groups=2, members=2, tokens=8, engine="torch"
+    )
+    assert gpu_generation.settings_of(chosen).vllm == VLLMSettings()
+    chosen.engine = "vllm"
+    assert gpu_generation.settings_of(chosen).vllm.gpu_memory_utilization == 0.7
 
 
 def test_all_parts_together_end_within_25_minutes() -> None:

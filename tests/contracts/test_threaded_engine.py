@@ -85,6 +85,25 @@ class ReadsUntil(FixedReader):
         return super().load(version)
 
 
+async def test_engine_says_that_it_drains_until_it_serves_the_new_weights(
+    subject: Subject,
+) -> None:
+    engine = ThreadedEngine(subject.make(interruption="drain"))
+    try:
+        running = asyncio.create_task(engine.generate(request_of("r", length=55)))
+        while not engine.occupancy()["batch_size"]:
+            await asyncio.sleep(0.001)
+        assert engine.occupancy()["draining"] == 0
+        loading = asyncio.create_task(engine.load_weights(3, FixedReader(3, subject.weights(3))))
+        while not engine.occupancy()["draining"]:
+            assert not loading.done()
+            await asyncio.sleep(0.001)
+        await asyncio.gather(running, loading)
+        assert (engine.version, engine.occupancy()["draining"]) == (3, 0)
+    finally:
+        engine.close()
+
+
 async def test_decoding_goes_on_while_weights_are_read_and_verified(subject: Subject) -> None:
     """A reader checks hashes in `load`: neither the decode thread nor the event loop waits."""
     engine = ThreadedEngine(subject.make())

@@ -59,6 +59,15 @@ def test_published_weights_come_back_exactly(medium: Medium) -> None:
     assert hash_tensors(found) == served_hash == hash_tensors(weights(0.1))
 
 
+def test_driver_knows_the_size_of_published_weights(medium: Medium) -> None:
+    if not isinstance(medium.writer, ChosenChannel):
+        pytest.skip("memory is a test's medium, without a driver")
+    medium.writer.stage(3, weights(0.1))
+    medium.writer.publish(3)
+    assert medium.writer.num_bytes(3) == 3 * 2 * 4 + 4 * 2
+    assert medium.writer.num_bytes(4) == 0
+
+
 class GatheredTensors:
     """Tensors as a sharded trainer has them: made when they are read, and every read is noted."""
 

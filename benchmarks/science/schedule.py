@@ -5,7 +5,7 @@ In virtual time, with the project's own controller and both schedules: batches o
 In async three of four GPUs generate and staleness is at most 8; in sync all generate, and then all
 train. Completions are cut at 65,536 tokens, and one that long takes 330 s alone: sync waits for the
 longest of each batch, however many GPUs there are. With the paper's cut, 27,648, `scaling` finds
-1.0 to 4.5, and on two real cores `schedule` and `tails` find 1.1 and 1.8 (`docs/benchmarks.md`).
+2.4 to 5.3, and on two real cores `schedule` and `tails` find 1.1 and 1.8 (`docs/benchmarks.md`).
 What staleness does to the reward after equally many samples is the page on staleness.
 """
 

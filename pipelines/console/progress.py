@@ -134,15 +134,11 @@ class Progress:
     def step(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         self._curves.append(_numbers([row]))
-        left, rates, several = self._left(), self._rates(), len(self._rows) > 1
-        window = f"over the last {len(self._rows)} steps" if several else "over this step"
-        self._show(self._steps_picture(window, left, rates))
-        own = {"step": f"{row['step']}/{self._num_steps}", **_values([row]), "left": left}
-        recent = {**(_values(self._rows) if several else {}), **rates}
-        shown = (
-            "  ".join(f"{label} {value}" for label, value in of.items()) for of in (own, recent)
-        )
-        self._line(f"  {window}: ".join(shown))
+        left, rates = self._left(), self._rates()
+        self._show(self._steps_picture(left, rates))
+        step = {"step": f"{row['step']}/{self._num_steps}"}
+        shown = {**step, **_values([row]), "left": left, **rates}
+        self._line("  ".join(f"{label} {value}" for label, value in shown.items()))
 
     def close(self) -> None:
         self._keep_picture()
@@ -183,7 +179,7 @@ class Progress:
             **({"SKIPPED": f"{num_skipped} of {len(rows)} steps"} if num_skipped else {}),
         }
 
-    def _steps_picture(self, window: str, left: str, rates: Mapping[str, str]) -> Group:
+    def _steps_picture(self, left: str, rates: Mapping[str, str]) -> Group:
         """Return the same few lines at any width: values, and what they were so far."""
         columns = Column(no_wrap=True), Column(no_wrap=True, justify="right"), Column(ratio=1)
         picture = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
@@ -194,7 +190,8 @@ class Progress:
             picture.add_row(label, value, Sparkline([numbers[place] for numbers in self._curves]))
         for label, value in rates.items():
             picture.add_row(label, value, _bar(int(value[:-1]), 100) if "%" in value else "")
-        return Group(Constrain(picture, PICTURE_WIDTH), f"tok/s and busy {window}")
+        several = f"the last {len(self._rows)} steps" if len(self._rows) > 1 else "this step"
+        return Group(Constrain(picture, PICTURE_WIDTH), f"tok/s and busy over {several}")
 
 
 def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:

@@ -113,9 +113,12 @@ def _explain(error: CycloptsError) -> str:
         given = (error.token.keyword or error.token.value).partition("=")[0]
         options = [name for argument in error.argument_collection for name in argument.names]
         said = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
-    elif isinstance(error, CoercionError) and error.argument.name == "--algorithm.name":
-        value = error.token.value
-        said = f"--algorithm.name {value}: {why_no_algorithm(value)}"
+    elif (
+        isinstance(error, CoercionError)
+        and error.token is not None
+        and error.token.keyword == "--algorithm.name"
+    ):
+        said = f"--algorithm.name {error.token.value}: {why_no_algorithm(error.token.value)}"
         said += "" if said.endswith("?") else "."
     return f"{said} {advice}.".replace("  ", " ")
 

@@ -357,6 +357,13 @@ def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
     return {"losses": numbers.losses, "begun": replicas.num_exchanges}
 
 
+def timeouts(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Return how long exchanges of copies, and of ranks that share one, wait for others."""
+    groups = replicas.mesh(2).get_all_groups()
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {"seconds": [each.options._timeout.total_seconds() for each in backends]}
+
+
 def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[str, Any]:
 
     def loss(inputs: LossInputs) -> PolicyLoss:
@@ -415,6 +422,7 @@ CASES: dict[str, Callable[[ConnectedRanks, int, Path], dict[str, Any]]] = {
     "muon": moved_by_muon,
     "left": left,
     "behind": behind,
+    "timeouts": timeouts,
     "left within a sequence": left_within_a_sequence,
 }
 

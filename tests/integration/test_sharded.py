@@ -77,8 +77,8 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text("{}")
-    cases = [*SHARED_TOKENS, *TWO_COPIES, "written", "muon", "behind", "left within a sequence"]
-    return run_ranks(directory, 4, *cases), directory
+    cases = [*SHARED_TOKENS, *TWO_COPIES, "written", "muon", "behind", "timeouts"]
+    return run_ranks(directory, 4, *cases, "left within a sequence"), directory
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -179,6 +179,12 @@ def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
     found = [rank["behind"] for rank in four_ranks[0]]
     assert found[0]["losses"]
     assert all(each == found[0] for each in found)
+
+
+def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(
+    four_ranks: tuple[Found, Path],
+) -> None:
+    assert all(rank["timeouts"] == {"seconds": [600.0, 600.0]} for rank in four_ranks[0])
 
 
 def check_read_by_others(directory: Path, *, expected: str, num_ranks: int) -> None:

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "error"]
 """`error`: the workflow failed, so that there are no tokens."""
 Verdict = Literal[
     "right", "wrong", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
-    "memory_limit", "infrastructure_error", "bad_answer", "error", "no_reward",
+    "memory_limit", "infrastructure_error", "error", "no_reward",
 ]  # fmt: skip
 
 

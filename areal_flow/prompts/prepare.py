@@ -42,7 +42,7 @@ from areal_flow.prompts.table import QUOTAS, PromptTable, quotas
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference
-from areal_flow.rewards.numeric import number_of
+from areal_flow.rewards.numeric import number_in
 from areal_flow.run.layout import RunLayout
 from areal_flow.tokenizer.directory import prompt_tokens, tokenizer_of
 from schemas import PromptRow, arrow_schema, validate
@@ -252,7 +252,7 @@ def _prompt_row(
     columns = columns_of(row, settings, needs_answer=needs_answer)
     answer = answer_of(row, settings, needs_answer=needs_answer)
     verifiers = {reward.verifier for reward in recipe.rewards}
-    if "numeric" in verifiers and number_of(answer) is None:
+    if "numeric" in verifiers and number_in(answer) is None:
         raise ValueError(
             f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
             f"found {columns['answer'][-40:]!r}"

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import RewardError
+from areal_flow.rewards import thinking
 from areal_flow.rewards.math import text as math_text
 from areal_flow.rewards.math.text import marked_text
 from areal_flow.rewards.protocol import reads_completion
+from areal_flow.rewards.thinking import after_thinking
 from areal_flow.run.code_version import how_to_install
 from areal_flow.types import Score
 
@@ -45,7 +47,7 @@ def verify_reasoning_gym(
             f"metadata, found {sorted(metadata)}"
         )
     entry = {"question": prompt, "answer": answer, "metadata": dict(of_entry)}
-    found = final_answer(completion)
+    found = final_answer(after_thinking(completion, prompt))
     reward = float(scorer_of(str(task))(found, entry))
     return Score(reward, "right" if reward >= 1 else "wrong", extracted=found[:80])
 
@@ -58,7 +60,7 @@ def final_answer(completion: str) -> str:
     return (marked_text(completion) or completion).strip()
 
 
-vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__),)
+vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__), Path(thinking.__file__))
 
 
 @cache

@@ -65,6 +65,13 @@ DEEP_STDIN = [{"type": "stdin_stdout", "input": f"1 {n}\n", "output": f"{n + 1}\
 DEEP_CALL = [{"type": "function_call", "fn_name": "add", "input": [1, n], "output": [n + 1]}
              for n in (2, 5)]  # fmt: skip
 DEEP_TACO = {"fn_name": "add", "inputs": [[1, 2], [1, 5]], "outputs": [[3], [6]]}
+DEEP_LINES = {"inputs": [["2", "1 2", "1 5"], ["1", "3"]], "outputs": [["3", "6"], ["3"]]}
+LIVE_UNIMPORTED = """
+class Solution:
+    def add(self, a: int, b: int) -> Optional[int]:
+        counts: List[Counter] = [Counter({1: a, 2: b}), collections.Counter(), defaultdict(int)]
+        return heapq.nlargest(1, accumulate(counts[0].values()))[0]
+"""
 DEEP_LIVE = {
     "problem": "Add.",
     "starter_code": LIVE_CALL["starter_code"],
@@ -89,6 +96,30 @@ SOLVED = {
     "DeepCoder, TACO": ({"problem": "Add.", "tests": json.dumps(DEEP_TACO)}, ADD),
     "DeepCoder, lcbv5": (DEEP_LIVE, "class Solution:\n    def add(self, a, b): return a + b"),
 }
+SOLVED |= {
+    "DeepCoder, lines in a list": (
+        {"tests": json.dumps(DEEP_LINES)},
+        "for _ in range(int(input())):\n    print(sum(map(int, input().split())))",
+    ),
+    "own, lines in a list": (
+        {"mode": "stdin", "tests": [{"input": ["1 2"], "output": ["1", "2"]}]},
+        "print(*input().split(), sep='\\n')",
+    ),
+    "LiveCodeBench, call without imports": (LIVE_CALL, LIVE_UNIMPORTED),
+    "LiveCodeBench, stdin without imports": (
+        LIVE_STDIN,
+        "from __future__ import annotations\nprint(reduce(lambda a, b: a + b, "
+        "map(int, stdin.readline().split())))\nexit()",
+    ),
+    "own, with quit": (
+        {"mode": "stdin", "tests": [{"input": "1", "output": "1"}]},
+        "print(input())\nquit()\nprint(2)",
+    ),
+    "own, with a fence in a string": (
+        {"mode": "stdin", "tests": [{"input": "", "output": "```"}]},
+        "So:\n```python\nfence = '```'\nprint(fence)\n```\nIt prints:\n```\n3\n```",
+    ),
+}
 FORGED = {
     "own": (SOLVED["own"][0], "def add(a, b): return 3 if a == 0 else None"),
     "HumanEval": (HUMAN_EVAL, "```\ndef double(x): return 0\ndef halve(x): return 0\n```"),
@@ -98,6 +129,7 @@ FORGED = {
     "DeepCoder, stdin": (SOLVED["DeepCoder, stdin"][0], "print(3)"),
     "DeepCoder, call": (SOLVED["DeepCoder, call"][0], "def add(a, b): return 3"),
     "DeepCoder, TACO": (SOLVED["DeepCoder, TACO"][0], "def add(a, b): return [3]"),
+    "LiveCodeBench, built in": (LIVE_CALL, "class Solution:\n    def add(self, a, b): return 3"),
 }
 
 
@@ -120,6 +152,18 @@ def verdict(pool: SandboxPool, row: dict[str, Any], completion: str) -> str:
 @pytest.mark.parametrize("name", SOLVED)
 def test_right_programs_pass_the_tests_of_published_rows(pool: SandboxPool, name: str) -> None:
     assert verdict(pool, *SOLVED[name]) == "right"
+
+
+def test_a_program_does_not_lend_what_it_has_without_importing_it(pool: SandboxPool) -> None:
+    row = {"tests": json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [[2]]})}
+    assert verdict(pool, row, "def f(): pass") == "runtime_error"
+    assert verdict(pool, row, "def gcd(a, b): return math.gcd(a, b)") == "right"
+
+
+def test_programs_of_own_rows_import_what_they_use(pool: SandboxPool) -> None:
+    row = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
+    assert verdict(pool, row, "print(gcd(1, 2))") == "runtime_error"
+    assert verdict(pool, row, "from math import gcd\nprint(gcd(1, 2))") == "right"
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -280,6 +324,14 @@ def test_what_is_no_limit_is_refused_before_a_sandbox_starts(value: Any) -> None
         ("```python\nfirst\n```\nthen\n```py\nlast\n```\ndone", "last\n"),
         ("```python\nnever closed", "never closed"),
         ("```python\ncode\n```\noutput:\n```text\n3\n```", "code\n"),
+        ("```python\ncode\n```\noutput:\n```\n3\n```", "code\n"),
+        ("```python\nx = '```'\n    ```\ny\n```", "x = '```'\n    ```\ny\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("So: ```python\ncode\n```", "code\n"),
+        ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
+        ("~~~py\r\ncode\r\n~~~\r\n", "code\r\n"),
+        ("<think>```python\nno\n```", ""),
+        ("`a` and ```b``` print", "`a` and ```b``` print"),
     ],
 )
 def test_code_is_the_last_block_of_python_after_the_thinking(completion: str, source: str) -> None:

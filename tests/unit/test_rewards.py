@@ -34,19 +34,19 @@ NOWHERE = Path("nowhere")
         ("#### $18.", "so she has 18 left\n#### 18", "right"),
         ("the answer is \\boxed{3/4}", "0.75", "right"),
         ("first 5, then #### 7", "7", "right"),
-        ("no mark, just 41 and 42", "42", "right"),
+        ("no mark, just 41 and 42", "42", "wrong"),
         ("#### 2.50", "2.5", "right"),
         ("#### 8", "7", "wrong"),
         ("\\boxed{1} but no, \\boxed{2}", "1", "wrong"),
-        ("#### 7=5", "5", "parse_error"),
-        ("#### twelve", "12", "parse_error"),
-        ("nothing at all", "12", "parse_error"),
+        ("#### 7=5", "5", "wrong"),
+        ("#### twelve", "12", "wrong"),
+        ("nothing at all", "12", "wrong"),
         ("", "12", "parse_error"),
         ("#### 1/0", "12", "parse_error"),
         ("#### \uff11\uff12", "12", "parse_error"),
         ("\u0661\u0662", "12", "parse_error"),
         ("#### " + "9" * 5000, "12", "parse_error"),
-        ("#### 1", "one", "bad_answer"),
+        ("#### 1", "one", "bad_reference"),
         (r"\boxed{\frac{1}{2}}", "1/2", "right"),
         (r"\boxed{\frac{1}{2}}", "0.5", "right"),
         (r"\boxed{\frac{1}{2}}", "2", "wrong"),
@@ -55,18 +55,18 @@ NOWHERE = Path("nowhere")
         (r"\boxed{2}", r"\frac{1}{2}", "wrong"),
         (r"\boxed{\frac{1}{0}}", "1", "parse_error"),
         (r"\boxed{\frac{x}{2}}", "2", "parse_error"),
-        (r"so it is \frac{x}{2}", "2", "parse_error"),
-        (r"so it is x^{2}", "2", "parse_error"),
+        (r"so it is \frac{x}{2}", "2", "wrong"),
+        (r"so it is x^{2}", "2", "wrong"),
         (r"\boxed{\sqrt{2}}", "2", "parse_error"),
         (r"\boxed{\text{18}}", "18", "right"),
         (r"\boxed{50\%}", "50", "right"),
         (r"\boxed{1{,}234}", "1234", "right"),
-        (r"\boxed{1} and \boxed{2}", "2", "parse_error"),
-        (r"\boxed{1, 2}", "12", "parse_error"),
-        ("#### 1,2", "12", "parse_error"),
-        ("#### 1 2", "12", "parse_error"),
+        (r"\boxed{1} and \boxed{2}", "2", "wrong"),
+        (r"\boxed{1, 2}", "12", "wrong"),
+        ("#### 1,2", "12", "wrong"),
+        ("#### 1 2", "12", "wrong"),
         ("#### 1 234", "1234", "right"),
-        ("it costs 5, 6, or 7, in all", "7", "right"),
+        ("it costs 5, 6, or 7, in all", "7", "wrong"),
         ("first 41 ####", "41", "parse_error"),
         (r"first 41 \boxed{}", "41", "parse_error"),
         ("#### 7\nThat was all.", "7", "right"),
@@ -86,9 +86,9 @@ NOWHERE = Path("nowhere")
         (r"\textbf{42}", "42", "right"),
         (r"so $\mathbf{42}$", "42", "right"),
         ("Answer: {42}", "42", "right"),
-        (r"so it is x_2", "2", "parse_error"),
-        (r"so it is \sqrt{2}", "2", "parse_error"),
-        (r"so it is \frac{x}{2", "2", "parse_error"),
+        (r"so it is x_2", "2", "wrong"),
+        (r"so it is \sqrt{2}", "2", "wrong"),
+        (r"so it is \frac{x}{2", "2", "wrong"),
     ],
 )
 def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
@@ -121,9 +121,9 @@ def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
         (verify_numeric, "so 42", 42, "right"),
         (verify_numeric, "1/100000", 1e-05, "right"),
         (verify_numeric, "0.5", -0.5, "wrong"),
-        (verify_numeric, "1", True, "bad_answer"),
-        (verify_numeric, "2", [1, 2], "bad_answer"),
-        (verify_numeric, "2", float("inf"), "bad_answer"),
+        (verify_numeric, "1", True, "bad_reference"),
+        (verify_numeric, "2", [1, 2], "bad_reference"),
+        (verify_numeric, "2", float("inf"), "bad_reference"),
         (verify_exact, "42", 42, "right"),
         (verify_exact, '["a",  "b"]', ["a", "b"], "right"),
         (verify_exact, "True", True, "wrong"),
@@ -480,10 +480,17 @@ def test_function_that_cannot_be_shipped_is_refused_with_the_cause(tmp_path: Pat
         ship_function(lambda completion: file.write(completion), tmp_path)
 
 
-def test_last_number_of_a_long_text_is_whole_wherever_it_stands() -> None:
-    for before, after in (("7 ", 3000), ("", 490), ("7 ", 495), ("7 ", 0)):
-        completion = f"{before}{123456}{'x' * after}"
-        assert verify_numeric(prompt="", completion=completion, answer=123456).verdict == "right"
+@pytest.mark.parametrize("verify", [verify_numeric, verify_exact])
+def test_completion_that_ends_while_it_thinks_has_no_answer(verify: Callable[..., Score]) -> None:
+    for prompt, completion, is_right in (
+        ("", "<think>\n#### 7", False),
+        ("Think.\n<think>\n", "#### 7", False),
+        ("Think.\n<think>\n", "#### 8\n</think>7", True),
+        ("Do not think.\n<think>\n\n</think>\n\n", "7", True),
+        ("", "<think>8</think>\n7", True),
+    ):
+        score = verify(prompt=prompt, completion=completion, answer="7")
+        assert score.reward == is_right, (prompt, completion)
 
 
 def test_identity_of_numeric_counts_what_reads_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:

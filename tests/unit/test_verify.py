@@ -18,6 +18,57 @@ def judged(kind: str, *rows: Any) -> list[dict[str, Any]]:
     return [*verify_lines(kind, lines)]
 
 
+SAYS = {
+    "numeric math": {
+        "The answer is −5": {"5": "wrong", "-5": "right", "−5": "right"},
+        "so x = 1e3": {"3": "wrong", "1000": "right"},
+        "#### 5 apples": {"5": "right", "6": "wrong"},
+        r"\boxed{5 \text{ apples}}": {"5": "right"},
+        r"\boxed{{42}}": {"42": "right", "2": "wrong"},
+        "<think>3+4 = 7": {"7": "parse_error"},
+        r"<think>\boxed{7}": {"7": "parse_error"},
+        "3 + 4 = 7": {"7": "right", "4": "wrong"},
+        "half of 18": {"18": "wrong"},
+        "The answer is minus 18": {"18": "wrong", "-18": "right"},
+        "anything but 18": {"18": "wrong"},
+        "The answer is not 18": {"18": "wrong"},
+        "more than 18": {"18": "wrong"},
+        "#### 18 squared": {"18": "wrong"},
+        "18 million": {"18": "wrong", "18000000": "right"},
+        "They raised 1.5 million dollars.": {"1500000": "right", "1.5": "wrong"},
+        "#### 3 weeks": {"3 days": "wrong", "21 days": "right", "3": "right"},
+        "It takes 90 minutes.": {"1.5 hours": "right", "90 seconds": "wrong"},
+        "60 miles per hour": {"60 mph": "right", "60 km/h": "wrong"},
+        "18 cents": {"18 dollars": "wrong", "18": "right"},
+        "She makes **18** dollars a day": {"18": "right", "18 dollars per week": "wrong"},
+    },
+    "math": {
+        r"\boxed{\frac{1}{2^{99}}}": {r"\frac{1}{2^{98}}": "wrong", r"2^{-99}": "right"},
+        r"\boxed{e^{-40}}": {"e^{-41}": "wrong", r"\frac{1}{e^{40}}": "right"},
+        r"\boxed{0.0000000000001}": {r"10^{-14}": "wrong"},
+        r"\boxed{x+e^{-40}}": {"x+e^{-41}": "wrong"},
+        r"\boxed{\pi+e^{-900}}": {r"\pi": "wrong"},
+        r"\boxed{[0,e^{-40}]}": {"[0,e^{-41}]": "wrong"},
+        r"\boxed{0.1\sqrt2+0.2\sqrt2}": {r"0.3\sqrt2": "right"},
+        r"\boxed{1.41421356237310}": {r"\sqrt{2}": "right", r"\sqrt{3}": "wrong"},
+    },
+}
+
+
+@pytest.mark.parametrize("kinds", SAYS)
+def test_answers_are_judged_by_what_they_say(kinds: str) -> None:
+    expected = [
+        (completion, reference, verdict)
+        for completion, verdicts in SAYS[kinds].items()
+        for reference, verdict in verdicts.items()
+    ]
+    rows = [{"completion": given, "reference": reference} for given, reference, _ in expected]
+    for kind in kinds.split():
+        verdicts = [row["verdict"] for row in judged(kind, *rows)]
+        results = [(*case[:2], v) for case, v in zip(expected, verdicts, strict=True)]
+        assert results == expected, kind
+
+
 def fails_on_three(*, completion: str) -> float:
     if completion == "3":
         raise ValueError("three")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from areal_flow.rewards import thinking
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.code.sandbox.grading import Judgement, grade
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
@@ -22,7 +23,7 @@ MAX_RUNS = 32
 class CodeReward:
     """1 for a program that passes all tests of its row, else 0."""
 
-    made_of = (HERE / "rows.py", *sorted((HERE / "sandbox").rglob("*.py")))
+    made_of = (HERE / "rows.py", Path(thinking.__file__), *sorted((HERE / "sandbox").rglob("*.py")))
     """What else decides its verdicts."""
 
     def __init__(

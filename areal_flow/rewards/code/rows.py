@@ -30,6 +30,7 @@ from typing import Any, get_args
 from areal_flow.errors import RewardError
 from areal_flow.rewards.code.sandbox.grading import CodeTask, Mode
 from areal_flow.rewards.code.sandbox.inside.testing import MODULE
+from areal_flow.rewards.thinking import after_thinking
 
 Row = Mapping[str, Any]
 
@@ -39,9 +40,13 @@ MAX_PRIVATE_BYTES = 2**28
 """Of LiveCodeBench's hidden tests of one row, unpacked."""
 MAX_KEPT_BYTES = 2**26
 """Of tests of several rows, unpacked; those of one row are kept in any case."""
-_THOUGHT_END = "</think>"
-_FENCE = "```"
-_LANGUAGES = ("python", "python3", "py", "")
+_FENCE = re.compile(
+    r"^([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?+)(?:[^`\n]*+(?=```py))?+"
+    r"(`{3,}+|~{3,}+)[ \t]*+\{?\.?(\w*+)[^`\n]*+$",
+    re.MULTILINE,
+)
+"""Indentation, which an item of a list has, too; fence; language. One of Python may end a line."""
+_LANGUAGES = ("python", "python3", "py")
 _METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
 
 
@@ -55,7 +60,7 @@ class NoTests(RewardError):
 
 def code_task(row: Row, completion: str) -> CodeTask | None:
     """Return how a completion is graded; None if there is no code in it."""
-    source = extract_code(completion)
+    source = extract_code(completion, str(row.get("prompt", "")))
     if not source.strip() or len(source) > MAX_SOURCE_CHARS:
         return None
     try:
@@ -68,15 +73,25 @@ def code_task(row: Row, completion: str) -> CodeTask | None:
                   f"{', '.join(_READERS)}")  # fmt: skip
 
 
-def extract_code(completion: str) -> str:
-    """Return the last fenced block of Python after the thinking, else all that is there."""
-    text = completion[-4 * MAX_SOURCE_CHARS :].rpartition(_THOUGHT_END)[2]
-    parts = text.split(_FENCE)
-    for block in reversed(parts[1::2]):
-        language, newline, source = block.partition("\n")
-        if newline and language.strip().lower() in _LANGUAGES:
-            return source
-    return text
+def extract_code(completion: str, prompt: str = "") -> str:
+    """Return the last block of Python after the thinking, else the last of no language, else all.
+
+    Fences stand at the beginning of lines; a block that is not closed ends with the text.
+    """
+    text = after_thinking(completion[-4 * MAX_SOURCE_CHARS :], prompt)
+    blocks: dict[bool, tuple[int, int, int]] = {}
+    end = 0
+    while opening := _FENCE.search(text, end):
+        indent, fence, language = opening.groups()
+        closing = rf"^[ \t]{{0,{len(indent) + 3}}}+{fence}{fence[0]}*+[ \t\r]*+$"
+        closed = re.compile(closing, re.MULTILINE).search(text, opening.end())
+        stop, end = closed.span() if closed else (len(text), len(text))
+        if not language or language.lower() in _LANGUAGES:
+            blocks[bool(language)] = len(indent), opening.end() + 1, stop
+    if not blocks:
+        return text
+    indented, begin, stop = blocks.get(True) or blocks[False]
+    return re.sub(rf"^[ \t]{{0,{indented}}}", "", text[begin:stop], flags=re.MULTILINE)
 
 
 def _own(row: Row, source: str) -> CodeTask:
@@ -176,7 +191,8 @@ def _live_code_bench(row: Row, source: str) -> CodeTask:
 
 def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
     if cases[0]["testtype"] == "stdin":
-        return CodeTask(source, "stdin", [(case["input"], case["output"]) for case in cases])
+        tests = [(case["input"], case["output"]) for case in cases]
+        return CodeTask(source, "stdin", tests, imports=True)
     method = _METHOD.search(str(row["starter_code"]))
     if method is None:
         raise ValueError(f"no method in starter_code {row['starter_code']!r:.60}")
@@ -184,7 +200,7 @@ def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
         ([json.loads(line) for line in case["input"].splitlines()], json.loads(case["output"]))
         for case in cases
     ]
-    return CodeTask(source, "call", pairs, entry_point=method[1])
+    return CodeTask(source, "call", pairs, entry_point=method[1], imports=True)
 
 
 def _deep_coder(row: Row, source: str) -> CodeTask:
@@ -202,8 +218,9 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
     else:
         name, pairs = tests[0].get("fn_name"), [(test["input"], test["output"]) for test in tests]
     if not name:
-        return CodeTask(source, "stdin", pairs)
-    return CodeTask(source, "call", [(args, value) for args, (value,) in pairs], entry_point=name)
+        return CodeTask(source, "stdin", pairs, imports=True)
+    calls = [(args, value) for args, (value,) in pairs]
+    return CodeTask(source, "call", calls, entry_point=name, imports=True)
 
 
 def _live_cases(text: str | None) -> Any:

@@ -21,7 +21,6 @@ _NAME = re.compile(
 _MEMBER = re.compile(r"^\s*\\?[a-zA-Z](?:_\w)?\s*\\in(?![a-zA-Z])")
 _LAST_COMMA = re.compile(r"[,;]\s*(?:and|or)\b|\b(?:and|or)\b", re.I)
 _EQUATION, _BOUNDS = re.compile(r"=|\\equiv(?![a-zA-Z])"), re.compile(r"_\{[^{}]*\}")
-_GROUP = re.compile(r"^\{([^{}]*)\}$")
 _NO_NUMBER = re.compile(r"(?<![\w.])[\d.]+\s+[\d.]|\d_")
 """Two numbers side by side, which algebra would add, and digits of a base, which it would drop."""
 _NOTHING = {r"\emptyset", r"\varnothing", "nosolution", "nosolutions", "norealsolution",
@@ -65,7 +64,6 @@ def algebraic_elements(reference: str) -> list[str]:
 
 def elements_of(text: str, *, is_list: bool = False) -> list[str]:
     r"""Return the answers that a tidied text lists; with `is_list`, `1,234` is two of them."""
-    text = _GROUP.sub(r"\1", text)
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
         text, is_list = text[2:-2], True
     elif quantity_of(text):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from areal_flow.rewards.thinking import after_thinking
 from areal_flow.types import answer_text
 
 MAX_CHARS = 300
@@ -20,13 +21,15 @@ _LINK_CHARS = 40
 _TAIL_CHARS = 2000
 """Where an answer that is not marked is looked for."""
 
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 MARK, BOX = "####", "\\boxed"
 _LINK = re.compile(r"[\s$\\()]*(?:[,;]|\b(?:and|or)\b)[\s$\\()]*(?:and|or)?[\s$\\()]*")
 _OPENING, _BRACE = re.compile(r"[^\S\n]*\{?"), re.compile(r"(?<!\\)[{}]")
 _LINE_END = re.compile(r"[\n$]|\Z")
 _SAID = re.compile(r"(?:\banswer\s*(?:is\s*:?|:|=)|^\s*a\s*:)[*\s]*(\S.*)", re.I | re.M)
+_ARITHMETIC = re.compile(r"\d[^\d=]{0,20}?(?:[-−–+*/×÷]|\bx\b)[^\d=]{0,20}?\d")
+_VARIABLE = re.compile(r"\d[a-zA-Z]\b|[\\^_]")
 _SENTENCE_END = re.compile(r"[.!?;]\s")
+_DIGITS = re.compile(r"-?\d+", re.ASCII)
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _REWRITTEN = tuple(
     (re.compile(pattern), written)
@@ -44,6 +47,7 @@ _REWRITTEN = tuple(
         (r"!=", r"\\ne "),
         (r"\b([ap])\.\s?m\b\.?", r"\1m"),
         (r":=|==", "="),
+        (r"(?<![\w\\)}\]|*])(\*\*?|__?)(\S(?:[^*_\n]*\S)?)\1(?!\w)", r"\2"),
         (r"(?<=[\w)}])\s?\*\*\s?(?=[\w({\\-])", "^"),
         (r"\\?[$€£¥]|(?<!\\)\\[()\[\]]|\*\*", ""),
         (r"([_^])\{(\w)\}", r"\1\2"),
@@ -53,7 +57,8 @@ _REWRITTEN = tuple(
     )
 )
 _CHARACTERS = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
+    dict.fromkeys("−–‐‑‒﹣－", "-")
+    | {"＋": "+", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
      "≤": r"\le ", "≥": r"\ge ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ",
      "∅": r"\emptyset ", "∈": r"\in ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}",
      "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
@@ -66,20 +71,26 @@ _FACTORIAL = re.compile(r"(\d+)\s*!")
 _HUGE_FACTORIAL = re.compile(r"![\s)}]*!|\^\s*\{?\d+[\s)}]*!")
 
 
-def final_answer(completion: str) -> str | None:
+def final_answer(completion: str, prompt: str = "") -> str | None:
     """Return the answer that a completion commits to, as it stands there; None without one."""
-    if _THOUGHT_END in completion:
-        completion = completion.rpartition(_THOUGHT_END)[2]
-    elif _THOUGHT in completion:
-        return None
+    completion = after_thinking(completion, prompt)
     if (marked := marked_answer(completion)) is not None:
         return marked
-    if BOX in completion:
+    if BOX in completion or MARK in completion:
         return None
     text = _ANNOTATION.sub("", completion[-_TAIL_CHARS:]).strip()
     if said := _SAID.findall(text):
-        return _SENTENCE_END.split(said[-1], maxsplit=1)[0].strip()
-    return text.rpartition("\n")[2].strip() or None
+        line = _SENTENCE_END.split(said[-1], maxsplit=1)[0]
+    else:
+        line = text.rpartition("\n")[2]
+    return _result(line).strip() or None
+
+
+def _result(line: str) -> str:
+    """Return what arithmetic comes to where a line ends in that: `18` of `so it is 9 * 2 = 18`."""
+    left, _, right = line.rpartition("=")
+    is_arithmetic = _ARITHMETIC.search(left) and not _VARIABLE.search(left)
+    return right if is_arithmetic and re.match(r"[^<]*\d[^<]*$", right) else line
 
 
 def marked_answer(text: str) -> str | None:
@@ -144,10 +155,19 @@ def reference_text(answer: Any) -> str:
 
 def tidied(text: str) -> str:
     """Return an answer without what only sets it: dollars, spaces, `\\left`, degrees, `\\text`."""
+    if _DIGITS.fullmatch(text):
+        return text
     text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_CHARACTERS)).strip()
     for pattern, written in _REWRITTEN:
         text = pattern.sub(written, text)
     return text.strip().rstrip(".").strip()
+
+
+def unbraced(text: str) -> str:
+    """Return a text without braces that hold all of it."""
+    while text.startswith("{") and _boxed(text, 0, len(text)) == (text[1:-1].strip(), len(text)):
+        text = text[1:-1].strip()
+    return text
 
 
 def compact(text: str) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 from areal_flow.rewards.math.equality import algebraic_elements, is_same
 
 ROUNDING = 12
-"""Decimals that count where one side is a decimal number and the other an expression."""
+"""Digits that count where one side is a decimal number and the other one is irrational."""
+PRECISION = 15
 RECYCLED_CALLS = 2000
 MAX_REQUEST_BYTES = 4096
 """A pipe passes a line of this size as a whole."""
@@ -116,11 +117,38 @@ def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
 
 
 def _equal(answer: str, reference: str) -> bool:
-    from math_verify import verify
+    from math_verify import grader
 
+    grader.sympy_numeric_eq = _same_number
     expected, found = _parsed(reference, "bad_reference"), _parsed(answer, "parse_error")
     how = {"allow_set_relation_comp": True, "timeout_seconds": None}
-    return bool(verify(expected, found, float_rounding=ROUNDING, **how))
+    return bool(grader.verify(expected, found, **how))
+
+
+def _same_number(left: Any, right: Any, *_: int) -> bool:
+    """Return whether two expressions are the same number; math-verify's own test of this rounds.
+
+    It takes 1e-16 for 1e-17, whatever precision it is given: it drops a difference that is small,
+    not one that is small beside the numbers.
+    """
+    import sympy
+    from math_verify.grader import safe_sympy_doit
+
+    sides = [safe_sympy_doit(side) for side in (left, right)]
+    if all(isinstance(side, sympy.MatrixBase) for side in sides):
+        pairs = zip(*(side.flat() for side in sides), strict=False)
+        return sides[0].shape == sides[1].shape and all(_same_number(*pair) for pair in pairs)
+    try:
+        exact = [sympy.nsimplify(side, rational=True) for side in sides]
+        difference = exact[0] - exact[1]
+        if difference.is_Rational or difference.free_symbols:
+            return difference == 0
+        distance = abs(difference).evalf(PRECISION)
+        if any(side.has(sympy.Float) for side in sides):
+            return bool(distance <= abs(exact[1]).evalf(PRECISION) / 10**ROUNDING)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return distance._prec == 1  # zero in all digits that were tried, beside the terms
 
 
 def _parsed(text: str, verdict: str) -> Any:

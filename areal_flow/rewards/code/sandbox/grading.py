@@ -37,6 +37,8 @@ class CodeTask:
     """Trusted, and runs before the tests."""
     borrowed: tuple[str, ...] = ()
     """What tests of the mode `assert` use of the program."""
+    imports: bool = False
+    """Whether the program finds common names of the standard library without importing them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,11 @@ def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
 def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
     source = _bytes(task.source)
     for number, (given, expected) in enumerate(task.tests):
-        script = Program(program.SCRIPT, source, stdin=_bytes(str(given)))
+        script = Program(program.SCRIPT, source, _bytes(_lines(given)), imports=task.imports)
         (outcome,) = pool.run(lambda script=script: [script])  # type: ignore[misc]
         if (failed := _failure(outcome)) is not None:
             return failed
-        if not same_output(outcome.stdout.decode(errors="replace"), str(expected)):
+        if not same_output(outcome.stdout.decode(errors="replace"), _lines(expected)):
             said = outcome.stdout[:60].decode(errors="replace")
             return Judgement("wrong", f"test {number}: printed {said!r}")
     return RIGHT
@@ -102,7 +104,7 @@ def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -
         for args, _ in tests
     ]  # fmt: skip
     lines = "".join(json.dumps(call) + "\n" for call in calls).encode()
-    lender = Program(program.LEND, _bytes(task.source), others=(lines, None))
+    lender = Program(program.LEND, _bytes(task.source), others=(lines, None), imports=task.imports)
     (outcome,) = pool.run(lambda: [lender])
     return outcome
 
@@ -195,6 +197,11 @@ def _same_word(found: str, expected: str) -> bool:
         return True
     are_numbers = _NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)
     return bool(are_numbers) and Decimal(found) == Decimal(expected)
+
+
+def _lines(text: Any) -> str:
+    """Return what a program reads or prints; some rows have it as a list of lines."""
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _bytes(text: str) -> bytes:

@@ -38,6 +38,8 @@ class Program:
     others: tuple[int | bytes | None, ...] = ()
     """What it has from descriptor 4 on: one that is given away, bytes to read, or, as None, a pipe
     whose content is the outcome's `answer`."""
+    imports: bool = False
+    """Whether it finds common names of the standard library without importing them."""
 
 
 @dataclass(slots=True)
@@ -140,7 +142,7 @@ class _Process:
                 given.append(memory_file(other) if isinstance(other, bytes) else other)
         self._stdout, self._stderr, *self._answers = self._outputs
         try:
-            zygote.request(program.mode, given, limits)
+            zygote.request(program.mode, given, limits, imports=program.imports)
         except SandboxError:
             self.close()
             raise

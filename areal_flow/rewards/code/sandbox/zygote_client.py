@@ -83,9 +83,11 @@ class ZygoteClient:
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def request(self, mode: str, fds: Sequence[int], limits: Limits) -> None:
+    def request(
+        self, mode: str, fds: Sequence[int], limits: Limits, *, imports: bool = False
+    ) -> None:
         """Ask for a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
-        asked = {"mode": mode, **asdict(limits)}
+        asked = {"mode": mode, "imports": imports, **asdict(limits)}
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], fds)
         except OSError as error:

@@ -7,8 +7,11 @@ tester has its first words on 0, calls over 5, hears answers on 4 and gives its 
 from __future__ import annotations
 
 import atexit
+import builtins
+import importlib
 import io
 import os
+import site
 import sys
 import threading
 import traceback
@@ -20,16 +23,25 @@ SCRIPT, LEND, TEST = "script", "lend", "test"
 UNREADABLE, OUT_OF_MEMORY, FAILED = 120, 121, 1
 """Exit codes: the source is no Python; memory ran out; an exception that nobody caught."""
 SOURCE, CALLS_IN, CALLS_OUT, VERDICT = 3, 4, 5, 6
+IMPORTED = (
+    "collections", "itertools", "functools", "math", "heapq", "bisect", "json", "sys", "io",
+    "operator", "statistics", "random", "copy", "datetime", "re", "string", "typing",
+)  # fmt: skip
+"""What LiveCodeBench's graders import before a program; of names that several have, the first."""
+RECURSION_LIMIT = 50_000
+"""Set by the same graders."""
 _COMPILE_ERRORS = (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError)
 _kept: list[Any] = []
 """Streams of before the fork: closing one of them would close a descriptor of this process."""
 
 
-def run(task: Callable[[], Any]) -> None:
-    """Do what this process is for, and end it."""
+def run(task: Callable[[], Any], *, imports: bool = False) -> None:
+    """Do what this process is for, and end it; `imports` offers a program what is `IMPORTED`."""
     _open_streams()
     code = FAILED
     try:
+        if imports:
+            _offer_imports()
         task()
         code = 0
     except SystemExit as exit_:
@@ -53,6 +65,8 @@ def run_source(
     """
     with open(SOURCE, "rb") as file:
         source = file.read()
+    if name == "__main__":
+        site.setquit()  # `exit` and `quit`, which Python lacks where it starts without `site`
     try:
         compiled = compile(source, "<program>", "exec", dont_inherit=True)
     except _COMPILE_ERRORS as error:
@@ -62,6 +76,22 @@ def run_source(
     module.__dict__.update(namespace or {})
     exec(compiled, module.__dict__)
     return module.__dict__
+
+
+def _offer_imports() -> None:
+    """Have a program find names without importing them.
+
+    They become built in, and not the program's: those it could lend as functions of its own.
+    """
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    modules = {name: importlib.import_module(name) for name in IMPORTED}
+    offered = dict(modules)
+    for module in modules.values():
+        for name in getattr(module, "__all__", dir(module)):
+            if not name.startswith("_"):
+                offered.setdefault(name, getattr(module, name))
+    for name, value in offered.items():
+        vars(builtins).setdefault(name, value)
 
 
 def _open_streams() -> None:

@@ -120,7 +120,7 @@ class Zygote:
         except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
             os.write(2, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        program.run(TASKS[request["mode"]])
+        program.run(TASKS[request["mode"]], imports=request["imports"])
 
     def _confine(self, request: Mapping[str, Any]) -> None:
         if self._namespaces:

@@ -159,10 +159,10 @@ def _only_number(text: str) -> Quantity | None:
         return None
     if _CHANGED.search(before) or _CHANGES.match(behind):
         return None
-    quantity = _quantity(matches[0], _UNIT.match(behind)[0])
-    return (
-        replace(quantity, value=-quantity.value) if quantity and _MINUS.search(before) else quantity
-    )
+    quantity = _quantity(matches[0], _UNIT.findall(behind)[0])
+    if quantity and _MINUS.search(before):
+        return replace(quantity, value=-quantity.value)
+    return quantity
 
 
 def _quantity(match: re.Match[str], behind: str) -> Quantity | None:
@@ -201,7 +201,7 @@ def _measures(quantity: Quantity) -> list[Measure]:
     if len(words) > 1 and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
     measures = [_measure(words, power), *(_measure(below.split(), -1) for below in rest)]
-    return [*takewhile(bool, measures)]
+    return [measure for measure in takewhile(bool, measures) if measure]
 
 
 def _measure(words: list[str], power: int) -> Measure | None:

@@ -131,24 +131,24 @@ def _same_number(left: Any, right: Any, *_: int) -> bool:
     It takes 1e-16 for 1e-17, whatever precision it is given: it drops a difference that is small,
     not one that is small beside the numbers.
     """
-    import sympy
-    from math_verify.grader import safe_sympy_doit
+    from math_verify.grader import Float, MatrixBase, safe_sympy_doit
+    from sympy import nsimplify  # type: ignore[import-untyped]
 
     sides = [safe_sympy_doit(side) for side in (left, right)]
-    if all(isinstance(side, sympy.MatrixBase) for side in sides):
+    if all(isinstance(side, MatrixBase) for side in sides):
         pairs = zip(*(side.flat() for side in sides), strict=False)
         return sides[0].shape == sides[1].shape and all(_same_number(*pair) for pair in pairs)
     try:
-        exact = [sympy.nsimplify(side, rational=True) for side in sides]
+        exact = [nsimplify(side, rational=True) for side in sides]
         difference = exact[0] - exact[1]
         if difference.is_Rational or difference.free_symbols:
-            return difference == 0
+            return bool(difference == 0)
         distance = abs(difference).evalf(PRECISION)
-        if any(side.has(sympy.Float) for side in sides):
+        if any(side.has(Float) for side in sides):
             return bool(distance <= abs(exact[1]).evalf(PRECISION) / 10**ROUNDING)
     except (AttributeError, TypeError, ValueError):
         return False
-    return distance._prec == 1  # zero in all digits that were tried, beside the terms
+    return bool(distance._prec == 1)  # zero in all digits that were tried, beside the terms
 
 
 def _parsed(text: str, verdict: str) -> Any:

@@ -86,9 +86,12 @@ def trained_again(rows: Rows) -> None:
     rows[3]["trajectory_ids"] = sorted(rows[3]["trajectory_ids"] + rows[2]["trajectory_ids"][:1])
 
 
-def discard_trained(rows: Rows) -> None:
-    identifier = rows[2]["trajectory_ids"][0]
-    rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": "verifier_error"}]
+def discard_trained(reason: str) -> Change:
+    def change(rows: Rows) -> None:
+        identifier = rows[2]["trajectory_ids"][0]
+        rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": reason}]
+
+    return change
 
 
 def discard_again(rows: Rows) -> None:
@@ -176,7 +179,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "a genesis with a parent": ("genesis", edit_ledger(put(0, parent_hash="0"))),
     "a group too few": ("batch-size", edit_ledger(lambda r: r[2]["trajectory_ids"].clear())),
     "trained twice": ("trained-twice", edit_ledger(trained_again)),
-    "discarded after training": ("trained-and-discarded", edit_ledger(discard_trained)),
+    "discarded after training": ("trained-and-discarded", edit_ledger(discard_trained("stale"))),
     "discarded twice": ("discarded-twice", edit_ledger(discard_again)),
     "given up twice": ("given-up-twice", edit_ledger(put(3, failed_submissions=[70_000, 70_000]))),
     "too old": ("staleness-bound", edit_ledger(put(2, staleness_max=3))),
@@ -192,7 +195,8 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "not the parent's step": ("fork-parent", name_another_parent),
     "a row breaks its schema": ("schema", edit_ledger(put(2, learning_rate=-1.0))),
     # the ledger and the log
-    "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
+    "a wrong reason": ("discard-reason", edit_ledger(discard_trained("verifier_error"))),
+    "no failed workflow": ("discard-reason", edit_ledger(discard_trained("workflow_error"))),
     "an unknown trajectory": (
         "unknown-trajectory",
         edit_ledger(add(4, "trajectory_ids", ["99999999-0000-00"])),

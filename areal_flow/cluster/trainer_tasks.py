@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, DeviceError
-from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+EXCHANGE_TIMEOUT_S = 600.0
+SLOW_BYTES_PER_S = 20e6
+"""Of weights that ranks load, which are a sixth of a checkpoint where they are bfloat16."""
 
 SFT_CHUNK_S = 2.0
 """How long one task fine-tunes. Between tasks the driver shows progress and may stop."""
@@ -69,7 +73,7 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
     """Stage version 0, from a fork's first checkpoint or from a pretrained policy."""
     from areal_flow.trainer.backend import numeric_environment
 
-    rank = _connected(rendezvous)
+    rank = _connected(rendezvous, directory)
     if 0 in list_checkpoints(rank.layout.checkpoints):
         found = rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
         return _leaving_card(rank, found)
@@ -96,7 +100,8 @@ def complete_snapshot(step: int) -> None:
 @on_device
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
     """Connect to the other ranks, and load a checkpoint."""
-    rank = _connected(rendezvous)
+    checkpoints = worker_context().layout.checkpoints
+    rank = _connected(rendezvous, checkpoint_path(checkpoints, checkpoint_step))
     return _leaving_card(rank, rank.restore(checkpoint_step))
 
 
@@ -113,7 +118,7 @@ def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, floa
     """
     from areal_flow.trainer.sft import SftTrainer
 
-    context, replicas = worker_context(), _connected(rendezvous).replicas
+    context, replicas = worker_context(), _connected(rendezvous, source).replicas
     settings = context.recipe.sft
     if (held := context.get(SftTrainer)) and held.backend.replicas is not replicas:
         context.drop(SftTrainer)
@@ -140,8 +145,12 @@ def sft_checkpoint() -> None:
         trainer.save(layout, _writer(context))
 
 
-def _connected(rendezvous: Rendezvous) -> TrainerRank:
-    """Return this process's rank, connected to the others of a replica group."""
+def _connected(rendezvous: Rendezvous, weights: Path) -> TrainerRank:
+    """Return this process's rank, connected to the others of a replica group.
+
+    Args:
+        weights: the directory that they are about to load.
+    """
     rank = _rank()
     if rendezvous.num_ranks > 1 and rank.replicas.name != rendezvous.name:
         from areal_flow.trainer.replicas import connect_ranks
@@ -149,15 +158,23 @@ def _connected(rendezvous: Rendezvous) -> TrainerRank:
         rank.replicas.leave()
         context = worker_context()
         point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
-        settings = rank.recipe.trainer
         rank.replicas = connect_ranks(
             rendezvous,
             point,
             host=context.host,
-            device_type=settings.device.partition(":")[0],
-            timeout_s=settings.parallel.exchange_timeout_s,
+            device_type=rank.recipe.trainer.device.partition(":")[0],
+            timeout_s=exchange_timeout_s(weights),
         )
     return rank
+
+
+def exchange_timeout_s(weights: Path) -> float:
+    """Return how long a rank waits for others, which may be for one that writes a checkpoint.
+
+    A rank that dies or hangs is noticed sooner, by the driver.
+    """
+    num_bytes = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    return EXCHANGE_TIMEOUT_S + num_bytes / SLOW_BYTES_PER_S
 
 
 def _leaving_card(rank: TrainerRank, result: Result) -> Result:

@@ -99,9 +99,6 @@ class ParallelSettings(Settings):
     context_ranks: int = Field(1, ge=1)
     """Trainer ranks that share the tokens of each micro-batch (Ulysses); divides
     `cluster.num_trainers`."""
-    exchange_timeout_s: float = Field(600.0, ge=1)
-    """How long a rank waits for others: for their part of a sum, or while one writes a checkpoint.
-    A rank that dies or hangs is noticed sooner."""
 
 
 class TrainerSettings(Settings):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
+from areal_flow.cluster.trainer_tasks import exchange_timeout_s
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
 from areal_flow.planning.virtual_time import run_in_virtual_time
@@ -92,8 +93,13 @@ def one_rank(tmp_path: Path) -> Iterator[ConnectedRanks]:
     leave_ranks()
 
 
-def test_an_exchange_waits_as_long_as_the_recipe_says(one_rank: ConnectedRanks) -> None:
-    """It may be for the leader's checkpoint, too."""
+def test_an_exchange_waits_for_a_checkpoint_of_the_weights_size(
+    one_rank: ConnectedRanks, tmp_path: Path
+) -> None:
+    assert exchange_timeout_s(tmp_path) == 600
+    with (tmp_path / "model-00001-of-00002.safetensors").open("wb") as file:
+        file.truncate(14_000_000_000)
+    assert exchange_timeout_s(tmp_path) == 1300
     group = torch.distributed.group.WORLD
     assert group is not None
     options = group._get_backend(torch.device("cpu")).options

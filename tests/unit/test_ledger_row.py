@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from areal_flow.controller.accounting import TokenAccounting
@@ -70,7 +71,7 @@ def test_entries_are_of_one_row_and_totals_of_the_run() -> None:
 
 
 def test_row_of_a_step_has_all_that_was_given() -> None:
-    request = StepRequest(4, "parent", 3, ("a", "b"), "digest", max_staleness=2)
+    request = StepRequest(4, "of the ledger", 3, ("a", "b"), "digest", max_staleness=2)
     entries = StepEntries(
         num_generated_tokens=90,
         discards=[Discard("c", 5, "stale"), Discard("d", 6, "verifier_error")],
@@ -80,7 +81,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
     )
     row = step_row(
         request,
-        result_from_row(GENESIS),
+        replace(result_from_row(GENESIS), parent_hash="parent"),
         entries=entries,
         watermark=40,
         next_submission_index=12,

@@ -164,7 +164,7 @@ def test_recipe_takes_the_settings_of_the_algorithm_that_it_names() -> None:
     assert build_recipe({"algorithm": gspo}, source="").algorithm == GSPO(epsilon=0.1)
     with pytest.raises(ConfigError, match=r"algorithm\.dual_clip: 'gspo' has no such"):
         build_recipe({"algorithm": {**gspo, "dual_clip": 3.0}}, source="")
-    with pytest.raises(ConfigError, match="'decoupled_ppo', 'ppo', 'gspo'"):
+    with pytest.raises(ConfigError, match="expected one of decoupled_ppo, ppo, gspo"):
         build_recipe({"algorithm": {"name": "unknown"}}, source="")
 
 

@@ -46,6 +46,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
+    "stop": ([],),
     "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
 }
@@ -53,7 +54,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 _ADVICE = {
     "functions": ": give them as tools",
     "stop": ": set generation.stop.strings in the recipe",
-    "tool_choice": ": the policy chooses; 'auto' and 'none' are served",
+    "tool_choice": ": use 'auto' or 'none'",
 }
 
 
@@ -174,7 +175,7 @@ def _refuse_what_no_call_has(asked: Mapping[str, Any]) -> None:
             continue
         if value not in _ACCEPTED.get(name, ()):
             advice = _ADVICE.get(name, "")
-            raise CallRefused(f"{name} = {value!r:.80} is not served here{advice}")
+            raise CallRefused(f"unsupported {name} {value!r:.80}{advice}")
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise CallRefused(f"max_tokens: expected a number of 1 or more, found {limit!r:.80}")

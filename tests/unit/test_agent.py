@@ -366,12 +366,15 @@ def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n": 2}, "n = 2 is not served here"),
+        ({"n": 2}, "unsupported n 2"),
         ({"stop": ["x"]}, "set generation.stop.strings in the recipe"),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "'auto' and 'none' are served"),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "unsupported tool_choice 'required': use 'auto' or 'none'",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"functions": [{"name": "add"}]}, "give them as tools"),
@@ -405,6 +408,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         "parallel_tool_calls": True,
         "frequency_penalty": 0.0,
         "logit_bias": {},
+        "stop": [],
         "user": "u",
         "extra_body": {"reasoning_effort": None},
     }

@@ -20,7 +20,8 @@ ADVICE = {
     "both": "trajectories.lance or steps.lance was changed after it was written: restore both from "
     "a copy; if nobody touched them this is a bug, please report it",
     "evaluations": "evaluations.lance was changed after it was written: restore it from a copy",
-    "prompts": "trust no join by prompt_id; start the next run from rows whose ids are unique",
+    "prompts": "joins by prompt_id are unreliable in this run; give rows unique ids before the "
+    "next run",
     "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
     "verifier": "inputs.json or a log was changed, or the verifier while the run went on: compare "
     "nothing across it",

@@ -78,7 +78,8 @@ def explain(
         elif detail["type"] == "union_tag_invalid" and field == "algorithm":
             lines.append(f"  {_unknown_algorithm(detail, given, spelling)}")
         elif detail["type"] == "tuple_type":
-            lines.append(f"  {called} = {detail['input']!r}: expected an array, in brackets")
+            expected = "expected an array, such as [1024, 2048]"
+            lines.append(f"  {called} = {detail['input']!r}: {expected}")
         elif detail["type"] == "value_error":
             lines.append(f"  {_spelled(rule, given, spelling)}")
         else:
@@ -106,7 +107,7 @@ def why_no_algorithm(name: str) -> str:
         )
     if name == "dapo":
         return (
-            "DAPO is settings of 'ppo': algorithm.advantage = 'grpo', epsilon_high = 0.28, "
+            "use algorithm.name = 'ppo' with advantage = 'grpo', epsilon_high = 0.28, "
             "group_filter = 'mixed_rewards' and overlong_tokens"
         )
     return f"{expected}{did_you_mean(name, ALGORITHMS)}"

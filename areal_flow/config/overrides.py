@@ -84,7 +84,9 @@ def _is_valid(algorithm: type[Any], settings: Mapping[str, Any]) -> bool:
 def _warn_of_dropped(setting: str, dropped: Mapping[str, Any]) -> None:
     names = [f"{name} = {value!r}" for name, value in dropped.items() if name != "name"]
     if names:
-        logger.warning("%s: dropped from the recipe: %s", setting, ", ".join(names))
+        logger.warning(
+            "ignoring recipe settings that do not apply to %s: %s", setting, ", ".join(names)
+        )
 
 
 def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

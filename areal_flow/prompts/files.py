@@ -94,8 +94,8 @@ def repeated_ids(path: Path) -> dict[int, str]:
         first_origin, first_content = first.setdefault(identifier, (origin, content))
         if content != first_content:
             reasons[place] = (
-                f"its id {identifier!r} is that of {first_origin}, another prompt; give each row "
-                "an id of its own, or none"
+                f"duplicate id {identifier!r}: a different row at {first_origin} has it. Give each "
+                "row a unique id, or omit ids."
             )
     return reasons
 

@@ -90,8 +90,8 @@ def unused_chat_template(recipe: Recipe, model: Path) -> str:
     if recipe.prompts.chat_template is not None or chat_template_of(model) is None:
         return ""
     return (
-        "The model has a chat template, which these prompts do not use: set prompts.chat_template "
-        "to true, or to false if plain text is right"
+        "This model has a chat template, but prompts are sent as plain text. Set "
+        "prompts.chat_template = true to use it, or = false to silence this message."
     )
 
 

@@ -49,8 +49,8 @@ MAY_CHANGE = ("num_steps", "max_minutes")
 """Settings that a resume may change."""
 _BUCKET = re.compile(r"s3://[^/\s]+(/\S+)?")
 _ACCEPT = (
-    "\nIf you fix a verifier or an agent first, add --accept-verifier (in Python "
-    "accept_verifier=True): a run keeps the code that scores"
+    "\nIf you change the verifier or agent before resuming, add --accept-verifier (in Python "
+    "accept_verifier=True); without it the resume is refused."
 )
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 

@@ -129,8 +129,9 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert done.returncode == 1
     assert "groups in a row failed" in done.stderr
     assert "ZeroDivisionError: division by zero (at verify, broken.py, line 2)" in done.stderr
-    assert "train --resume v\nIf you fix a verifier or an agent first, add --accept-verifier" in (
-        done.stderr
+    assert (
+        "train --resume v\nIf you change the verifier or agent before resuming, add "
+        "--accept-verifier (in" in done.stderr
     )
     # Once as it is tried with an empty completion, and once by the one reward worker.
     assert done.stderr.count("return 1 / (") == 2, done.stderr

@@ -181,8 +181,8 @@ def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
 
 
 UNUSED = (
-    "  The model has a chat template, which these prompts do not use: set prompts.chat_template to "
-    "true, or to false if plain text is right"
+    "  This model has a chat template, but prompts are sent as plain text. Set "
+    "prompts.chat_template = true to use it, or = false to silence this message."
 )
 
 

@@ -207,7 +207,7 @@ def test_override_that_names_another_workflow_drops_the_settings_of_the_first(
     assert not caplog.messages
     assert load_recipe(path, {"workflow": {"name": "single_turn"}}).workflow.name == "single_turn"
     assert caplog.messages == [
-        "workflow.name = 'single_turn': dropped from the recipe: max_turns = 3"
+        "ignoring recipe settings that do not apply to workflow.name = 'single_turn': max_turns = 3"
     ]
 
 

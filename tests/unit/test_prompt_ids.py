@@ -67,7 +67,7 @@ def test_second_prompt_of_an_id_is_refused_with_both_rows_or_skipped(
     with pytest.raises(PromptError) as raised:
         prepared(layout, {"path": path})
     message = str(raised.value)
-    assert f"{path}, line 8: its id '3' is that of {path}, line 4, another prompt" in message
+    assert f"{path}, line 8: duplicate id '3': a different row at {path}, line 4 has it" in message
     train, _ = prepared(layout, {"path": path, "skip_bad_rows": True})
     assert (len(train), len(ids(train))) == (12, 12)
     assert "line 8" in layout.bad_rows.read_text()

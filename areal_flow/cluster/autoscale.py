@@ -56,16 +56,16 @@ class Autoscaler:
         try:
             if self._planner:
                 arguments = map(str, (rows[0]["step"], number))
-                wanted = min(await _printed_by(*self._planner, *arguments), balance.most)
+                target = min(await _printed_by(*self._planner, *arguments), balance.most)
             else:
-                wanted = balance.wanted(rows, number=number)
-            if wanted != number:
-                logger.info("generators: %d -> %d, for balance with the trainer", number, wanted)
+                target = balance.wanted(rows, number=number)
+            if target != number:
+                logger.info("generators: %d -> %d, for balance with the trainer", number, target)
             expected = self._pool.registry.expected("generator")
             expected.sort(key=lambda record: record.never_joined)
-            for record in expected[wanted:]:
+            for record in expected[target:]:
                 self._pool.spawn(remove_from(self._pool, record.name, after_tasks=True))
-            for _ in range(wanted - len(expected)):
+            for _ in range(target - len(expected)):
                 self._pool.spawn(self._add(balance, number))
         except RunError as error:
             logger.warning("the number of generators stays: %s", error)

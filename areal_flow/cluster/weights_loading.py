@@ -103,12 +103,12 @@ async def answer_of(
     asked = client.run(function, *arguments, workers=[record.address], on_error="return")
     answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(asked)
     clock = asyncio.get_running_loop().time
-    deadline, reached = clock() + timeout_s, 0.0
+    deadline, last_progress = clock() + timeout_s, 0.0
     try:
         while not answer.done() and clock() < deadline and not record.is_silent:
             await asyncio.wait([answer], timeout=LISTEN_EVERY_S)
-            if (now := progress()) > reached:
-                deadline, reached = clock() + timeout_s, now
+            if (now := progress()) > last_progress:
+                deadline, last_progress = clock() + timeout_s, now
     except asyncio.CancelledError:
         answer.cancel()  # else it ends with the cluster, and its error is printed
         raise

@@ -58,13 +58,13 @@ def read_prompts(
         return make(_parsed(line))
 
     of_line = cache(of_line) if once else of_line
-    for place, (origin, found) in enumerate(read_rows(path)):
+    for place, (origin, entry) in enumerate(read_rows(path)):
         if not keeps(place):
             continue
         try:
             if place in refused:
                 raise ValueError(refused[place])
-            made = make(found) if isinstance(found, dict) else of_line(found)
+            made = make(entry) if isinstance(entry, dict) else of_line(entry)
         except ValueError as error:
             on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
@@ -77,8 +77,8 @@ def repeated_ids(path: Path) -> dict[int, str]:
     Rows that are equal throughout may share an id. 8 bytes a row are in memory.
     """
     ids = array("Q")
-    for _, found in read_rows(path):
-        identifier = _id_of(found)
+    for _, entry in read_rows(path):
+        identifier = _id_of(entry)
         ids.append(xxhash.xxh3_64_intdigest(identifier.encode()) if identifier else 0)
     hashes = np.frombuffer(ids, np.uint64)
     values, counts = np.unique(hashes, return_counts=True)
@@ -86,10 +86,10 @@ def repeated_ids(path: Path) -> dict[int, str]:
         return {}
     first: dict[str, tuple[str, str]] = {}
     reasons: dict[int, str] = {}
-    for place, (origin, found) in enumerate(read_rows(path)):
+    for place, (origin, entry) in enumerate(read_rows(path)):
         if int(hashes[place]) not in repeated:
             continue
-        row, identifier = _parsed(found), _id_of(found)
+        row, identifier = _parsed(entry), _id_of(entry)
         content = sha256_hex(json.dumps(row, sort_keys=True, default=str))
         first_origin, first_content = first.setdefault(identifier, (origin, content))
         if content != first_content:
@@ -100,10 +100,10 @@ def repeated_ids(path: Path) -> dict[int, str]:
     return reasons
 
 
-def _id_of(found: Row | bytes) -> str:
+def _id_of(entry: Row | bytes) -> str:
     """Return a row's id; empty for a line that is no row, which is refused when it is read."""
     try:
-        return given_id(_parsed(found))
+        return given_id(_parsed(entry))
     except ValueError:
         return ""
 

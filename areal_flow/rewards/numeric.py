@@ -30,9 +30,9 @@ def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     Runs of white space count as one space. An answer that is no text is compared as JSON.
     """
     right, text = answer_text(answer), after_thinking(completion, prompt)
-    found = " ".join((marked_text(text) or text).split())
-    is_right = found == " ".join((marked_text(right) or right).split())
-    return Score(float(is_right), "right" if is_right else "wrong", extracted=found[:80])
+    extracted = " ".join((marked_text(text) or text).split())
+    is_right = extracted == " ".join((marked_text(right) or right).split())
+    return Score(float(is_right), "right" if is_right else "wrong", extracted=extracted[:80])
 
 
 def number_in(answer: Any) -> str | None:

@@ -47,9 +47,9 @@ def verify_reasoning_gym(
             f"metadata, found {sorted(metadata)}"
         )
     entry = {"question": prompt, "answer": answer, "metadata": dict(of_entry)}
-    found = final_answer(after_thinking(completion, prompt))
-    reward = float(scorer_of(str(task))(found, entry))
-    return Score(reward, "right" if reward >= 1 else "wrong", extracted=found[:80])
+    extracted = final_answer(after_thinking(completion, prompt))
+    reward = float(scorer_of(str(task))(extracted, entry))
+    return Score(reward, "right" if reward >= 1 else "wrong", extracted=extracted[:80])
 
 
 def final_answer(completion: str) -> str:

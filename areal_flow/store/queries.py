@@ -274,7 +274,7 @@ class Run:
 
 @contextmanager
 def _explained(
-    log: str, columns: Sequence[str] | None, where: str | None, known: Sequence[str]
+    log: str, columns: Sequence[str] | None, where: str | None, column_names: Sequence[str]
 ) -> Iterator[None]:
     """Explain a wrong column or condition; `log` is empty of the view of trajectories."""
     try:
@@ -287,7 +287,7 @@ def _explained(
         more = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
         raise RunError(
             f"expected columns and a condition over {log or 'trajectories'}, found {columns} and "
-            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(known)}{more}"
+            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(column_names)}{more}"
         ) from None
 
 

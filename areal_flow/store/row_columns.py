@@ -42,9 +42,9 @@ def with_row_columns(
     of_rows = [name for name in columns if name.startswith(OF_ROW)]
     table = read(columns=[*({*columns, source, "prompt_id"} - {*of_rows})])
     with pa.memory_map(str(prompts)) as file:
-        known = pa.ipc.open_file(file).read_all()
-        places = pc.index_in(_keys(table, source), _keys(known, "source")).to_pylist()
-        rows = {at: json.loads(known["metadata"][at].as_py()) for at in {*places} - {None}}
+        prompt_rows = pa.ipc.open_file(file).read_all()
+        places = pc.index_in(_keys(table, source), _keys(prompt_rows, "source")).to_pylist()
+        rows = {at: json.loads(prompt_rows["metadata"][at].as_py()) for at in {*places} - {None}}
     for name in of_rows:
         values = {at: row.get(name.removeprefix(OF_ROW)) for at, row in rows.items()}
         table = table.append_column(name, _column([values.get(at) for at in places]))

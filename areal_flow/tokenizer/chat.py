@@ -65,8 +65,8 @@ class ChatTemplate:
 
     def next_turn(self, *contents: str, ended_by: str, role: str = "user") -> str:
         """Return the text between two answers: messages of the user, or of tools."""
-        asked = _said("user", "?"), _said("assistant", _ANSWER)
-        messages = [*asked, *(_said(role, content) for content in contents)]
+        exchange = _said("user", "?"), _said("assistant", _ANSWER)
+        messages = [*exchange, *(_said(role, content) for content in contents)]
         template = self._with_tools if role == "tool" else self
         return template.following(messages, 1, ended_by=ended_by)
 
@@ -92,8 +92,8 @@ class ChatTemplate:
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
         shown = self.render(messages)
         answer = shown.removeprefix(before).removesuffix(after)
-        said = content in answer if last.get("tool_calls") else answer.rstrip().endswith(content)
-        if before + answer + after != shown or not said:
+        is_kept = content in answer if last.get("tool_calls") else answer.rstrip().endswith(content)
+        if before + answer + after != shown or not is_kept:
             raise ValueError(
                 "the chat template rewrites the answer, or what stands before it: expected "
                 f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"

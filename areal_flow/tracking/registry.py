@@ -221,5 +221,5 @@ def _ask(sink: Tracker, ask: Callable[[], int], where: str, outcome: str = "") -
     except Exception as error:
         if sink.is_reachable():
             raise
-        said = f"expected a tracker {where}, found none: {first_line(error)}{outcome}"
-        raise StorageError(said) from error
+        message = f"expected a tracker {where}, found none: {first_line(error)}{outcome}"
+        raise StorageError(message) from error

@@ -208,8 +208,8 @@ def answer_message(
     """
     calls: list[dict[str, Any]] = []
     content, end = "", 0
-    said = blank_reasoning(text, has_begun=is_thinking)
-    for match in _CALL.finditer(said) if tools else ():
+    visible = blank_reasoning(text, has_begun=is_thinking)
+    for match in _CALL.finditer(visible) if tools else ():
         content, end = content + text[end : match.start()], match.end()
         try:
             call = json.loads(match[1])

@@ -108,19 +108,19 @@ def _explain(error: CycloptsError) -> str:
     advice = f"`areal-flow {command} --help` lists " + ("options" if command else "commands")
     if command == "replay":
         advice += "; it takes settings as --set SECTION.KEY=VALUE"
-    said = str(error)
+    problem = str(error)
     if isinstance(error, UnknownOptionError):
         given = (error.token.keyword or error.token.value).partition("=")[0]
         options = [name for argument in error.argument_collection for name in argument.names]
-        said = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
+        problem = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
     elif (
         isinstance(error, CoercionError)
         and error.token is not None
         and error.token.keyword == "--algorithm.name"
     ):
-        said = f"--algorithm.name {error.token.value}: {why_no_algorithm(error.token.value)}"
-        said += "" if said.endswith("?") else "."
-    return f"{said} {advice}.".replace("  ", " ")
+        problem = f"--algorithm.name {error.token.value}: {why_no_algorithm(error.token.value)}"
+        problem += "" if problem.endswith("?") else "."
+    return f"{problem} {advice}.".replace("  ", " ")
 
 
 if __name__ == "__main__":

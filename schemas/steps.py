@@ -33,7 +33,9 @@ class StepRow(pa.DataFrameModel):
         ge=0, description="rows in the log when this row was written"
     )
 
-    parent_hash: str = pa.Field(description="weights_hash of the row before; empty at the genesis")
+    parent_hash: str = pa.Field(
+        description="weights_hash of the row before, or of its fork in forks.jsonl; empty at first"
+    )
     weights_hash: str = pa.Field(description="of the master weights")
     served_hash: str = pa.Field(description="of the weights as generators load them")
 

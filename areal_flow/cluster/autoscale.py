@@ -41,9 +41,8 @@ class Autoscaler:
     def after_step(self, row: Mapping[str, Any]) -> None:
         """Take in a step's row of the ledger; a change is made beside training."""
         expected = self._pool.registry.expected("generator")
-        joined = [record for record in expected if not record.never_joined]
-        is_settled = not self._is_planning and all(record.address for record in joined)
-        if self._balance is None or not is_settled:
+        joined = [record for record in expected if record.address]
+        if self._balance is None or self._is_planning:
             return
         rows = self._balance.window(row, number=len(joined))
         if rows:
@@ -62,7 +61,7 @@ class Autoscaler:
             if target != number:
                 logger.info("generators: %d -> %d, for balance with the trainer", number, target)
             expected = self._pool.registry.expected("generator")
-            expected.sort(key=lambda record: record.never_joined)
+            expected.sort(key=lambda record: not record.address)
             for record in expected[target:]:
                 self._pool.spawn(remove_from(self._pool, record.name, after_tasks=True))
             for _ in range(target - len(expected)):

@@ -284,10 +284,10 @@ class WorkerPool(SchedulerPlugin):
             await self._launcher.start(record.placement, partial(self._died, record))
         except EngineError as error:
             self._died(record, str(error))
-        if not self._launcher.keeps_devices and 0 < num_deaths == len(record.deaths):
-            self.note("started", **record.placement.devices)
         if not record.is_wanted:  # it was removed meanwhile
             await self._launcher.stop(record.name)
+        elif not self._launcher.keeps_devices and 0 < num_deaths == len(record.deaths):
+            self.note("started", **record.placement.devices)
 
     def _died(self, record: WorkerRecord, cause: str) -> None:
         cause = self._killed.pop(record.name, cause)

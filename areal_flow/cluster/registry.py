@@ -81,11 +81,6 @@ class WorkerRecord:
         """Whether a process that ends is started again."""
         return not self.is_leaving and not self.is_quarantined
 
-    @property
-    def never_joined(self) -> bool:
-        """Whether its first process waits in a queue, or starts."""
-        return not self.joined_at and not self.deaths
-
     def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
         """Note an unexpected death; after too many the worker is quarantined."""
         lived_s = now - self.joined_at if self.joined_at else 0.0
@@ -145,6 +140,10 @@ class WorkerRegistry:
 
     def present(self, role: str) -> list[WorkerRecord]:
         return [record for record in self.expected(role) if record.address]
+
+    def running(self, role: str) -> list[WorkerRecord]:
+        """Return those that have a process, and so their devices: also one that leaves."""
+        return [record for record in self.all() if record.role == role and record.address]
 
     def named(self, name: str) -> WorkerRecord | None:
         record = self._by_name.get(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, DeviceError
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-EXCHANGE_TIMEOUT_S = 600.0
-SLOW_BYTES_PER_S = 20e6
-"""Of weights that ranks load, which are a sixth of a checkpoint where they are bfloat16."""
+EXCHANGE_TIMEOUT_S = {"cpu": 3600.0, "cuda": 600.0}
+"""On a CPU a rank may wait for minutes for the micro-batch of another one."""
 
 SFT_CHUNK_S = 2.0
 """How long one task fine-tunes. Between tasks the driver shows progress and may stop."""
@@ -158,23 +158,24 @@ def _connected(rendezvous: Rendezvous, weights: Path) -> TrainerRank:
         rank.replicas.leave()
         context = worker_context()
         point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
+        device_type = rank.recipe.trainer.device.partition(":")[0]
         rank.replicas = connect_ranks(
             rendezvous,
             point,
             host=context.host,
-            device_type=rank.recipe.trainer.device.partition(":")[0],
-            timeout_s=exchange_timeout_s(weights),
+            device_type=device_type,
+            timeout_s=exchange_timeout_s(device_type, weights),
         )
     return rank
 
 
-def exchange_timeout_s(weights: Path) -> float:
+def exchange_timeout_s(device_type: str, weights: Path) -> float:
     """Return how long a rank waits for others, which may be for one that writes a checkpoint.
 
     A rank that dies or hangs is noticed sooner, by the driver.
     """
     num_bytes = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
-    return EXCHANGE_TIMEOUT_S + num_bytes / SLOW_BYTES_PER_S
+    return EXCHANGE_TIMEOUT_S[device_type] + num_bytes / SLOW_STORAGE_BYTES_PER_S
 
 
 def _leaving_card(rank: TrainerRank, result: Result) -> Result:

@@ -12,12 +12,11 @@ from distributed import Client
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.types import ServedWeights
 
 MIN_TIMEOUT_S = 30.0
-SLOWEST_BYTES_PER_S = 20e6
-"""A generator that reads weights more slowly than this is replaced, and its tasks run again."""
 LISTEN_EVERY_S = 0.5
 
 
@@ -48,13 +47,13 @@ class DaskWeights:
         await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
 
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
-        """Return when all generators that are not silent have loaded.
+        """Return when all generators that are not silent have loaded, also those that leave.
 
         `health` replaces a silent one; the new process loads the newest weights.
         """
-        generators = self._pool.registry.present("generator")
+        generators = self._pool.registry.running("generator")
         num_bytes = await asyncio.to_thread(self._channel.num_bytes, version)
-        timeout_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        timeout_s = MIN_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
         loads = (self._load(version, served_hash, record, timeout_s) for record in generators)
         return [served for served in await asyncio.gather(*loads) if served]
 

@@ -63,7 +63,8 @@ class VLLMSettings(Settings):
     """GPUs that share each generator's model."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """The share of a GPU's memory for weights and cache, if `kv_cache_tokens` is 0. Where a trainer
-    has the same GPU, the cache's size is computed from it, else measured."""
+    has the same GPU, the cache's size is computed from it, else measured, and the trainer keeps to
+    the rest, whatever `kv_cache_tokens` is."""
     quantization: Literal["fp8"] | None = None
     """Generators round weights to 8 bits; the trainer does not."""
     enable_sleep_mode: bool = False

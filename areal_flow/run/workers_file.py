@@ -64,7 +64,13 @@ class Workers:
 
     def lost(self, epoch: int, within: Span) -> dict[str, float]:
         """Return what those cost meanwhile that had no process."""
-        return self.sums(epoch, lambda of: of.rate * _overlap(within, *of.outages))
+        return self.sums(
+            epoch, lambda of: of.rate * _overlap(_intersection(of.present, within), *of.outages)
+        )
+
+
+def _intersection(left: Span, right: Span) -> Span:
+    return max(left[0], right[0]), min(left[1], right[1])
 
 
 def _overlap(within: Span, *spans: Span) -> float:

@@ -160,6 +160,20 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
     assert found.held(1, (2 * 3600.0, 3 * 3600.0))["generator"] == 0
 
 
+def test_outage_ends_when_its_worker_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((0.0, 10.0, 20.0, 20.0))
+    monkeypatch.setattr("areal_flow.run.workers_file.time", lambda: next(moments))
+    path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
+    for event in ("joined", "queued", "left", "started"):
+        note_worker(path, 1, event, num_devices=1, is_gpu=True, **of)
+    found = read_workers(path, {})
+    whole = (0.0, 100.0)
+    assert found.held(1, whole)["generator"] == 10
+    assert found.lost(1, whole)["generator"] == 0
+
+
 def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(
     tmp_path: Path,
 ) -> None:

@@ -211,6 +211,37 @@ def test_every_worker_is_noted_that_joins_dies_or_leaves(
     )
 
 
+def test_queued_worker_that_is_removed_does_not_start_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(FakeLauncher, "keeps_devices", False)
+
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        withdrawn = asyncio.Event()
+
+        async def wait_in_queue(*_: object) -> None:
+            await withdrawn.wait()
+
+        stop_process = launcher.stop
+
+        async def stop(name: str) -> None:
+            withdrawn.set()
+            await stop_process(name)
+
+        await pool.start_until_joined(TWO)
+        pool.note = lambda event, **of: noted.append(event)
+        monkeypatch.setattr(launcher, "start", wait_in_queue)
+        monkeypatch.setattr(launcher, "stop", stop)
+        launcher.end("generator-0", "preempted")
+        await asyncio.sleep(1)
+        await remove_from(pool, "generator-0")
+        await asyncio.sleep(1)
+        assert noted == ["queued", "left"]
+
+    with_pool(test)
+
+
 def test_worker_that_keeps_dying_is_quarantined_and_the_last_of_its_role_breaks_the_pool() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined(TWO)
@@ -391,6 +422,10 @@ def test_worker_that_leaves_may_finish_what_it_executes() -> None:
         await asyncio.sleep(600)
         assert leaving not in pool.generators()
         assert leaving in launcher.scheduler.workers
+        running = pool.registry.running("generator")
+        assert [record.name for record in running] == ["generator-0", "generator-1"], (
+            "it is sent new weights"
+        )
         worker.executing = {}
         await removal
         assert set(launcher.scheduler.workers) == set(pool.generators())

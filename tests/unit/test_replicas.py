@@ -96,10 +96,11 @@ def one_rank(tmp_path: Path) -> Iterator[ConnectedRanks]:
 def test_an_exchange_waits_for_a_checkpoint_of_the_weights_size(
     one_rank: ConnectedRanks, tmp_path: Path
 ) -> None:
-    assert exchange_timeout_s(tmp_path) == 600
+    assert exchange_timeout_s("cuda", tmp_path) == 600
     with (tmp_path / "model-00001-of-00002.safetensors").open("wb") as file:
         file.truncate(14_000_000_000)
-    assert exchange_timeout_s(tmp_path) == 1300
+    assert exchange_timeout_s("cuda", tmp_path) == 1300
+    assert exchange_timeout_s("cpu", tmp_path) == 4300
     group = torch.distributed.group.WORLD
     assert group is not None
     options = group._get_backend(torch.device("cpu")).options

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, SLOWEST_BYTES_PER_S, DaskWeights
+from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
+from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.errors import WeightsError
 from areal_flow.planning.virtual_time import run_in_virtual_time
@@ -82,7 +83,7 @@ class FakeGenerators:
         engine = {"busy_seconds_total": busy_s, "draining": 1.0}
         return SimpleNamespace(workers={"other": SimpleNamespace(metrics={ENGINE_METRIC: engine})})
 
-    def present(self, role: str) -> list[FakeGenerator]:
+    def running(self, role: str) -> list[FakeGenerator]:
         return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
 
     async def replace(self, address: str, *, why: str) -> None:
@@ -121,7 +122,7 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
 
 def test_time_to_load_follows_from_the_size() -> None:
     live, num_bytes = FakeGenerators(), 64 * 10**9
-    expected_s = MIN_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+    expected_s = MIN_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
     assert seconds_to_announce(live, num_bytes=num_bytes, other=expected_s - 1) == expected_s - 1
     assert live.replaced == []
     waited = seconds_to_announce(live, num_bytes=num_bytes, other=1e9)

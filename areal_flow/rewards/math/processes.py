@@ -158,7 +158,9 @@ class _Worker:
         """Return the reply of a number; others are of questions that were answered before."""
         assert self._process.stdout is not None
         until = monotonic() + limit_s
-        while select.select([self._process.stdout], [], [], max(0.0, until - monotonic()))[0]:
+        output = select.poll()  # `select` knows only the first 1,024 descriptors
+        output.register(self._process.stdout, select.POLLIN)
+        while output.poll(1000 * max(0.0, until - monotonic())):
             line = self._process.stdout.readline()
             if not line:
                 raise MathPoolError("it ended")

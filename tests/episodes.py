@@ -84,7 +84,7 @@ class FakeServices:
         assert (ended_by, role) == (STOP, "user")
         return self.encode(*contents)
 
-    def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
         raise NotImplementedError
 
     def chat(

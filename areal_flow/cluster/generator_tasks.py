@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.context import Message
 from areal_flow.workflows.group import FAILURES, all_of, run_group
 from areal_flow.workflows.registry import load_workflow
+from areal_flow.workflows.tool_calls import PROMPT_END, begins_reasoning
 
 
 class GeneratorRole:
@@ -181,10 +183,11 @@ class GeneratorRole:
         turn = self._chat.next_turn(*map(str.strip, contents), ended_by=end, role=role)
         return self.encode(turn)
 
-    def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
         assert self._chat is not None
-        text = self._context.tokenizer.decode(answer.tolist(), skip_special_tokens=False)
-        return self._chat.calls_in(text)
+        decode = partial(self._context.tokenizer.decode, skip_special_tokens=False)
+        is_thinking = begins_reasoning(decode(prompt[-PROMPT_END:].tolist()))
+        return self._chat.calls_in(decode(answer.tolist()), is_thinking=is_thinking)
 
     def chat(
         self,

@@ -133,12 +133,14 @@ class ChatTemplate:
             )
         return start.strip()
 
-    def calls_in(self, answer: str) -> list[tuple[str, str]]:
+    def calls_in(self, answer: str, *, is_thinking: bool = False) -> list[tuple[str, str]]:
         """Return name and input of each call in an answer; both are empty where it is not JSON.
 
-        What it says within `<think>...</think>` is no call.
+        One within `<think>...</think>` is none; `is_thinking` says that the prompt ends with
+        `<think>`.
         """
-        start, answer = self.call_start, blank_reasoning(answer).replace("\0", "")
+        start = self.call_start
+        answer = blank_reasoning(answer, has_begun=is_thinking).replace("\0", "")
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []
         return [_json_call(text.lstrip()) for text in answer.split(start)[1:]]

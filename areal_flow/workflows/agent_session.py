@@ -18,11 +18,14 @@ from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.types import Score
 from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
-from areal_flow.workflows.tool_calls import REASONING_START, arguments_of, blank_reasoning
+from areal_flow.workflows.tool_calls import (
+    PROMPT_END,
+    arguments_of,
+    begins_reasoning,
+    blank_reasoning,
+)
 
 CALL_START = "<tool_call>"
-PROMPT_END = 16
-"""Tokens of a prompt that are read to see whether the policy begins by thinking."""
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -125,7 +128,7 @@ class Session:
             decode(completion.tokens),
             tools,
             call_number=self._num_calls,
-            is_thinking=decode(asked.tokens[-PROMPT_END:]).rstrip().endswith(REASONING_START),
+            is_thinking=begins_reasoning(decode(asked.tokens[-PROMPT_END:])),
         )
         conversation.messages = [*messages, _normal(message)]
         conversation.num_answers += 1

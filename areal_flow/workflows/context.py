@@ -62,8 +62,12 @@ class EpisodeServices(Protocol):
         """Return the tokens of messages of a user or tools after an answer that a token ended."""
         ...
 
-    def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
-        """Return tool and input of each call in an answer, as the chat template has calls."""
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
+        """Return tool and input of each call in an answer, as the chat template has calls.
+
+        Args:
+            prompt: the conversation before the answer, which may have begun its reasoning.
+        """
         ...
 
     def chat(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 REASONING_START = "<think>"
+PROMPT_END = 16
+"""Tokens of a prompt that are read to see whether the policy begins by thinking."""
 _REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 """What a model thinks before it acts; the prompt may have begun it, and a limit may end it."""
 
@@ -21,6 +23,11 @@ def blank_reasoning(text: str, *, has_begun: bool = False) -> str:
     if has_begun:
         return blank_reasoning(REASONING_START + text)[len(REASONING_START) :]
     return _REASONING.sub(lambda reasoning: "\0" * len(reasoning[0]), text)
+
+
+def begins_reasoning(prompt_end: str) -> bool:
+    """Return whether a prompt that ends so has begun the policy's reasoning."""
+    return prompt_end.rstrip().endswith(REASONING_START)
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:

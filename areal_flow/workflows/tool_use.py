@@ -126,8 +126,8 @@ class ToolUse(TimedWorkflow):
         draft, num_calls, limit = TrajectoryDraft(prompt.tokens), 0, ""
         for turn in count():
             completion = await context.generate(draft.tokens, turn)
+            calls = self._calls(draft.tokens, completion.tokens, context)
             draft = draft.with_completion(completion)
-            calls = self._calls(completion.tokens, context)
             if not calls or completion.finish_reason != "stop":
                 break
             if limit := self.time_limit(context):
@@ -146,9 +146,9 @@ class ToolUse(TimedWorkflow):
         draft = draft.scored(score)
         return [draft.cut_by(limit) if limit else draft]
 
-    def _calls(self, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
+    def _calls(self, prompt: Tokens, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
         if context.is_chat:
-            return [ToolCall(*call) for call in context.chat_calls(answer)]
+            return [ToolCall(*call) for call in context.chat_calls(prompt, answer)]
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)
         return [call] if call else []
 

@@ -50,7 +50,7 @@ from areal_flow.weights.directory import publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
 from pipelines.jobs.preflight import found_verifier
-from tests.chat_templates import CHATML, give_chat_template
+from tests.chat_templates import CHATML, HERMES, give_chat_template
 from tests.integration.runs import small_recipe
 from tests.plain import plain
 from tests.policies import write_model_directory
@@ -190,6 +190,27 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
         assert row["output_tokens"][begins - 1] == tokenizer.token_to_id("<|im_end|>")
         assert row["output_tokens"][begins : begins + len(turn)] == turn
         assert row["loss_mask"].count(False) == len(turn)
+
+
+def test_call_is_none_within_reasoning_that_the_prompt_began(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    thinks = HERMES.replace("assistant\n", "assistant\n<think>\n").replace(
+        "{% else %}", "{% else %}{{ '<think>\n' if message.role == 'assistant' else '' }}"
+    )
+    give_chat_template(layout.model, thinks)
+    settings(layout, {"name": "tool_use"}, chat_template=True)
+    policy, tokenizer = GeneratorRole(worker), tokenizer_of(layout.model)
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"input": "6*7"}}\n</tool_call>'
+    begun = policy.chat([{"role": "user", "content": "6 * 7 ="}])
+
+    def calls(prompt: Any, answer: str) -> Any:
+        ids = tokenizer.encode(answer, add_special_tokens=False).ids
+        return policy.chat_calls(prompt, as_tokens(ids))
+
+    assert calls(begun, f"Perhaps {call} later") == []
+    assert calls(begun, f"Perhaps.</think>{call}") == [("calculator", "6*7")]
+    assert calls(begun[:-20], f"I ask. {call}") == [("calculator", "6*7")]
 
 
 def test_verifier_gets_every_column_of_a_chats_row_as_it_was(

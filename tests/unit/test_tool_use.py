@@ -151,7 +151,7 @@ class ChattingServices(ScriptedServices):
 
     is_chat = True
 
-    def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
         return [("calculator", "6*7"), ("unknown", "")] if 8 in answer else []
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:

@@ -42,7 +42,7 @@ def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> N
         )
     layout.root.mkdir(parents=True)
     with removed_on_failure(layout):
-        write_identity(layout, recipe_name=recipe_name)
+        write_identity(layout, recipe_name=recipe_name, num_steps=recipe.num_steps)
         layout.config.write_text(dump_recipe(recipe))
 
 
@@ -56,13 +56,18 @@ def removed_on_failure(layout: RunLayout) -> Iterator[None]:
         raise
 
 
-def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:
+def write_identity(layout: RunLayout, *, recipe_name: str = "", num_steps: int = 0) -> None:
     identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex, "recipe": recipe_name}
-    layout.identity.write_text(json.dumps(identity))
+    layout.identity.write_text(json.dumps({**identity, "first_num_steps": num_steps}))
 
 
 def recipe_name_of(layout: RunLayout) -> str:
     return str(json.loads(layout.identity.read_text()).get("recipe", ""))
+
+
+def first_num_steps(layout: RunLayout) -> int:
+    """Return the steps that a run was made with, which a resume may change; 0 if not recorded."""
+    return int(json.loads(layout.identity.read_text()).get("first_num_steps", 0))
 
 
 def check_schema_version(layout: RunLayout) -> str:

@@ -1,7 +1,8 @@
 """Says where things lie in a run directory. It refuses to read and to write them.
 
 runs/NAME/
-    run.json               schema version, identity, the recipe's name and, of a fork, its parent
+    run.json               schema version, identity, the recipe's name, the steps at first and, of a
+                           fork, its parent
     config.toml            the whole recipe, defaults written out
     inputs.json            what it was prepared with: the verifier's identity, hashes of files
     model/                 config.json and tokenizer of the policy, no weights

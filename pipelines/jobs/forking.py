@@ -13,7 +13,7 @@ from areal_flow.config import Recipe, SftSettings, load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.rewards.shipping import what_is_executed
-from areal_flow.run.directory import read_parent
+from areal_flow.run.directory import first_num_steps, read_parent
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.settings import flatten, merge
@@ -50,7 +50,8 @@ class Fork:
                 f"{', '.join(changed)}: a fork has the adapter of run {self.parent.name}, or none "
                 "if it has none. To change it, export a step and give that to --model"
             )
-        if before.trainer.num_learning_rate_decay_steps == before.num_steps:
+        num_steps = first_num_steps(self.parent) or before.num_steps
+        if before.trainer.num_learning_rate_decay_steps == num_steps:
             overrides = merge({"trainer": {"num_learning_rate_decay_steps": 0}}, overrides)
         return load_recipe(self.parent.config, overrides, spelling=spelling)
 

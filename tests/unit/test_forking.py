@@ -39,6 +39,7 @@ from areal_flow.store.queries import Run
 from areal_flow.tokenizer.directory import copy_model_description
 from areal_flow.types import PolicyHashes
 from pipelines.jobs.forking import Fork, describe_parent, fork_of
+from pipelines.jobs.job import _record_num_steps
 from pipelines.references import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
 
@@ -153,6 +154,19 @@ def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
         assert recipe.trainer.num_learning_rate_decay_steps == expected
         assert recipe.trainer.learning_rate_schedule == "linear"
         assert recipe.trainer.adamw.weight_decay == 0.8
+
+
+def test_fork_of_an_extended_run_decays_by_its_own_steps(tmp_path: Path) -> None:
+    for given, expected in ((0, 200), (50, 50), (60, 60)):
+        parent = RunLayout(tmp_path / str(given))
+        trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
+        create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
+        before = load_recipe(parent.config)
+        _record_num_steps(parent, 60)
+        extended = load_recipe(parent.config)
+        assert (extended.num_steps, extended.trainer) == (60, before.trainer)
+        recipe = Fork(parent, None).recipe({"num_steps": 200})
+        assert recipe.trainer.num_learning_rate_decay_steps == expected
 
 
 @pytest.mark.parametrize("over", [{"model": "tiny"}, {"sft": {"num_steps": 3}}])
@@ -324,5 +338,6 @@ def test_first_checkpoint_of_a_fork_may_precede_its_row(parent: RunLayout) -> No
 def test_run_json_keeps_the_identity_beside_the_parent(parent: RunLayout) -> None:
     child = forked(parent, 1)
     written = json.loads(child.identity.read_text())
-    assert set(written) == {"schema_version", "run_id", "recipe", "forked_from"}
+    names = {"schema_version", "run_id", "recipe", "first_num_steps", "forked_from"}
+    assert set(written) == names
     assert set(written["forked_from"]) == {"run_id", "name", "step", "weights_hash", "optimizer"}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -84,6 +86,12 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(base.get(key), dict)
     }
     return {**base, **over, **deeper}
+
+
+def search_here_last() -> None:
+    """Find modules in the working directory, none of which shadows an installed one."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 def import_function(

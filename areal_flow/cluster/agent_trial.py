@@ -26,6 +26,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.failures import cause_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.layout import RunLayout
+from areal_flow.settings import search_here_last
 from areal_flow.types import (
     Completion,
     Episode,
@@ -112,4 +113,5 @@ def main(run_directory: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    search_here_last()
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -26,6 +26,7 @@ from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.machine import is_linux, raise_open_files_limit
 from areal_flow.run.code_version import VERSION
+from areal_flow.settings import search_here_last
 
 DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
@@ -91,6 +92,7 @@ def main(options: str, parent: str) -> None:
 def work(options: str) -> None:
     """Run a worker in this process, which gets its name where `ps` and `top` show it."""
     chosen = json.loads(options)
+    search_here_last()
     if is_linux():
         ctypes.CDLL(None).prctl(PR_SET_NAME, chosen["name"].encode())
     raise_open_files_limit()  # workers fetch from each other

@@ -21,6 +21,7 @@ from areal_flow.failures import cause_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, TrainerState, part_names
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
 from areal_flow.run.layout import RunLayout
+from areal_flow.settings import search_here_last
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import answer_text
 
@@ -74,4 +75,5 @@ async def _judge(
 
 
 if __name__ == "__main__":
+    search_here_last()
     main(Path(sys.argv[1]), Path(sys.argv[2]))

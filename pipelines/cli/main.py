@@ -21,6 +21,7 @@ from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOption
 import areal_flow
 from areal_flow.config.messages import did_you_mean, why_no_algorithm
 from areal_flow.errors import ArealFlowError, ConfigError
+from areal_flow.settings import search_here_last
 from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.console.tables import Report, show
@@ -63,8 +64,8 @@ def launch(
     command, bound, ignored = app.parse_args(tokens)
     if json and command.__annotations__.get("return") != Report.__name__:
         raise ConfigError(f"`{' '.join(tokens[:1])}` prints no report: it takes no --json")
-    if command.__name__ in IMPORT_USER_CODE and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last, so that no file here shadows an installed module
+    if command.__name__ in IMPORT_USER_CODE:
+        search_here_last()
     shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
     found = command(*bound.args, **bound.kwargs, **shared)
     return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)

@@ -99,7 +99,7 @@ def check_devices(recipe: Recipe) -> None:
 
 
 def _cuda_found() -> dict[str, Any]:
-    command = [sys.executable, "-c", CUDA_FOUND]
+    command = [sys.executable, "-P", "-c", CUDA_FOUND]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
@@ -198,7 +198,7 @@ def _trial(
     """Return what a trial found, as far as it came, and how its process ended."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
         output = Path(scratch) / "found.jsonl"
-        command = [sys.executable, "-m", program, str(layout.root), str(output)]
+        command = [sys.executable, "-P", "-m", program, str(layout.root), str(output)]
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         environment = os.environ | PROCESS_ENVIRONMENT | paths
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.card_turns import CardTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
+from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
@@ -124,7 +126,9 @@ class Training:
         self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
-        asked = (sys.executable, "-m", "pipelines.jobs.run_plan", str(layout.root))
+        paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
+        program = (sys.executable, "-P", "-m", "pipelines.jobs.run_plan")
+        asked = ("env", paths, *program, str(layout.root))
         planner = asked if recipe.cluster.planned_card else ()
         self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between, planner=planner)
         self.replicas = TrainerReplicas(

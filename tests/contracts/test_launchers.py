@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.error import HTTPError
@@ -143,6 +145,29 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
             assert not process.is_running()
             assert record.deaths == []
             assert pool.pid(record) is None
+
+    run(live)
+
+
+def test_file_of_the_working_directory_is_found_and_shadows_no_module(
+    settings: ClusterSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if settings.launcher == "ssh":
+        pytest.skip("workers over ssh have only their own search path")
+    (tmp_path / "random.py").write_text("print('not the one of the library')\n")
+    (tmp_path / "of_a_user.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as commands have it
+
+    async def live() -> None:
+        async with empty_pool(settings) as pool:
+            await pool.start_until_joined([generator(settings)])
+            async with client_of(pool) as client:
+                names = "random", "of_a_user"
+                found = await client.submit(
+                    lambda: [import_module(name).__file__ for name in names]
+                )
+            assert found == [random.__file__, str(tmp_path / "of_a_user.py")]
 
     run(live)
 

@@ -14,7 +14,7 @@ from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.rewards import trial
 from areal_flow.run.layout import RunLayout
-from pipelines.jobs.preflight import check_devices
+from pipelines.jobs.preflight import _trial, check_devices
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
@@ -75,3 +75,21 @@ def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     trial.main(tmp_path, tmp_path / "found.jsonl")
     found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])
     assert [score["reward"] for score in found["scores"]] == [1, 0]
+
+
+def test_trial_finds_files_of_the_working_directory_which_shadow_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "random.py").write_text("print('not the one of the library')\n")
+    (tmp_path / "of_a_user.py").write_text("def judge(*, completion): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as commands have it
+    layout = RunLayout(tmp_path / "run")
+    recipe = build_recipe({"rewards": ["of_a_user:judge"]}, source="test")
+    write_tiny_model(layout.model, max_model_len=32)
+    layout.config.write_text(dump_recipe(recipe))
+    row = {"": {"prompt": "which?", "answer": "2", "metadata": {}}}
+    program = "areal_flow.rewards.trial"
+    found, _ = _trial(program, layout, given=json.dumps(row), limit_s=60)
+    assert [score["reward"] for score in found[-1]["scores"]] == [1, 1]
+    assert capfd.readouterr().out == ""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from math import isnan
+from pathlib import Path
 from threading import Thread
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +39,8 @@ NUM_LAST_BYTES = 2000
 LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
 COMMAND_LIMIT_S = 60.0
+PROJECT = str(Path(__file__).parents[3])
+"""The folder that areal-flow is imported from."""
 KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 
 
@@ -186,10 +189,16 @@ def cause_of_exit(code: int, said: str) -> str:
 
 
 def import_paths() -> list[str]:
-    """Return the driver's additions to Python's search path: workers import the same modules."""
+    """Return the driver's additions to Python's search path: workers import the same modules.
+
+    What PYTHONPATH has comes before the standard library. A working directory that comes after it
+    is left out, unless areal-flow is there: every process of a run appends its own.
+    """
+    here, library = os.getcwd(), sysconfig.get_path("stdlib")  # noqa: PTH109 (as text)
     own = set(sysconfig.get_paths().values())
-    library = sysconfig.get_path("stdlib")
-    added = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (a search path is text)
+    added = [path or here for path in sys.path]
+    if library in added and here not in added[: added.index(library)] and here != PROJECT:
+        own.add(here)
     return [
         path
         for path in added

@@ -39,7 +39,7 @@ class LocalLauncher:
         self._children: dict[str, Child] = {}
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
-        return [sys.executable, *WORKER_PROGRAM, options, str(os.getpid())]
+        return [sys.executable, "-P", *WORKER_PROGRAM, options, str(os.getpid())]
 
     def preview(self, placement: WorkerPlacement) -> str:
         options = worker_options(placement, self._scheduler, self._network)

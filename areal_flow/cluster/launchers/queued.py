@@ -168,8 +168,8 @@ class QueuedLauncher(ABC):
         certificates = str(network.tls_directory or "CERTIFICATES")
         driver = (TO_DRIVER, self._host, str(port), certificates, str(token))
         worker = worker_options(placement, self.scheduler, network)
-        supervisor = (python, "-m", "areal_flow.cluster.supervisor", *driver)
-        return f"exec {shlex.join((*supervisor, *WORKER_PROGRAM, worker))}"
+        supervisor = (python, "-P", "-m", "areal_flow.cluster.supervisor", *driver)
+        return f"exec {shlex.join((*supervisor, '-P', *WORKER_PROGRAM, worker))}"
 
     def variables(self, placement: WorkerPlacement) -> dict[str, str]:
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}

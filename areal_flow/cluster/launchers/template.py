@@ -27,7 +27,8 @@ class WorkerTemplate:
         for placement in served[:1]:
             self._environment = placement.environment
             self._requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-m", "areal_flow.cluster.worker_template", str(os.getpid())]
+            program = "areal_flow.cluster.worker_template"
+            command = [sys.executable, "-P", "-m", program, str(os.getpid())]
             with theirs, suppress(OSError):  # the launcher will say so
                 self._process = start_process(
                     command, placement, theirs.fileno(), subprocess.DEVNULL

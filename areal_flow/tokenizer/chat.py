@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from areal_flow.digests import sha256_hex
+from areal_flow.thinking import BEGIN, END
 from areal_flow.workflows.tool_calls import arguments_of, blank_reasoning
 
 Message = Mapping[str, Any]
@@ -23,7 +24,7 @@ Tool = Mapping[str, Any]
 
 _ANSWER = "areal-flow's answer"
 _TOOL = "areal-flow-tool"
-_ANSWERS = (_ANSWER, f"<think>\nSteps.\n</think>\n\n{_ANSWER}")
+_ANSWERS = (_ANSWER, f"{BEGIN}\nSteps.\n{END}\n\n{_ANSWER}")
 
 
 @dataclass(frozen=True)

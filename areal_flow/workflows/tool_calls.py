@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-REASONING_START = "<think>"
+from areal_flow.thinking import BEGIN, END
+
 PROMPT_END = 16
 """Tokens of a prompt that are read to see whether the policy begins by thinking."""
-_REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+_REASONING = re.compile(rf"\A(?:(?!{BEGIN}).)*?{END}|{BEGIN}.*?(?:{END}|\Z)", re.DOTALL)
 """What a model thinks before it acts; the prompt may have begun it, and a limit may end it."""
 
 
@@ -21,13 +22,13 @@ def blank_reasoning(text: str, *, has_begun: bool = False) -> str:
         has_begun: whether the prompt ends with the start of reasoning.
     """
     if has_begun:
-        return blank_reasoning(REASONING_START + text)[len(REASONING_START) :]
+        return blank_reasoning(BEGIN + text)[len(BEGIN) :]
     return _REASONING.sub(lambda reasoning: "\0" * len(reasoning[0]), text)
 
 
 def begins_reasoning(prompt_end: str) -> bool:
     """Return whether a prompt that ends so has begun the policy's reasoning."""
-    return prompt_end.rstrip().endswith(REASONING_START)
+    return prompt_end.rstrip().endswith(BEGIN)
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from areal_flow.rewards import thinking
+from areal_flow import thinking
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.code.sandbox.grading import Judgement, grade
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError

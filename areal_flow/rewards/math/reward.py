@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_flow.rewards import thinking
+from areal_flow import thinking
 from areal_flow.rewards.math.equality import algebraic_elements, is_same, same_text
 from areal_flow.rewards.math.processes import MathPool, MathPoolError
 from areal_flow.rewards.math.text import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from areal_flow.rewards.thinking import after_thinking
+from areal_flow.thinking import after_thinking
 from areal_flow.types import answer_text
 
 MAX_CHARS = 300

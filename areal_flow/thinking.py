@@ -1,4 +1,4 @@
-"""Where a completion's answer begins: behind the thinking."""
+"""What encloses thinking in a text, and the answer behind it."""
 
 from __future__ import annotations
 

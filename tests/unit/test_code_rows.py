@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import pickle
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -301,11 +302,15 @@ def test_threads_of_a_program_are_limited_by_a_setting(pool: SandboxPool) -> Non
     assert found == ["runtime_error", "right"]
 
 
-def judged_by_row(settings: dict[str, Any], source: str) -> str | None:
+PRINTS_ONE = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
+
+
+def judged_by_row(
+    settings: dict[str, Any], source: str, row: dict[str, Any] = PRINTS_ONE, prompt: str = ""
+) -> str | None:
     reward = load_reward("code", Path(), settings=settings).reward
     reward.open()
-    row = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
-    (found,) = asyncio.run(reward.score([RewardInput("", source, "", row)]))
+    (found,) = asyncio.run(reward.score([RewardInput(prompt, source, "", row)]))
     reward.close()
     return found.verdict
 
@@ -332,10 +337,38 @@ def test_what_is_no_limit_is_refused_before_a_sandbox_starts(value: Any) -> None
         ("~~~py\r\ncode\r\n~~~\r\n", "code\r\n"),
         ("<think>```python\nno\n```", ""),
         ("`a` and ```b``` print", "`a` and ```b``` print"),
+        ("```python\nreturn a+b```", "return a+b"),
+        ("```python\nx = '```'\ny```\nIt is `y`.", "x = '```'\ny"),
+        ("```python\nfirst```\nthen\n```python\nlast\n```", "last\n"),
+        ("```python\ncode\n``` This adds.", "code\n"),
+        ("```python\ncode\n```.\nDone.", "code\n"),
+        ("```python\ncode  # ```\n``` x\nmore\n```", "code  # ```\n``` x\nmore\n"),
+        ("```python\nx = (1,\n    ```\n2", "x = (1,\n    ```\n2"),
+        ("**Code:** ```\ncode\n```", "code\n"),
+        ("**Code:** ```\ncode\n```\nIt adds.", "code\n"),
+        ("Fences are ```\n```python\ncode\n```", "code\n"),
+        ("Fences are ```\n```\ncode\n```", "code\n"),
+        ("```\ncode\n```\n```\n```", "code\n"),
+        ("```\ncode\n```\n```python\n```", "code\n"),
     ],
 )
 def test_code_is_the_last_block_of_python_after_the_thinking(completion: str, source: str) -> None:
     assert extract_code(completion) == source
+
+
+def test_fences_are_read_once_however_many_there_are() -> None:
+    began = time.process_time()
+    for text in ("```python\nx```\n", "x ```\n", "```python\n``` x\n", "```\n", "`` ~~ "):
+        extract_code(text * (2**18 // len(text)))
+    assert time.process_time() - began < 2
+
+
+def test_the_rendered_prompt_says_whether_a_completion_begins_as_thinking(
+    pool: SandboxPool,
+) -> None:
+    row = PRINTS_ONE | {"prompt": "Print 1."}
+    assert judged_by_row({}, "print(1)", row, prompt="Print 1.<think>\n") == "parse_error"
+    assert judged_by_row({}, "</think>print(1)", row, prompt="Print 1.<think>\n") == "right"
 
 
 @pytest.mark.parametrize("completion", ["", "```python\n```", "x" * 100_000_000])

@@ -58,7 +58,8 @@ class CodeReward:
 
     def _score(self, given: RewardInput) -> Score:
         try:
-            task = code_task({"prompt": given.prompt, **given.metadata}, given.completion)
+            row = {"prompt": given.prompt, **given.metadata}
+            task = code_task(row, given.completion, given.prompt)
             no_code = Judgement("parse_error", "no code in the completion")
             found = grade(self._pool, task) if task else no_code
         except NoTests as error:

@@ -23,7 +23,7 @@ import re
 import symtable
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from threading import Lock
 from typing import Any, get_args
 
@@ -41,11 +41,13 @@ MAX_PRIVATE_BYTES = 2**28
 MAX_KEPT_BYTES = 2**26
 """Of tests of several rows, unpacked; those of one row are kept in any case."""
 _FENCE = re.compile(
-    r"^([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?+)(?:[^`\n]*+(?=```py))?+"
+    r"^([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?+)(?:[^`\n]*+(?=```py|`{3,}+[ \t\r]*+$))?+"
     r"(`{3,}+|~{3,}+)[ \t]*+\{?\.?(\w*+)[^`\n]*+$",
     re.MULTILINE,
 )
-"""Indentation, which an item of a list has, too; fence; language. One of Python may end a line."""
+"""Indentation, which an item of a list has, too; fence; language. One may end a line: of Python, or
+of no language, see `_is_doubtful`."""
+_FENCED = re.compile(r"^(.*?)(`{3,}+|~{3,}+)(.*)$", re.MULTILINE)
 _LANGUAGES = ("python", "python3", "py")
 _METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
 
@@ -58,9 +60,9 @@ class NoTests(RewardError):
     """A row does not say how a program is tested."""
 
 
-def code_task(row: Row, completion: str) -> CodeTask | None:
-    """Return how a completion is graded; None if there is no code in it."""
-    source = extract_code(completion, str(row.get("prompt", "")))
+def code_task(row: Row, completion: str, prompt: str = "") -> CodeTask | None:
+    """Return how a completion of a rendered prompt is graded; None if there is no code in it."""
+    source = extract_code(completion, prompt)
     if not source.strip() or len(source) > MAX_SOURCE_CHARS:
         return None
     try:
@@ -76,22 +78,56 @@ def code_task(row: Row, completion: str) -> CodeTask | None:
 def extract_code(completion: str, prompt: str = "") -> str:
     """Return the last block of Python after the thinking, else the last of no language, else all.
 
-    Fences stand at the beginning of lines; a block that is not closed ends with the text.
+    Fences have lines of their own. One behind code, or before text, closes a block that no other
+    closes before the next begins; a block that is not closed ends with the text.
     """
     text = after_thinking(completion[-4 * MAX_SOURCE_CHARS :], prompt)
-    blocks: dict[bool, tuple[int, int, int]] = {}
-    end = 0
-    while opening := _FENCE.search(text, end):
-        indent, fence, language = opening.groups()
-        closing = rf"^[ \t]{{0,{len(indent) + 3}}}+{fence}{fence[0]}*+[ \t\r]*+$"
-        closed = re.compile(closing, re.MULTILINE).search(text, opening.end())
-        stop, end = closed.span() if closed else (len(text), len(text))
+    codes: dict[bool, str] = {}
+    for opening, stop in _blocks(text):
+        indent, _, language = opening.groups()
         if not language or language.lower() in _LANGUAGES:
-            blocks[bool(language)] = len(indent), opening.end() + 1, stop
-    if not blocks:
-        return text
-    indented, begin, stop = blocks.get(True) or blocks[False]
-    return re.sub(rf"^[ \t]{{0,{indented}}}", "", text[begin:stop], flags=re.MULTILINE)
+            code = text[opening.end() + 1 : stop]
+            code = re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.MULTILINE)
+            codes[bool(language)] = code if code.strip() else codes.get(bool(language), "")
+    return (codes.get(True) or codes.get(False, "")) if codes else text
+
+
+def _blocks(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield what opens each block, and where its code ends; lines are read once."""
+    opening, stop = None, -1
+    for line in _FENCED.finditer(text):
+        begins = _FENCE.match(text, line.start())
+        if opening:
+            place, is_sure = _closing(line, opening)
+            is_doubtful = _is_doubtful(opening)
+            if is_sure and not (is_doubtful and text[opening.end() : place].isspace()):
+                yield opening, place
+                opening = None
+                continue
+            if not is_doubtful:
+                if stop < 0 or not (begins and begins[3] and begins[3] == line[3].rstrip()):
+                    stop = place if stop < 0 else stop
+                    continue
+                yield opening, stop
+        opening, stop = begins, -1
+    if opening and not _is_doubtful(opening):
+        yield opening, len(text) if stop < 0 else stop
+
+
+def _is_doubtful(opening: re.Match[str]) -> bool:
+    """Return whether it opens a block only if the next line with a fence closes that block."""
+    return not opening[3] and opening.end(1) < opening.start(2)
+
+
+def _closing(line: re.Match[str], opening: re.Match[str]) -> tuple[int, bool]:
+    """Return where code ends if a line closes its block, else -1; and whether it surely does."""
+    (indent, fence, _), (before, run, after) = opening.groups(), line.groups()
+    is_last = not after.strip()
+    if not run.startswith(fence) or (before.isspace() and len(before) > len(indent) + 3):
+        return -1, False
+    if before.strip():
+        return line.start(2) if is_last else -1, False
+    return line.start(), is_last
 
 
 def _own(row: Row, source: str) -> CodeTask:

@@ -254,8 +254,8 @@ def _prompt_row(
     verifiers = {reward.verifier for reward in recipe.rewards}
     if "numeric" in verifiers and number_in(answer) is None:
         raise ValueError(
-            f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
-            f"found {columns['answer'][-40:]!r}"
+            f"field {settings.answer_field!r}: the numeric verifier expected a single number, "
+            f"got {columns['answer'][-40:]!r}"
         )
     if "math" in verifiers:
         check_reference(algebra, answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from areal_flow.rewards.math.equality import value_of
 from areal_flow.rewards.math.quantity import quantity_of
 from areal_flow.rewards.math.reward import MADE_OF, judge, read_answer
 from areal_flow.rewards.math.text import final_answer, marked_text, reference_text
@@ -15,11 +16,11 @@ from areal_flow.types import Score, answer_text
 
 @reads_completion
 def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
-    """Give the verdict of `math` without its algebra; the right answer is, or ends in, a number."""
+    """Give the verdict of `math` without its algebra; the right answer is a single number."""
     reference = number_in(answer)
     if reference is None:
         shown = answer_text(answer)[-40:]
-        return Score(0.0, "bad_reference", error=f"no number in the answer {shown!r}")
+        return Score(0.0, "bad_reference", error=f"expected a single number, got {shown!r}")
     return judge(None, completion, reference, prompt)
 
 
@@ -36,13 +37,17 @@ def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
 
 
 def number_in(answer: Any) -> str | None:
-    """Return the number that a row's answer commits to, as a completion would; None without one."""
+    """Return the only number in what a row's answer commits to, without a name; else None.
+
+    `12 apples`, `Total = 12` and `#### 12` are 12; `3 and 4, 7` is no single number.
+    """
     return _number_in(answer if isinstance(answer, str) else reference_text(answer))
 
 
 @lru_cache(1024)
 def _number_in(answer: str) -> str | None:
-    number, problem = read_answer(final_answer(answer) or "")
+    text, problem = read_answer(final_answer(answer, is_reference=True) or "")
+    number = value_of(text)
     return number if quantity_of(number) and not problem else None
 
 

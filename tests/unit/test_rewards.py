@@ -47,6 +47,15 @@ NOWHERE = Path("nowhere")
         ("\u0661\u0662", "12", "parse_error"),
         ("#### " + "9" * 5000, "12", "parse_error"),
         ("#### 1", "one", "bad_reference"),
+        ("Total = 17", "17", "right"),
+        ("12", "Total = 12", "right"),
+        ("x = 13", "x = 12", "wrong"),
+        ("12 apples", "n=12", "right"),
+        ("12", "= 12", "right"),
+        ("5", "5 = x", "right"),
+        ("7", "so 3 and 4, 7", "bad_reference"),
+        ("7", "2x = 7", "bad_reference"),
+        ("5", "5!", "bad_reference"),
         (r"\boxed{\frac{1}{2}}", "1/2", "right"),
         (r"\boxed{\frac{1}{2}}", "0.5", "right"),
         (r"\boxed{\frac{1}{2}}", "2", "wrong"),
@@ -95,6 +104,11 @@ def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
     score = verify_numeric(prompt="", completion=completion, answer=answer)
     assert score.verdict == verdict
     assert score.reward == (1.0 if verdict == "right" else 0.0)
+
+
+def test_reference_of_several_numbers_is_quoted() -> None:
+    score = verify_numeric(prompt="", completion="7", answer="so 3 and 4, 7")
+    assert score.error == "expected a single number, got 'so 3 and 4, 7'"
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ def algebraic_elements(reference: str) -> list[str]:
     return found
 
 
+def value_of(text: str) -> str:
+    """Return what a tidied text says its name is: `5` of `x = 5`, of `5 = x` and of `= 5`."""
+    _, parts = _chain(text)
+    return parts[0] if len(parts) == 1 else text
+
+
 def elements_of(text: str, *, is_list: bool = False) -> list[str]:
     r"""Return the answers that a tidied text lists; with `is_list`, `1,234` is two of them."""
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:

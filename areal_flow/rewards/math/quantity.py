@@ -137,6 +137,8 @@ def words_of(text: str) -> list[str]:
 _WORD = re.compile(r"[^\W\d_]{3,}|\b(?:so|it|is|we|he)\b", re.I)
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos",
               "arctan", "gcd", "lcm", "max", "min", "mod", "det", "inf", "infinity"}  # fmt: skip
+_ARGUMENT = re.compile(r"^\w| [b-z]\b", re.I)
+"""What tells `5sec`, `5 sec x` from `5 sec`: products from times."""
 
 
 def _is_unit(behind: str) -> bool:
@@ -145,7 +147,8 @@ def _is_unit(behind: str) -> bool:
     is_apart = behind.startswith(" ") and len(first) > 2
     is_known = bool(_measure([first], 1)) and (behind.startswith(" ") or len(first) > 1)
     is_apart &= all(len(part) > 2 or part in _MEASURES for part in first.split("/"))
-    is_unit = (is_known or is_apart) and not _FUNCTIONS.intersection(words)
+    is_measure = is_known and not _ARGUMENT.search(behind)
+    is_unit = (is_known or is_apart) and not _FUNCTIONS.intersection(words[is_measure:])
     return is_unit and not _CHANGES.match(behind)
 
 

@@ -29,6 +29,7 @@ _SAID = re.compile(r"(?:\banswer\s*(?:is\s*:?|:|=)|^\s*a\s*:)[*\s]*(\S.*)", re.I
 _ARITHMETIC = re.compile(r"\d[^\d=]{0,20}?(?:[-−–+*/×÷]|\bx\b)[^\d=]{0,20}?\d")
 _VARIABLE = re.compile(r"\d[a-zA-Z]\b|[\\^_]")
 _SENTENCE_END = re.compile(r"[.!?;]\s")
+_BULLET, _EXCLAMATION = re.compile(r"^\s*[-*•]\s+"), re.compile(r"!+(?=[*_\s]*$)")
 _DIGITS = re.compile(r"-?\d+", re.ASCII)
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _REWRITTEN = tuple(
@@ -71,8 +72,12 @@ _FACTORIAL = re.compile(r"(\d+)\s*!")
 _HUGE_FACTORIAL = re.compile(r"![\s)}]*!|\^\s*\{?\d+[\s)}]*!")
 
 
-def final_answer(completion: str, prompt: str = "") -> str | None:
-    """Return the answer that a completion commits to, as it stands there; None without one."""
+def final_answer(completion: str, prompt: str = "", *, is_reference: bool = False) -> str | None:
+    """Return the answer that a completion commits to, as it stands there; None without one.
+
+    Unless it is marked or a reference, a list's `- ` before it and a sentence's `!` behind it are
+    no minus sign and no factorial.
+    """
     completion = after_thinking(completion, prompt)
     if (marked := marked_answer(completion)) is not None:
         return marked
@@ -83,6 +88,8 @@ def final_answer(completion: str, prompt: str = "") -> str | None:
         line = _SENTENCE_END.split(said[-1], maxsplit=1)[0]
     else:
         line = text.rpartition("\n")[2]
+        line = line if is_reference else _BULLET.sub("", line)
+    line = line if is_reference else _EXCLAMATION.sub("", line)
     return _result(line).strip() or None
 
 

@@ -99,8 +99,9 @@ class FakeKubernetes:
     def schedule(self) -> None:
         """Run the Pods that wait."""
         self.unschedulable = ""
-        for name in self.names():
-            self.loop.call_soon_threadsafe(lambda pod: self._spawn(self._run(pod)), self.pods[name])
+        for pod in [*self.pods.values()]:
+            if pod["status"]["phase"] == "Pending":
+                self.loop.call_soon_threadsafe(lambda pod: self._spawn(self._run(pod)), pod)
 
     def delete(self, name: str) -> None:
         pod = self.pods[name]

@@ -23,8 +23,8 @@ PLANNED_STEPS = 12
 class Autoscaler:
     """Changes the number of generators within its bounds.
 
-    Decisions are by those that have joined. One that waits in a queue delays none: it is withdrawn
-    if it is not wanted any more. One that leaves finishes its rollouts.
+    Decisions count the generators that have joined. One that waits in a queue delays no decision,
+    and is withdrawn when it is no longer needed. A leaving generator finishes its rollouts.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
         raise RunError(f"expected to add 1 worker or more, found {num_workers}")
     records = pool.registry.all()
     first = next(m.placement for m in records if m.role == role)
-    placed = [m.placement for m in records if m.is_wanted or m.address]  # one leaves late
+    placed = [m.placement for m in records if m.is_wanted or m.address]  # also a leaving one
     taken = {m.name for m in records}
     free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
     added: list[WorkerPlacement] = []

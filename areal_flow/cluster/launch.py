@@ -49,7 +49,7 @@ from areal_flow.store.ledger import LedgerReader
 
 DRIVER_OPEN_FILES = 128
 OPEN_FILES_PER_WORKER = 5
-"""Two connections of Dask's, and the pipes of a launcher."""
+"""Two Dask connections and a launcher's pipes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ RETRY_HOST_S = 10.0
 START_TRIES, RETRY_START_S = 3, 2.0
 """How often, and how soon again, a host is tried before the run begins: a busy sshd drops some."""
 LEAVING_LOST_AFTER_S = 60.0
-"""How long nobody need hear from a worker that finishes its tasks, before it is ended."""
+"""A leaving worker without a heartbeat for this long is ended."""
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -73,7 +73,7 @@ class WorkerPool(SchedulerPlugin):
         self._killed: dict[str, str] = {}
         """By name, why a worker was killed; until its end is reported."""
         self._unreachable: Counter[str] = Counter()
-        """By name, how often in a row a worker's host could not be reached."""
+        """Consecutive failed connections to a worker's host, by worker."""
         self.trainer_lost = asyncio.Event()
         """Set whenever the process of a trainer rank ends."""
         self.note: Callable[..., None] = lambda event, **devices: None
@@ -198,7 +198,7 @@ class WorkerPool(SchedulerPlugin):
                 self._joining.pop(record.name).cancel()
 
     async def _start_and_join(self, record: WorkerRecord) -> None:
-        # However long it waits in a queue. Not cancelled halfway: its end stops what is not wanted.
+        # It may wait in a queue. It is not cancelled halfway, since it stops an unwanted process.
         await asyncio.shield(self.spawn(self._start(record)))
         try:
             await asyncio.wait_for(self._joining[record.name], START_TIMEOUT_S)

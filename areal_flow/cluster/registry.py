@@ -142,7 +142,7 @@ class WorkerRegistry:
         return [record for record in self.expected(role) if record.address]
 
     def running(self, role: str) -> list[WorkerRecord]:
-        """Return those that have a process, and so their devices: also one that leaves."""
+        """Return workers that have a process and so hold devices, including leaving ones."""
         return [record for record in self.all() if record.role == role and record.address]
 
     def named(self, name: str) -> WorkerRecord | None:

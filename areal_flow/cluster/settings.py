@@ -16,7 +16,7 @@ Priced = Literal["gpu", "cpu", "trainer", "generator", "reward"]
 Price = Annotated[float, Field(ge=0)]
 
 SLOW_STORAGE_BYTES_PER_S = 20e6
-"""A process that reads or writes weights more slowly than this counts as one that hangs."""
+"""Reading or writing weights more slowly than this counts as hanging."""
 
 
 def is_loopback(host: str) -> bool:

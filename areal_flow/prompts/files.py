@@ -89,7 +89,8 @@ def repeated_ids(path: Path) -> dict[int, str]:
     for place, (origin, entry) in enumerate(read_rows(path)):
         if int(hashes[place]) not in repeated:
             continue
-        row, identifier = _parsed(entry), _id_of(entry)
+        row = _parsed(entry)
+        identifier = given_id(row)
         content = sha256_hex(json.dumps(row, sort_keys=True, default=str))
         first_origin, first_content = first.setdefault(identifier, (origin, content))
         if content != first_content:

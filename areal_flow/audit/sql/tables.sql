@@ -14,7 +14,7 @@ CREATE TABLE log (
     other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
 );
 
--- Ids that several prompts share which differ, in the table of training or in the held-out one.
+-- Ids that several different prompts of one prompt table share.
 CREATE TABLE repeated_ids (place VARCHAR, prompt_id VARCHAR, num_prompts BIGINT);
 
 -- How many rows the dataset of trajectories has. Watermarks count superseded drivers' rows, too.

@@ -151,7 +151,7 @@ class Child:
             self.processor_use = use
             self.supervised.set()
         *lines, self._unended_line = re.split(rb"[\r\n]+", output)
-        if lines:  # a report is none
+        if lines:  # a report alone adds no line
             self._last_lines = b"\n".join([self._last_lines, *lines, b""])[-NUM_LAST_BYTES:]
         for line in lines:
             self._log(line)

@@ -83,16 +83,18 @@ async def run_until_first_ends(*stages: Coroutine[Any, Any, Result]) -> Result:
     The error is raised even if a signal cancels this call while the other stages end.
     """
     tasks = [asyncio.create_task(stage) for stage in stages]
+    cancelled = None
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        results = [task.result() for task in tasks if task in ended]
-        return results[0]
-    except Exception:
-        with suppress(asyncio.CancelledError):
-            await _cancel(tasks)
-        raise
     finally:
-        await _cancel(tasks)
+        try:
+            await _cancel(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    results = [task.result() for task in tasks if task in ended]
+    if cancelled is not None:
+        raise cancelled
+    return results[0]
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

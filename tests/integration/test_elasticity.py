@@ -160,6 +160,7 @@ def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run
         await kill_until_quarantined("generator-1")
         await step_reached(layout, observed.head() + 1)
         await kill_until_quarantined("generator-0")
+        await asyncio.sleep(60)  # the run ends by itself, which cancels this
 
     async def kill_until_quarantined(name: str) -> None:
         killed = 0

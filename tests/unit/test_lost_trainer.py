@@ -191,7 +191,10 @@ def test_trainer_that_cannot_be_restored_ends_the_run_with_the_cause() -> None:
         train(ranks, MemoryLog())
 
 
-def test_failure_is_passed_on_although_a_signal_cancels_while_other_stages_end() -> None:
+@pytest.mark.parametrize("num_turns", range(6))
+def test_failure_is_passed_on_whenever_a_signal_cancels_its_end(num_turns: int) -> None:
+    """The signal comes this many turns of the event loop after the other stage ended."""
+
     async def fail() -> None:
         raise TrainingError("the last one is lost")
 
@@ -199,8 +202,14 @@ def test_failure_is_passed_on_although_a_signal_cancels_while_other_stages_end()
         try:
             await asyncio.sleep(1e6)
         finally:
+            send_signal(num_turns)
+            await asyncio.sleep(0 if num_turns else 1)
+
+    def send_signal(turns_left: int) -> None:
+        if turns_left:
+            asyncio.get_running_loop().call_soon(send_signal, turns_left - 1)
+        else:
             driver[0].cancel("SIGTERM")
-            await asyncio.sleep(1)
 
     async def drive() -> None:
         with pytest.raises(TrainingError, match="the last one is lost"):

@@ -6,6 +6,7 @@ nox -s tests_slow          what else protects users: every recovery, every archi
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
 nox -s tests_slurm         workers as jobs of a real Slurm on this machine; not in CI
+nox -s real_model          every part with the weights of SmolLM2-135M; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
@@ -87,6 +88,15 @@ def tests_slurm(session: nox.Session) -> None:
     contract = ("tests/contracts/test_launchers.py", "tests/contracts/test_slurm_launcher.py")
     chosen = ("-k", "slurm", "-rs", *contract, "tests/integration/test_slurm.py")
     run(session, "python", "-m", "pytest", *chosen, *session.posargs)
+
+
+@nox.session
+def real_model(session: nox.Session) -> None:
+    """Hold every part to SmolLM2-135M, fetched once; REAL_MODEL names its directory elsewhere."""
+    directory = os.environ.get("REAL_MODEL", str(ROOT / ".nox" / "smollm"))
+    run(session, "python", "-m", "pipelines.smollm", directory)
+    session.env["REAL_MODEL"] = directory
+    run(session, "python", "-m", "pytest", "tests/real_model", *session.posargs)
 
 
 @nox.session

@@ -18,6 +18,7 @@ from areal_flow.errors import ConfigError, ModelError, RunError
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.run.directory import find_run
 from areal_flow.run.layout import RunLayout
+from areal_flow.tokenizer.directory import refuse_gguf
 
 if TYPE_CHECKING:
     from areal_flow.tracking.model_registry import RegisteredVersion
@@ -89,6 +90,8 @@ def find_reference(runs: Path, text: str, *, registry: str | None = None) -> Ref
     is_named = "/" not in text and (runs / text).is_dir()
     if (directory / "config.json").is_file() and not is_named:
         return _of_model(text, directory)
+    if not is_named:
+        refuse_gguf(directory)
     if name and step.isdecimal():
         return Reference(text, find_run(runs, name), int(step))
     return Reference(text, find_run(runs, text))

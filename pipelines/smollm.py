@@ -62,18 +62,15 @@ def fetch(folder: Path) -> Path:
 
 def convert(file: Path, directory: Path) -> None:
     """Write what a GGUF file of SmolLM2 holds as `save_pretrained` does, in bfloat16."""
-    import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    quantised = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+    policy = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype="bfloat16"
     )
-    config = quantised.config
-    del config.quantization_config, config._model_name_or_path
-    config.dtype, config.rms_norm_eps = torch.bfloat16, round(config.rms_norm_eps, 12)
-    policy = type(quantised)(config).to(torch.bfloat16)  # the quantised one is not saved
-    policy.load_state_dict(quantised.state_dict())
+    config = policy.config
+    del policy.hf_quantizer, config.quantization_config, config._model_name_or_path
+    config.rms_norm_eps = round(config.rms_norm_eps, 12)  # it was stored as float32
     stop = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
     policy.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, **stop)
     policy.save_pretrained(directory)

@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_flow.errors import ConfigError
 from areal_flow.models.huggingface import AutoConfig
+from areal_flow.tokenizer.directory import refuse_gguf
 
 _FIELDS = (
     "hidden_size",
@@ -38,6 +39,7 @@ def model_config(model: str) -> Any:
     directory = path.parent if path.name == "config.json" else path
     if (directory / "config.json").is_file():
         return AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    refuse_gguf(path)
     shape = _SHAPES.get(path.name.removesuffix("-Instruct"))
     if shape is None:
         raise ConfigError(

@@ -30,6 +30,7 @@ _NOT_COPIED = ("model.safetensors.index.json", "state.json")
 
 def resolve_model(name: str) -> Path:
     directory = Path(name).expanduser()
+    refuse_gguf(directory)
     if directory.is_dir():
         return directory
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -44,6 +45,23 @@ def resolve_model(name: str) -> Path:
             f"{name!r} is no directory here and could not be downloaded: {error}. "
             "Download it elsewhere and give its directory"
         ) from error
+
+
+def refuse_gguf(path: Path) -> None:
+    """Refuse a GGUF file, or a folder that has weights in such files alone."""
+    files = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")):
+        return
+    source = f"{str(files[0].parent)!r}, gguf_file={files[0].name!r}"
+    raise ModelError(
+        f"{path}: GGUF is not trained: give the model that it was made from, since its weights are "
+        "quantised and transformers loses rules of its tokenizer. Where there is no other, convert "
+        "it into a new directory with transformers and gguf (`pip install gguf`):\n"
+        f"  model = AutoModelForCausalLM.from_pretrained({source}, dtype='bfloat16')\n"
+        "  del model.config.quantization_config, model.hf_quantizer\n"
+        f"  for each in (model, AutoTokenizer.from_pretrained({source})): "
+        "each.save_pretrained('NEW')"
+    )
 
 
 def check_model_directory(directory: Path) -> None:

@@ -1,16 +1,22 @@
-"""These tests are there only where REAL_MODEL names SmolLM2's directory: in `nox -s real_model`."""
+"""These tests are there only where REAL_MODEL names SmolLM2's directory: in `nox -s real_model`.
+
+What they measure is printed at the end as `docs/benchmarks.md` has it.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from areal_flow.tokenizer.directory import check_model_directory
+from benchmarks.harness import machine_text, markdown
 
 NAMED = os.environ.get("REAL_MODEL", "")
 collect_ignore_glob = [] if NAMED else ["test_*.py"]
+FIGURES: list[dict[str, object]] = []
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +25,20 @@ def model() -> Path:
     directory = Path(NAMED).resolve()
     check_model_directory(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def figure() -> Callable[[str, str, object], None]:
+    """Takes a part of the product, what was measured with its unit, and the number or text."""
+
+    def keep(part: str, measured: str, found: object) -> None:
+        FIGURES.append({"part": part, "measured": measured, "found": found})
+
+    return keep
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if FIGURES:
+        terminalreporter.section("figures")
+        title = f"SmolLM2-135M-Instruct ({machine_text(cores=os.cpu_count() or 1)})"
+        terminalreporter.write_line(markdown({title: FIGURES}))

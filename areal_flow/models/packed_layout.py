@@ -16,19 +16,27 @@ from torch import Tensor
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.models import segments
-from areal_flow.models.attention import AttentionRule, attend_causally
+from areal_flow.models.attention import AttentionRule, attend_causally, pass_dtype
 from areal_flow.models.segments import Segments
 from areal_flow.models.transfer import to_device
 
 FREE_SCORES = 2**20
-"""Scores of padding, of one head, that cost no more than another group of rows does."""
+"""Scores of padding, of one head, that cost no more than another group of rows does.
+
+Far too many on a CPU, where float32 passes keep the number, and so the bits of their logs.
+"""
+
+FREE_PRODUCTS = 2**22
+"""The same on the CPU of passes in bfloat16: scores of all heads times a head's width."""
 
 
-def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[list[int]]:
+def group_by_length(
+    lengths: Sequence[int], free_scores: int, *, padding: float = 0.05
+) -> list[list[int]]:
     """Return the indices of rows that attend together, padded to the longest of them.
 
     Longest first; a group takes the next row while the scores of padding are at most `padding` of
-    its real ones, or `FREE_SCORES`. In their own order if all are one group.
+    its real ones, or `free_scores`. In their own order if all are one group.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -38,7 +46,7 @@ def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[li
         if groups:
             real += area
             padded += lengths[groups[-1][0]] ** 2 - area
-        if not groups or padded > max(padding * real, FREE_SCORES):
+        if not groups or padded > max(padding * real, free_scores):
             groups.append([])
             real, padded = area, 0
         groups[-1].append(row)
@@ -74,32 +82,51 @@ class PackedLayout:
         for places_L in self.places:
             position_T[places_L] = np.arange(len(places_L))
         self.position_ids = to_device(position_T[None, :], device)
-        self._rows: Segments | Unfolding | None = None
+        self._device = device
+        self._segments: Segments | None = None
         if segments.has_kernels(torch.device(device)):
-            self._rows = Segments.of(self.places, device)
-        elif len(self.places) > 1:
-            self._rows = Unfolding(self.places, device)
+            self._segments = Segments.of(self.places, device)
+        self._unfoldings: dict[int, Unfolding] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        if self._rows is None:
+        if self._segments is not None:
+            query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+            return self._segments.attend(query, key, value, rule)[None]
+        if value.device.type != "cpu" or pass_dtype(value) != torch.bfloat16:
+            return self._attend_unfolded(query, key, value, rule, FREE_SCORES)
+        # The backward pass of torch's kernel takes three times as long in bfloat16 (2.13).
+        with torch.autocast("cpu", enabled=False):
+            wide = (each.float() for each in (query, key, value))
+            free_scores = FREE_PRODUCTS // (query.shape[1] * query.shape[3])
+            return self._attend_unfolded(*wide, rule, free_scores).to(value.dtype)
+
+    def _attend_unfolded(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, free_scores: int
+    ) -> Tensor:
+        if len(self.places) == 1:
             return attend_causally(query, key, value, rule).transpose(1, 2)
+        if free_scores not in self._unfoldings:
+            self._unfoldings[free_scores] = Unfolding(self.places, free_scores, self._device)
         query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-        return self._rows.attend(query, key, value, rule)[None]
+        return self._unfoldings[free_scores].attend(query, key, value, rule)[None]
 
 
 class Unfolding:
     """How a packed row becomes rows of one sequence each, and how their gradients come back."""
 
     def __init__(
-        self, places: Sequence[NDArray[np.int64]], device: torch.device | str = "cpu"
+        self,
+        places: Sequence[NDArray[np.int64]],
+        free_scores: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         lengths = np.array([len(places_L) for places_L in places])
         self.shapes: list[tuple[int, int]] = []
         """`(N, L)` of each group of sequences."""
         gathered, is_real = [], []
-        for group in group_by_length(lengths.tolist()):
+        for group in group_by_length(lengths.tolist(), free_scores):
             real_NL = np.arange(lengths[group].max()) < lengths[group][:, None]
             gather_NL = np.zeros(real_NL.shape, np.int64)
             gather_NL[real_NL] = np.concatenate([places[row] for row in group])

@@ -129,7 +129,7 @@ def test_selective_recomputation_leaves_out_products_and_attention() -> None:
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))
 def test_rows_attend_with_others_of_about_their_length(lengths: list[int]) -> None:
-    groups = group_by_length(lengths)
+    groups = group_by_length(lengths, FREE_SCORES)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         longest = max(lengths[row] for row in group)
@@ -139,7 +139,7 @@ def test_rows_attend_with_others_of_about_their_length(lengths: list[int]) -> No
 
 def test_few_long_sequences_do_not_lengthen_the_many_short_ones() -> None:
     lengths = [16_384 if row % 33 == 0 else 200 for row in range(990)]
-    groups = group_by_length(lengths)
+    groups = group_by_length(lengths, FREE_SCORES)
     computed = sum(len(group) * max(lengths[row] for row in group) ** 2 for group in groups)
     assert computed <= 1.1 * sum(length**2 for length in lengths)
     assert len(groups) == 2
@@ -148,7 +148,7 @@ def test_few_long_sequences_do_not_lengthen_the_many_short_ones() -> None:
 def test_groups_of_rows_see_what_each_sees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_layout, "FREE_SCORES", 0)
     policy, lengths = small_policy(), [3, 17, 1, 16, 9, 17, 4]
-    assert len(group_by_length(lengths)) > 3
+    assert len(group_by_length(lengths, 0)) > 3
     drawn = np.random.default_rng(0)
     rows = [torch.from_numpy(drawn.integers(0, VOCABULARY, length)) for length in lengths]
     packed_1T, everywhere = torch.cat(rows)[None], torch.arange(sum(lengths))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.models import packed_layout
+from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout, Unfolding
 from areal_flow.trainer.head import token_logprobs
 from areal_flow.trainer.planning import units_of
@@ -85,7 +86,7 @@ def test_numbers_and_gradients_are_those_of_sequences_alone(
 
 def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
     places = [np.array([0, 1, 2]), np.array([0, 1, 3, 4]), np.array([5])]
-    unfolding = Unfolding(places)
+    unfolding = Unfolding(places, free_scores=99)
     packed = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
     real = [torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)]
 
@@ -103,7 +104,31 @@ def test_a_prompt_in_common_is_computed_once() -> None:
 
 
 def test_one_sequence_alone_is_not_unfolded() -> None:
-    assert PackedLayout([7])._rows is None
+    layout = PackedLayout([7])
+    drawn = torch.randn(3, 1, 2, 7, 4)
+    layout.attend(0, *drawn, AttentionRule(scale=0.5))
+    assert not layout._unfoldings
+
+
+def test_passes_in_bfloat16_attend_in_float32_on_a_cpu() -> None:
+    """And with less padding: a thousandth of what rows of one head in float32 may have."""
+    lengths, rule = [200, 5, 195, 60], AttentionRule(scale=0.25)
+    layout = PackedLayout(lengths)
+    drawn = [torch.randn(1, heads, sum(lengths), 16) for heads in (256, 2, 2)]
+    halves = [each.bfloat16().requires_grad_() for each in drawn]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layout.attend(0, *halves, rule)
+    found.float().square().sum().backward()  # type: ignore[no-untyped-call]
+    ((free_scores, unfolding),) = layout._unfoldings.items()
+    assert (free_scores, unfolding.shapes) == (2**10, [(2, 200), (1, 60), (1, 5)])
+    wide = [each.detach().float().requires_grad_() for each in halves]
+    exact = unfolding.attend(*(each[0].transpose(0, 1) for each in wide), rule)[None]
+    assert torch.equal(found, exact.bfloat16())
+    exact.square().sum().backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(halves, wide, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() <= 5e-3 * other.grad.norm()
 
 
 def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:

@@ -98,9 +98,11 @@ class PackedLayout:
             return self._attend_unfolded(query, key, value, rule, FREE_SCORES)
         # The backward pass of torch's kernel takes three times as long in bfloat16 (2.13).
         with torch.autocast("cpu", enabled=False):
-            wide = (each.float() for each in (query, key, value))
             free_scores = FREE_PRODUCTS // (query.shape[1] * query.shape[3])
-            return self._attend_unfolded(*wide, rule, free_scores).to(value.dtype)
+            attended = self._attend_unfolded(
+                query.float(), key.float(), value.float(), rule, free_scores
+            )
+            return attended.to(value.dtype)
 
     def _attend_unfolded(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, free_scores: int

@@ -225,7 +225,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
 
     chunks_of = linear_logprobs._chunks
 
-    def few_chunks(*of: int) -> list[slice]:
+    def few_chunks(*of: Any) -> list[Any]:
         return _first_and_last([*chunks_of(*of)])
 
     def critic_of(policy: nn.Module, **of: Any) -> Any:
@@ -252,7 +252,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
             setattr(*each)
 
 
-def _first_and_last(chunks: list[slice]) -> list[slice]:
+def _first_and_last(chunks: list[Any]) -> list[Any]:
     """Of a head: those between take what the second one does, and leave nothing behind."""
     return [*chunks[:2], *chunks[2:][-1:]]
 

@@ -118,8 +118,12 @@ def _num_rows(policy: Any) -> int:
 def _linear_head(
     policy: Any, temperature: float, entropies: Entropies | None = None
 ) -> LinearHead | None:
-    # On a CPU logits are kept for their gradients where they fit, and products are oneDNN's.
-    if not segments.has_kernels(policy.device) or (head := linear_head(policy)) is None:
+    # On a CPU logits are kept for their gradients where they fit, and products are oneDNN's: in
+    # float32. In bfloat16 they are this head's, which has them multiplied in it.
+    is_wide = pass_dtype(next(policy.parameters())) != torch.bfloat16
+    if is_wide and not segments.has_kernels(policy.device):
+        return None
+    if (head := linear_head(policy)) is None:
         return None
     return LinearHead(
         head.weight,

@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of a linear head, chunk by chunk, with one weight gradient.
 
 Products have operands of a pass's type, bfloat16 for example, and are added up in float32, which
-they stay in. What a loss makes of each token's numbers is known after all chunks, so that the
-backward pass multiplies each chunk again. Liger's function of this shape (0.8) adds up gradients of
-weights in bfloat16, off by 0.7% after 32 chunks, rounds entropies to it, asks for weights of it,
-and knows no scaled or capped logits.
+they stay in; on a CPU oneDNN rounds float32 operands to it. What a loss makes of each token's
+numbers is known after all chunks, so that the backward pass multiplies each chunk again. Liger's
+function of this shape (0.8) adds up gradients of weights in bfloat16, off by 0.7% after 32 chunks,
+rounds entropies to it, asks for weights of it, and knows no scaled or capped logits.
 
 Letters: M tokens, m tokens of a chunk, H hidden size, V vocabulary, k likely tokens, K = k + 1
 buckets.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from areal_flow.models import segments
 CHUNK_NUMBERS = 2**26
 """Logits that are there at a time: 256 MiB of float32, and at the peak three times that, with
 buckets four times."""
+
+CPU_CHUNK_NUMBERS = 3 * 2**21
+"""Of a CPU: 24 MiB. The C library asks the system, at the price of a pass, for 32 MiB and more."""
 
 ADDED_ROWS = 2**13
 """Of the vocabulary: their part of a weight gradient is added at a time."""
@@ -62,10 +66,17 @@ def linear_logprobs(
 
 def logprob_chunks(hidden_MH: Tensor, head: LinearHead) -> Iterator[Tensor]:
     """Yield log-probabilities `[m, V]` of the whole vocabulary, without gradient."""
-    weight = head.weight_VH.to(hidden_MH.dtype)
-    for chunk in _chunks(len(hidden_MH), len(weight)):
-        products_mV = _products(hidden_MH[chunk], weight, head.bias_V)
-        yield _log_softmax(head.transform(products_mV), head.temperature)
+    return (logprobs_mV for _, logprobs_mV, _ in _chunk_logprobs(hidden_MH, head))
+
+
+def _chunk_logprobs(
+    hidden_MH: Tensor, head: LinearHead
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield each chunk's place, its log-probabilities, and memory of their size that is free."""
+    weight = _operand(head.weight_VH, hidden_MH.dtype)
+    for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight)):
+        logits_mV = head.transform(_products(hidden_MH[chunk], weight, head.bias_V, free_mV))
+        yield chunk, _log_softmax(logits_mV, head.temperature, out_mV), free_mV
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -79,14 +90,13 @@ class _LinearLogprobs(torch.autograd.Function):
         top_Mk: Tensor | None,
         head: LinearHead,
     ) -> tuple[Tensor, ...]:
-        dtype = torch.float32 if hidden_MH.dtype in _HALVES else hidden_MH.dtype
-        logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=dtype)
+        logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=_wide(hidden_MH.dtype))
         entropy_M, buckets = torch.zeros_like(logprobs_M), []
-        chunks = _chunks(len(hidden_MH), len(weight_VH))
-        for chunk, logprobs_mV in zip(chunks, logprob_chunks(hidden_MH, head), strict=True):
+        for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
             logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
             if head.needs_entropy:
-                entropy_M[chunk] = logprobs_mV.exp().mul_(logprobs_mV).sum(dim=1).neg_()
+                weighted_mV = torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV)
+                entropy_M[chunk] = weighted_mV.sum(dim=1).neg_()
             if top_Mk is not None:
                 buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
         more = (torch.cat(buckets),) if buckets else ()
@@ -104,17 +114,18 @@ class _LinearLogprobs(torch.autograd.Function):
         head: LinearHead = ctx.head
         hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight = weight_VH.to(hidden_MH.dtype)
+        weight = _operand(weight_VH, hidden_MH.dtype)
         of_hidden_MH = torch.empty_like(hidden_MH)
         of_weight_VH = torch.zeros_like(weight_VH, dtype=entropy_M.dtype) if needs_weight else None
         of_bias_V = torch.zeros_like(bias_V, dtype=entropy_M.dtype) if needs_bias else None
-        for chunk in _chunks(len(hidden_MH), len(weight_VH)):
-            products_mV = _products(hidden_MH[chunk], weight, bias_V).requires_grad_()
+        for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight_VH)):
+            products_mV = _products(hidden_MH[chunk], weight, bias_V, free_mV)
+            products_mV = products_mV.detach().requires_grad_()
             with torch.enable_grad():
                 logits_mV = head.transform(products_mV)
             # Gradients of logits over the temperature are that much larger.
             of_logits_mV = _logit_gradients(
-                _log_softmax(logits_mV.detach(), head.temperature),
+                _log_softmax(logits_mV.detach(), head.temperature, out_mV),
                 targets_M[chunk, None],
                 by_logprob_M[chunk, None] / head.temperature,
                 by_entropy_M[chunk, None] / head.temperature if head.entropy_has_gradient else None,
@@ -127,20 +138,39 @@ class _LinearLogprobs(torch.autograd.Function):
             del products_mV, logits_mV, of_logits_mV
             if of_bias_V is not None:
                 of_bias_V += of_products_mV.sum(dim=0)
-            of_products_mV = of_products_mV.to(weight.dtype)
-            of_hidden_MH[chunk] = _product(of_products_mV, weight).to(hidden_MH.dtype)
+            dtype = hidden_MH.dtype
+            of_products_mV = _operand(of_products_mV, dtype)
+            of_hidden_MH[chunk] = _product(of_products_mV, weight, dtype).to(dtype)
             if of_weight_VH is not None:
-                _add_product(of_weight_VH, of_products_mV.T, hidden_MH[chunk])
+                operand_mH = _operand(hidden_MH[chunk], dtype)
+                _add_product(of_weight_VH, of_products_mV.T, operand_mH, dtype)
         return of_hidden_MH, of_weight_VH, of_bias_V, None, None, None
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> Iterator[slice]:
-    num_rows = max(1, CHUNK_NUMBERS // vocabulary)
-    return (slice(at, at + num_rows) for at in range(0, max(1, num_tokens), num_rows))
+def _chunks(
+    hidden_MH: Tensor, vocabulary: int
+) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
+    """Yield each chunk's place, and on a CPU memory for its numbers, twice.
+
+    All chunks have the same there: a CPU takes longer to get new memory than to fill it.
+    """
+    num_tokens, on_gpu = len(hidden_MH), segments.has_kernels(hidden_MH.device)
+    num_rows = max(1, (CHUNK_NUMBERS if on_gpu else CPU_CHUNK_NUMBERS) // vocabulary)
+    shape, dtype = (min(num_rows, num_tokens), vocabulary), _wide(hidden_MH.dtype)
+    # Not one tensor: what autograd knows of a view is lost when another one is overwritten.
+    pair = [None if on_gpu else hidden_MH.new_empty(shape, dtype=dtype) for _ in range(2)]
+    for at in range(0, max(1, num_tokens), num_rows):
+        first, second = (each if each is None else each[: num_tokens - at] for each in pair)
+        yield slice(at, at + num_rows), first, second
 
 
-def _log_softmax(logits_mV: Tensor, temperature: float) -> Tensor:
-    return (logits_mV if temperature == 1 else logits_mV / temperature).log_softmax(dim=1)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _log_softmax(logits_mV: Tensor, temperature: float, out_mV: Tensor | None) -> Tensor:
+    scaled_mV = logits_mV if temperature == 1 else torch.div(logits_mV, temperature, out=out_mV)
+    return torch.log_softmax(scaled_mV, 1, out=out_mV)
 
 
 def _logit_gradients(
@@ -166,10 +196,10 @@ def _logit_gradients(
         rest_mV.mul_(by_mK[:, -1:])
         by_logprob_m1 = by_logprob_m1 + by_mK.sum(1, keepdim=True)
         added.append((top_mk, by_mK[:, :-1]))
-    found_mV = logprobs_mV.exp()
     if by_entropy_m1 is None:
-        found_mV.mul_(-by_logprob_m1)
+        found_mV = logprobs_mV.exp_().mul_(-by_logprob_m1)
     else:
+        found_mV = logprobs_mV.exp()
         factors_mV = logprobs_mV.add_(entropy_m1).mul_(by_entropy_m1).add_(by_logprob_m1)
         found_mV.mul_(factors_mV).neg_()
     if buckets:
@@ -179,22 +209,59 @@ def _logit_gradients(
     return found_mV
 
 
-def _products(hidden_mH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    products_mV = _product(hidden_mH, weight_VH.T)
+def _products(
+    hidden_mH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out_mV: Tensor | None
+) -> Tensor:
+    dtype = hidden_mH.dtype
+    products_mV = _product(_operand(hidden_mH, dtype), weight_VH.T, dtype, out=out_mV)
     return products_mV if bias_V is None else products_mV.add_(bias_V)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return a product that is added up, and kept, in float32; of wider factors in their type."""
-    if left.dtype not in _HALVES:
-        return left @ right
-    if segments.has_kernels(left.device):
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `_product` takes of a tensor, to multiply in a type."""
+    if dtype not in _HALVES or segments.has_kernels(tensor.device):
+        return tensor.to(dtype)
+    return tensor.float() if _onednn_rounds(dtype) else tensor.to(dtype).float()
+
+
+@cache
+def _onednn_rounds(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies float32 in a type, if it is told to."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return dtype == torch.bfloat16 and has_onednn and torch.cpu._is_avx512_bf16_supported()
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    added_to: Tensor | None = None,
+) -> Tensor:
+    """Return a product that is added up, and kept, in float32; of wider factors in their type.
+
+    It is written to `out`, or added to a total.
+    """
+    if left.dtype in _HALVES:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    try:
+        if _onednn_rounds(dtype):
+            setting.fp32_precision = "bf16"
+        if added_to is not None:
+            return added_to.addmm_(left, right)
+        return torch.mm(left, right, out=out)
+    finally:
+        setting.fp32_precision = before
 
 
-def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor) -> None:
+def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor, dtype: torch.dtype) -> None:
     """Without a second matrix of the total's size."""
+    if not segments.has_kernels(total_VH.device):
+        _product(left_Vm, right_mH, dtype, added_to=total_VH)
+        return
     for at in range(0, len(total_VH), ADDED_ROWS):
         rows = slice(at, at + ADDED_ROWS)
-        total_VH[rows] += _product(left_Vm[rows], right_mH)
+        total_VH[rows] += _product(left_Vm[rows], right_mH, dtype)

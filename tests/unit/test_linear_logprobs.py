@@ -56,8 +56,10 @@ def found_by(
 def test_numbers_and_gradients_are_those_of_a_plain_softmax(
     rows: int, transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", rows * VOCABULARY)
+    for name in ("CHUNK_NUMBERS", "CPU_CHUNK_NUMBERS"):
+        monkeypatch.setattr(linear_logprobs, name, rows * VOCABULARY)
     monkeypatch.setattr(linear_logprobs, "ADDED_ROWS", 5)
+    monkeypatch.setattr(segments, "has_kernels", lambda device: rows == 3)
     torch.manual_seed(0)
     drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
@@ -97,6 +99,17 @@ def test_products_of_bfloat16_stay_in_float32() -> None:
     for found, exact in ((halves.grad, exact_MH.grad), (weight_VH.grad, exact_VH.grad)):
         assert (found.double() - exact).norm() < 5e-3 * exact.norm()
     assert weight_VH.grad.dtype == torch.float32
+
+
+def test_a_bfloat16_pass_on_a_cpu_multiplies_its_head_so_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head, "logits_of", None)
+    left, right = torch.randn(2, 256, 256)
+    before = left @ right
+    with torch.autocast("cpu", torch.bfloat16):
+        numbers_and_gradients(small_policy(tied=True), pack_sequences(make_sequences()))
+    assert torch.equal(left @ right, before)
 
 
 class Allocated(TorchDispatchMode):

@@ -26,6 +26,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.models.linear import pack_linear_layers
 from areal_flow.models.paged_decode import decode
 from areal_flow.models.paged_prefill import PagedCache, fill_pages, page_tokens_for, prefill
 from areal_flow.models.policy import assign_tensors, policy_with
@@ -74,6 +75,7 @@ class TorchEngine:
         self._oldest_versions = [version] * settings.max_num_seqs
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
+        self._pack()
         with torch.inference_mode():
             self._cache = PagedCache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
 
@@ -258,12 +260,16 @@ class TorchEngine:
             ):
                 sequence.append(*sampled)
 
+    def _pack(self) -> None:
+        pack_linear_layers(self.policy, num_rows=self.settings.max_num_seqs)
+
     @torch.inference_mode()
     def _switch_weights(self) -> None:
         assert self._pending is not None
         tensors, self.version = self._pending
         self._pending = None
         assign_tensors(self.policy, tensors)
+        self._pack()
         self._close_idle_prompts()
         for prompt in self._prompts.values():
             prompt.num_computed = 0

@@ -1,4 +1,4 @@
-"""Linear layers of float32 on processors where MKL is slow: oneDNN multiplies instead.
+"""Linear layers on a CPU that oneDNN multiplies: in float32 where MKL is slow, and to decode.
 
 MKL, in PyTorch's builds for x86, uses the widest vectors of Intel's processors only; oneDNN, in the
 same builds, those of any maker: twice as fast (`docs/decisions/0017-products-by-onednn.md`).
@@ -47,6 +47,13 @@ def onednn_is_faster() -> bool:
     )
 
 
+@lru_cache
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 by itself, and oneDNN can tell it to."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and torch.cpu._is_avx512_bf16_supported()
+
+
 def _maker() -> str:
     described = Path("/proc/cpuinfo")
     if not described.is_file():
@@ -65,6 +72,39 @@ class OneDnnLinear(nn.Linear):
         rows_RK = input.reshape(-1, self.in_features)
         multiply: Any = _Linear.apply if torch.is_grad_enabled() else linear
         outputs_RN: Tensor = multiply(rows_RK, self.weight, self.bias)
+        return outputs_RN.view(*input.shape[:-1], self.out_features)
+
+
+def pack_linear_layers(model: nn.Module, *, num_rows: int) -> None:
+    """Have oneDNN decode with copies of bfloat16 weights in its own order, on a CPU that can.
+
+    PyTorch's own layers order them anew for each few rows, which takes longer than to multiply.
+    Call it again after new weights.
+
+    Args:
+        num_rows: how many are multiplied together, most of the time.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and _is_packable(module.weight):
+            module.__class__ = PackedLinear
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            module.packed_NK = reorder(module.weight.detach(), num_rows)
+
+
+def _is_packable(weight_NK: Tensor) -> bool:
+    on_cpu = weight_NK.device.type == "cpu" and multiplies_bfloat16()
+    return on_cpu and weight_NK.dtype == torch.bfloat16
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer without gradients, whose weights oneDNN has in an order of its own, too."""
+
+    packed_NK: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows_RK = input.reshape(-1, self.in_features)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        outputs_RN: Tensor = multiply(rows_RK, self.packed_NK, self.bias, "none", [], "")
         return outputs_RN.view(*input.shape[:-1], self.out_features)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.models.hashing import TensorHash, hash_tensors, in_main_memory
-from areal_flow.models.linear import onednn_is_faster
+from areal_flow.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.critic import PREFIX, Critic
@@ -163,6 +163,7 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     device = recipe.trainer.device
     context = context_ranks(replicas, recipe.trainer)
     shards = recipe.trainer.parallel.shard_ranks
+    on_cpu_in_bfloat16 = device == "cpu" and recipe.trainer.dtype == "bfloat16"
     environment = {
         "torch": torch.__version__,
         "ranks": recipe.cluster.num_trainers,
@@ -174,6 +175,7 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         "dtype": recipe.trainer.dtype,
         "machine": os.uname().machine,
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
+        **({"head": "onednn"} if on_cpu_in_bfloat16 and multiplies_bfloat16() else {}),
         **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
         **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),

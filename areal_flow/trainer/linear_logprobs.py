@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from areal_flow.algorithms.logprobs import bucket_logprobs
 from areal_flow.models import segments
+from areal_flow.models.linear import multiplies_bfloat16
 
 CHUNK_NUMBERS = 2**26
 """Logits that are there at a time: 256 MiB of float32, and at the peak three times that, with
@@ -224,11 +224,8 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.float() if _onednn_rounds(dtype) else tensor.to(dtype).float()
 
 
-@cache
 def _onednn_rounds(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies float32 in a type, if it is told to."""
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return dtype == torch.bfloat16 and has_onednn and torch.cpu._is_avx512_bf16_supported()
+    return dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
 def _product(

@@ -148,6 +148,31 @@ def test_sequences_that_differ_only_in_where_they_end_are_sampled_together(
     assert calls[:2] == [12, 4]
 
 
+def completions_in_bfloat16(
+    *requests: GroupRequest, seed: int = 1, loaded: bool = False
+) -> dict[str, list[Any]]:
+    """Return tokens and log-probabilities of the weights 1: of a policy's own, or loaded ones."""
+    policy = small_policy(seed=seed, vocab_size=VOCABULARY).bfloat16()
+    sizes = {"max_num_seqs": 8, "max_model_len": 128, "max_new_tokens": 40}
+    engine = TorchEngine(policy, GenerationSettings(batch_invariant=True, **sizes), version=1)
+    if loaded:
+        engine.load_weights(torch_subject().weights(1), version=1)
+    found = run_all(engine, *requests)
+    return {
+        name: [(plain(each.tokens), plain(each.logprobs)) for each in group]
+        for name, group in found.items()
+    }
+
+
+def test_completions_in_bfloat16_depend_on_weights_alone() -> None:
+    """Not on other rows, nor on how the weights came."""
+    request = request_with_prompt("r", 33, seeds=3, length=20)
+    other = request_with_prompt("other", 70, seeds=5, length=30)
+    expected = completions_in_bfloat16(request)["r"]
+    assert completions_in_bfloat16(other, request)["r"] == expected
+    assert completions_in_bfloat16(request, seed=0, loaded=True)["r"] == expected
+
+
 def test_bfloat16_log_probabilities_are_those_of_a_full_forward_in_the_mean() -> None:
     policy = small_policy(vocab_size=VOCABULARY).bfloat16()
     settings = GenerationSettings(max_num_seqs=16, max_model_len=128, max_new_tokens=40)

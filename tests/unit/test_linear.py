@@ -13,8 +13,11 @@ from areal_flow.models import linear as module
 from areal_flow.models.linear import (
     LEAST_WIDTH,
     OneDnnLinear,
+    PackedLinear,
     linear,
+    multiplies_bfloat16,
     onednn_is_faster,
+    pack_linear_layers,
     swap_linear_layers,
 )
 from areal_flow.models.policy import disable_dropout_and_move
@@ -92,6 +95,30 @@ def test_no_more_is_kept_for_gradients_than_they_need(frozen: str) -> None:
     with saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda nothing: nothing):
         layer(rows)
     assert [tensor.shape for tensor in kept] == [(128, 256) if frozen == "weight" else (512, 256)]
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="needs a processor with bfloat16")
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_packed_weights_are_multiplied_as_those_in_order_until_they_are_packed_again(
+    has_bias: bool,
+) -> None:
+    layer = nn.Linear(256, 130, bias=has_bias, dtype=torch.bfloat16)
+    for _ in range(2):
+        with torch.inference_mode():
+            layer.weight.normal_()
+            pack_linear_layers(layer, num_rows=16)
+            assert type(layer) is PackedLinear
+            for shape in ((256,), (16, 1, 256), (1, 70, 256)):
+                rows = torch.randn(shape, dtype=torch.bfloat16)
+                expected = nn.functional.linear(rows, layer.weight, layer.bias)
+                torch.testing.assert_close(layer(rows), expected, rtol=8e-3, atol=8e-2)
+    assert [*layer.state_dict()] == ["weight", "bias"][: 1 + has_bias]
+
+
+def test_weights_of_float32_are_not_packed() -> None:
+    layer = nn.Linear(256, 128)
+    pack_linear_layers(layer, num_rows=16)
+    assert type(layer) is nn.Linear
 
 
 def test_vector_is_one_row() -> None:

@@ -50,19 +50,26 @@ def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[T
     Return tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from;
     `uniforms_S` are float64 in [0, 1).
     """
+    is_plain = not (sampling.min_p or sampling.top_k) and sampling.top_p == 1
+    if logits_SV.dtype == torch.bfloat16 and sampling.temperature > 0 and is_plain:
+        # Half as many passes over the vocabulary, whose float32 sums are finer than such logits.
+        probabilities_SV = _scaled(logits_SV, sampling.temperature).softmax(dim=1)
+        tokens_S = _invert(probabilities_SV, uniforms_S, sums=torch.float32)
+        return tokens_S, probabilities_SV.gather(1, tokens_S[:, None]).squeeze(1).log()
     logprobs_SV = processed_logprobs(logits_SV, sampling)
-    tokens_S = _invert(logprobs_SV.exp(), uniforms_S)
+    tokens_S = _invert(logprobs_SV.exp(), uniforms_S, sums=torch.float64)
     return tokens_S, logprobs_SV.gather(1, tokens_S[:, None]).squeeze(1)
 
 
-def _invert(probabilities_SV: Tensor, uniforms_S: Tensor) -> Tensor:
+def _invert(probabilities_SV: Tensor, uniforms_S: Tensor, *, sums: torch.dtype) -> Tensor:
     """Return the token `[S]` at which each row's cumulative distribution passes its number.
 
-    First the block of tokens, then the token in it: only one block is summed up in float64.
+    First the block of tokens, then the token in it: only one block is summed up token by token.
     """
-    padding = -probabilities_SV.shape[1] % _BLOCK
-    blocks_SBb = pad(probabilities_SV, (0, padding)).view(len(uniforms_S), -1, _BLOCK)
-    blocks_S, within_S = _pass(blocks_SBb.sum(dim=2, dtype=torch.float64), uniforms_S)
+    if padding := -probabilities_SV.shape[1] % _BLOCK:
+        probabilities_SV = pad(probabilities_SV, (0, padding))
+    blocks_SBb = probabilities_SV.view(len(uniforms_S), -1, _BLOCK)
+    blocks_S, within_S = _pass(blocks_SBb.sum(dim=2, dtype=sums).double(), uniforms_S)
     rows_S = torch.arange(len(blocks_S), device=blocks_S.device)
     tokens_S, _ = _pass(blocks_SBb[rows_S, blocks_S].double(), within_S)
     return blocks_S * _BLOCK + tokens_S
@@ -111,7 +118,7 @@ def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         certain_SV = torch.full_like(logits_SV, float("-inf"), dtype=torch.float32)
         return certain_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
-    logprobs_SV = (logits_SV.float() / sampling.temperature).log_softmax(dim=1)
+    logprobs_SV = _scaled(logits_SV, sampling.temperature).log_softmax(dim=1)
     if sampling.min_p > 0:
         largest_S1 = logprobs_SV.amax(dim=1, keepdim=True)
         logprobs_SV = _keep_from(logprobs_SV, largest_S1 + log(sampling.min_p))
@@ -121,6 +128,11 @@ def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         logprobs_SV = _keep_top_p(logprobs_SV, sampling.top_p)
     return logprobs_SV
+
+
+def _scaled(logits_SV: Tensor, temperature: float) -> Tensor:
+    logits_SV = logits_SV.float()
+    return logits_SV if temperature == 1 else logits_SV / temperature
 
 
 def _keep_from(logprobs_SV: Tensor, threshold_S1: Tensor) -> Tensor:

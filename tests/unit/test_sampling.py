@@ -15,11 +15,12 @@ def random_logits(num_rows: int, vocabulary: int, *, scale: float) -> torch.Tens
     return torch.randn(num_rows, vocabulary, generator=generator) * scale
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 13, 128, 129, 1000])
 def test_token_is_where_the_exact_cumulative_distribution_passes_the_number(
-    vocabulary: int,
+    vocabulary: int, dtype: torch.dtype
 ) -> None:
-    logits_SV = random_logits(400, vocabulary, scale=2)
+    logits_SV = random_logits(400, vocabulary, scale=2).to(dtype)
     numbers_S = np.random.default_rng(0).random(400)
     tokens_S, logprobs_S = sample(logits_SV, torch.from_numpy(numbers_S), Sampling(1))
     exact_SV = logits_SV.double().softmax(1).numpy()
@@ -35,8 +36,9 @@ def test_number_just_below_one_draws_no_token_without_probability() -> None:
     logits_SV = random_logits(64, 300, scale=30)
     uniforms_S = torch.full((64,), 1 - 2.0**-53, dtype=torch.float64)
     for top_k in (0, 1, 7):
-        _, logprobs_S = sample(logits_SV, uniforms_S, Sampling(1, top_k=top_k))
-        assert torch.isfinite(logprobs_S).all()
+        for of_type_SV in (logits_SV, logits_SV.bfloat16()):
+            _, logprobs_S = sample(of_type_SV, uniforms_S, Sampling(1, top_k=top_k))
+            assert torch.isfinite(logprobs_S).all()
 
 
 LOGITS_1V = torch.tensor([[2.0, 1.0, 0.0, -1.0]])

@@ -95,7 +95,8 @@ class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
     source: str = "arithmetic"
-    """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `reasoning_gym:TASK`;
+    """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `sentences`,
+    `reasoning_gym:TASK`;
     `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
     """JSONL, Parquet or a Lance dataset, one prompt a row. `source` is `file` then."""

@@ -28,6 +28,7 @@ from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.jobs.fetched_prompts import FETCHED, Rows
 from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
+from pipelines.tiny_jobs.sentences import make_sentences
 from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
@@ -51,6 +52,7 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "arithmetic": make_arithmetic,
     "calculator": make_calculator,
     "one_liners": make_one_liners,
+    "sentences": make_sentences,
 }
 """Each makes the rows to train on and the held-out ones."""
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {

@@ -165,7 +165,8 @@ def docs(session: nox.Session) -> None:
 
 def pytest(session: nox.Session, marked: str) -> None:
     """Run the tests of these marks in two processes, a file in one of them."""
-    side_by_side = ("-n", "2", "--dist", "loadfile")
+    # In their order: files of one long test, which xdist would start last, keep both at work.
+    side_by_side = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     run(session, "python", "-m", "pytest", "-m", marked, *side_by_side, *session.posargs)
 
 

@@ -6,7 +6,11 @@ round counts. A static batch of `transformers.generate` goes on until its longes
 vLLM takes part if an interpreter that has it is named, with this adapter and no compilation. Last,
 what a token costs the torch engine while 8, 32, 128 and 256 sequences decode, all as long.
 
+With `--model DIR` a real policy takes their place: tokens of a processor second, of the torch
+engine while 16, 32 and 64 sequences decode, and of the trainer's steps on 64 completions.
+
     python -m benchmarks.generation [--threads 2] [--vllm PYTHON] [--only-costs] [--json FILE]
+        [--model DIR] [--dtype bfloat16]
 """
 
 from __future__ import annotations
@@ -14,23 +18,40 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.config import TrainerSettings
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import assign_tensors, policy_from_config, policy_tensors
+from areal_flow.models.policy import (
+    assign_tensors,
+    load_policy,
+    policy_from_config,
+    policy_tensors,
+)
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness, tailed_load
 from benchmarks.harness import seconds_of
+from benchmarks.shapes import random_trajectory
 from benchmarks.tailed_load import GROUP_SIZE, MODELS, MODERATE, Load, end_at_given_lengths
 
 ACTIVE = (8, 32, 128, 256)
 """Sequences that decode at a time where the cost of a token is measured."""
 ACTIVE_TOKENS = 48
+
+ACTIVE_OF_MODEL = (16, 32, 64)
+SHORT = tailed_load.Lengths(median=40, sigma=0.7, cut=160)
+"""Of the completions that a real policy is trained on."""
 
 Way = Callable[[], float]
 """Decodes the whole load; returns the seconds that it took."""
@@ -96,7 +117,9 @@ def measure_costs(policy: Any, name: str, num_rounds: int) -> dict[str, Any]:
     return {"model": name, **{way: 1e6 * min(seconds) for way, seconds in turns.items()}}
 
 
-def seconds_per_token(policy: Any, num_active: int) -> float:
+def seconds_per_token(
+    policy: Any, num_active: int, *, clock: Callable[[], float] = perf_counter
+) -> float:
     """Return what a token costs while so many sequences decode; their prompts are prefilled."""
     num_groups = num_active // GROUP_SIZE
     prompts = tailed_load.random_load(num_groups, MODERATE, policy.config.vocab_size)
@@ -114,14 +137,48 @@ def seconds_per_token(policy: Any, num_active: int) -> float:
         while engine.has_work():
             engine.step()
 
-    return seconds_of(decode) / num_tokens
+    return seconds_of(decode, clock=clock) / num_tokens
+
+
+def measure_model(chosen: argparse.Namespace) -> dict[str, float]:
+    """Return tokens a second of a model directory's policy, in both of its places."""
+    policy = load_policy(chosen.model, dtype=chosen.dtype)
+    best = harness.take_turns(
+        chosen.rounds,
+        {n: partial(seconds_per_token, policy, n, clock=process_time) for n in ACTIVE_OF_MODEL},
+    )
+    rates = {f"{active} active": 1 / min(seconds) for active, seconds in best.items()}
+    settings = TrainerSettings(dtype=chosen.dtype, learning_rate=1e-6)
+    backend = TrainerBackend(load_policy(chosen.model), settings)
+    load = tailed_load.random_load(64 // GROUP_SIZE, SHORT, policy.config.vocab_size)
+    sequences = [
+        replace(
+            random_trajectory(1, length, policy.config.vocab_size, reward=member % 2, group=group),
+            prompt_tokens=load.prompts[group].astype(np.int32),
+        )
+        for group, lengths in enumerate(load.lengths.tolist())
+        for member, length in enumerate(lengths)
+    ]
+    step_settings = StepSettings(DecoupledPPO(num_minibatches=1), temperature=1.0, seed=0)
+    steps = [
+        partial(train_step, backend, sequences, step=step, settings=step_settings)
+        for step in range(1, chosen.rounds + 1)
+    ]
+    seconds = [seconds_of(step, clock=process_time) for step in steps]
+    return {**rates, "training": sum(each.num_tokens for each in sequences) / min(seconds)}
 
 
 def main() -> None:
     numbers = {"threads": 1, "rounds": 2, "groups": 32, "max_num_seqs": 64}
     names = {"models": list(MODELS), "vllm": str, "only_costs": False}
+    names |= {"model": str, "dtype": "float32"}
     chosen = harness.parse_options(__doc__, choices={"models": MODELS}, **numbers, **names)
     torch.set_num_threads(chosen.threads)
+    if chosen.model:
+        harness.report(
+            chosen.json, {f"Tokens a processor second, {chosen.dtype}": [measure_model(chosen)]}
+        )
+        return
     speeds, costs = [], []
     for name in chosen.models:
         config = deepcopy(MODELS[name])

@@ -44,7 +44,10 @@ VLLM_TESTS = (
     "tests/contracts/test_engine_updates.py",
     "tests/contracts/test_threaded_engine.py",
     "tests/vllm",
+    "tests/real_model/test_vllm_engine.py",
 )
+REAL_MODEL = os.environ.get("REAL_MODEL", str(ROOT / ".nox" / "smollm"))
+"""The directory of SmolLM2-135M, made if it is not there."""
 BINARIES = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 
 
@@ -70,6 +73,8 @@ def tests_slow(session: nox.Session) -> None:
 def tests_vllm(session: nox.Session) -> None:
     """Hold vLLM's engine to its contract and train with it; installs 3 GB, once."""
     install_vllm(session)
+    session.run("python", "-m", "pipelines.smollm", REAL_MODEL)
+    session.env["REAL_MODEL"] = REAL_MODEL
     session.run("python", "-m", "pytest", "-k", "vllm", *VLLM_TESTS, *session.posargs)
 
 
@@ -92,10 +97,9 @@ def tests_slurm(session: nox.Session) -> None:
 
 @nox.session
 def real_model(session: nox.Session) -> None:
-    """Hold every part to SmolLM2-135M, fetched once; REAL_MODEL names its directory elsewhere."""
-    directory = os.environ.get("REAL_MODEL", str(ROOT / ".nox" / "smollm"))
-    run(session, "python", "-m", "pipelines.smollm", directory)
-    session.env["REAL_MODEL"] = directory
+    """Hold every part to the weights of SmolLM2-135M, which are fetched once."""
+    run(session, "python", "-m", "pipelines.smollm", REAL_MODEL)
+    session.env["REAL_MODEL"] = REAL_MODEL
     run(session, "python", "-m", "pytest", "tests/real_model", *session.posargs)
 
 

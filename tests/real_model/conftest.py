@@ -1,4 +1,5 @@
-"""These tests are there only where REAL_MODEL names SmolLM2's directory: in `nox -s real_model`.
+"""These tests are there only where REAL_MODEL names SmolLM2's directory: in `nox -s real_model`;
+those of vLLM in `nox -s tests_vllm`.
 
 What they measure is printed at the end as `docs/benchmarks.md` has it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from areal_flow.tokenizer.directory import check_model_directory
 from benchmarks.harness import machine_text, markdown
 
 NAMED = os.environ.get("REAL_MODEL", "")
-collect_ignore_glob = [] if NAMED else ["test_*.py"]
+IGNORED = "test_vllm_*.py" if NAMED else "test_*.py"
+collect_ignore_glob = [] if NAMED and find_spec("vllm") else [IGNORED]
 FIGURES: list[dict[str, object]] = []
 
 

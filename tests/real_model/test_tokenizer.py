@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from areal_flow.tokenizer.directory import (
 from tests.real_model.rows import SAMPLE, WRONG
 
 END = "<|im_end|>"
-TEXTS = [row[field] for row in SAMPLE for field in ("question", "answer")]
-ADD = tool_schema("add", "Add numbers.")
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +35,10 @@ def chat(model: Path) -> ChatTemplate:
     return found
 
 
-def said(*contents: str, first: str = "user", then: str = "assistant") -> list[Message]:
-    roles = (first, then)
-    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)]
-
-
-def conversations() -> list[list[Message]]:
-    """Of each row the question, its answer, and the next question after a wrong one."""
-    by_row = [said(row["question"]) for row in SAMPLE]
-    by_row += [said(row["question"], row["answer"]) for row in SAMPLE]
-    after = [said(SAMPLE[at]["question"], wrong, "Try again.") for at, wrong in WRONG]
-    brief: list[Message] = [{"role": "system", "content": "Be brief."}]
-    return [*by_row, *after, *([*brief, *messages] for messages in by_row)]
+def said(*contents: str, second: str = "user") -> list[Message]:
+    """Return messages of a user and the policy in turns; of the user's second one, the role."""
+    roles = ("user", "assistant", second, "assistant", "user")
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
 
 def test_numbers_are_split_off_before_spaces_as_smollm_was_trained(model: Path, auto: Any) -> None:
@@ -59,8 +49,7 @@ def test_numbers_are_split_off_before_spaces_as_smollm_was_trained(model: Path, 
         f"{END}\n": [END, "Ċ"],
     }
     for text, expected in golden.items():
-        assert auto.tokenize(text) == expected
-        assert tokenizer_of(model).encode(text).tokens == expected
+        assert auto.tokenize(text) == tokenizer_of(model).encode(text).tokens == expected
 
 
 def test_special_tokens_are_those_of_the_instruct_model(model: Path, auto: Any) -> None:
@@ -76,32 +65,26 @@ def test_rows_have_auto_tokenizers_tokens_in_the_model_and_in_a_run(
 ) -> None:
     copy_model_description(model, tmp_path)
     write_tokenizer(model, tmp_path)
-    for directory in (model, tmp_path):
-        tokenizer = tokenizer_of(directory)
-        for text in TEXTS:
+    for tokenizer in (tokenizer_of(model), tokenizer_of(tmp_path)):
+        for text in (row[field] for row in SAMPLE for field in ("question", "answer")):
             tokens = prompt_tokens(tokenizer, text)
             assert tokens == auto(text)["input_ids"]
-            assert tokenizer.decode(tokens) == auto.decode(tokens) == text
+            assert tokenizer.decode(tokens) == text
 
 
-def test_conversations_are_rendered_as_apply_chat_template_does(
+def test_questions_and_answers_to_learn_are_rendered_as_apply_chat_template_does(
     auto: Any, chat: ChatTemplate
 ) -> None:
-    for messages in conversations():
-        for tools in ([], [ADD]):
-            assert chat.render(messages, tools=tools) == auto.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
-            )
-
-
-def turns(chat: ChatTemplate, messages: Sequence[Message]) -> list[str]:
-    """Return a conversation as a run appends it: the prompt, then answers and what follows each."""
-    parts = [chat.render(messages[:1])]
-    for at in range(1, len(messages), 2):
-        parts.append(messages[at]["content"] + END)
-        following = [messages[at + 1]["content"]]
-        parts.append(chat.next_turn(*following, ended_by=END, role=messages[at + 1]["role"]))
-    return parts
+    render = partial(auto.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    for row in SAMPLE:
+        messages = said(row["question"], row["answer"])
+        for system in ([], [{"role": "system", "content": "Be brief."}]):
+            for tools in ([], [tool_schema("add", "Add numbers.")]):
+                asked = [*system, *messages[:1]]
+                assert chat.render(asked, tools=tools) == render(asked, tools=tools or None)
+        answer, after = chat.answer(messages)
+        assert answer == row["answer"]
+        assert render(messages[:1]) + answer + after == render(messages)
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -109,30 +92,18 @@ def test_turns_appended_one_by_one_are_the_conversation_rendered_at_once(
     model: Path, auto: Any, chat: ChatTemplate, role: str
 ) -> None:
     """Messages of tools too, whose role the template writes as it writes any."""
-    tokenizer = tokenizer_of(model)
+    encode = tokenizer_of(model).encode
     for at, wrong in WRONG:
-        row = SAMPLE[at]
-        messages = said(row["question"], wrong, "72 / 2 = 36", row["answer"], "Is that all?")
-        messages = [{**each, "role": role} if n == 2 else each for n, each in enumerate(messages)]
+        question, answer = SAMPLE[at]["question"], SAMPLE[at]["answer"]
+        messages = said(question, wrong, "72 / 2 = 36", answer, "Is that all?", second=role)
+        turns = [chat.render(messages[:1]), wrong + END]
+        turns += [chat.next_turn("72 / 2 = 36", ended_by=END, role=role), answer + END]
+        turns += [chat.next_turn("Is that all?", ended_by=END)]
         whole = auto.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = [token for part in turns(chat, messages) for token in tokenizer.encode(part).ids]
+        tokens = [token for turn in turns for token in encode(turn).ids]
         assert tokens == auto(whole, add_special_tokens=False)["input_ids"]
 
 
-def test_answers_to_learn_are_what_the_template_shows(auto: Any, chat: ChatTemplate) -> None:
-    for row in SAMPLE:
-        messages = said(row["question"], row["answer"])
-        answer, after = chat.answer(messages)
-        assert answer == row["answer"]
-        before = auto.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        assert after.startswith(END)
-        assert before + answer + after == auto.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-
-
-def test_template_that_tells_of_no_tools_is_refused_for_agents_with_tools(
-    chat: ChatTemplate,
-) -> None:
+def test_template_that_tells_of_no_tools_is_refused_for_their_calls(chat: ChatTemplate) -> None:
     with pytest.raises(ValueError, match="does not tell the policy of tools"):
         _ = chat.call_start

@@ -2,14 +2,16 @@
 
 A rank that waits for another one, in an exchange, is idle too. So a rank hangs only if no rank has
 begun fewer exchanges, and neither it nor any other that has begun as few uses a processor. A rank
-that is slow uses one; a rank that reads or writes files is not within a step. And no rank may have
-begun an exchange lately: the others may have, too, which their last reports do not say yet.
+that is slow uses one, or waits for one where other programs have them; a rank that reads or writes
+files is not within a step. And no rank may have begun an exchange lately: the others may have, too,
+which their last reports do not say yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,11 +67,23 @@ class StepClock:
 
 
 def _processor_s() -> float:
-    """Return the processor time of this process and its children, which may compile for it."""
+    """Return for how long this process and its children, which may compile for it, have computed.
+
+    On a busy machine a thread that could compute waits for a processor, which counts, too.
+    """
     own, seconds = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # a child that has ended meanwhile
-            seconds += sum(process.cpu_times()[:2])
+            seconds += sum(process.cpu_times()[:2]) + _waited_s(process.pid)
+    return seconds
+
+
+def _waited_s(pid: int) -> float:
+    """Return for how long a process's threads have waited for a processor; 0.0 except on Linux."""
+    seconds = 0.0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended meanwhile
+            seconds += int(thread.read_text().split()[1]) / 1e9
     return seconds
 
 

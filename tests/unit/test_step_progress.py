@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from time import sleep
+
 import pytest
 
 from areal_flow.cluster import step_progress
@@ -63,3 +68,22 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
         now[0] += 100.0
         assert idle_s(1) == step_progress.LONGEST_LOOK_S, "it was suspended"
     assert idle_s(1) == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who waits for a processor")
+def test_a_rank_that_gets_no_processor_from_others_is_not_idle() -> None:
+    """Two processes on one processor: each has half of it, and waits for it in the other half."""
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for child in children:
+            os.sched_setaffinity(child.pid, {min(os.sched_getaffinity(0))})
+            assert child.stdout
+            child.stdout.readline()
+        before = step_progress._processor_s()
+        sleep(0.5)
+        assert step_progress._processor_s() - before > 0.8
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

@@ -7,7 +7,7 @@ Predictions need no GPU: `--predict` makes them alone, on any machine and before
 `--predictions` names, and a run with that file takes them from it.
 
     python -m benchmarks.memory [--hidden 256] [--layers 4] [--tokens 1024 4096] [--device cuda]
-        [--predictions FILE] [--predict]
+        [--model DIR] [--dtype bfloat16] [--cases keep] [--predictions FILE] [--predict]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
+from areal_flow.planning.shapes import model_config
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.step import train_step
@@ -51,8 +52,14 @@ def config_of(hidden: int, layers: int) -> Any:
     )
 
 
-def recipe_of(case: str, tokens: int, device: str = "cpu") -> Recipe:
-    dtype = "bfloat16" if device.startswith("cuda") else "float32"
+def chosen_config(chosen: argparse.Namespace) -> Any:
+    if chosen.model:
+        return model_config(chosen.model)
+    return config_of(chosen.hidden, chosen.layers)
+
+
+def recipe_of(case: str, tokens: int, device: str = "cpu", dtype: str | None = None) -> Recipe:
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     trainer = {"tokens_per_micro_batch": tokens, "device": device, "dtype": dtype, **CASES[case]}
     return build_recipe({"trainer": trainer, "algorithm": {"num_minibatches": 1}}, source="")
 
@@ -68,9 +75,9 @@ def train(recipe: Recipe, config: Any) -> None:
 def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     """Return this process's peak in GB, without what it has of itself."""
     torch.set_num_threads(1)
-    train(recipe_of(case, 64, chosen.device), config_of(64, 1))
+    train(recipe_of(case, 64, chosen.device, chosen.dtype), config_of(64, 1))
     own = psutil.Process().memory_info().rss / 1e9
-    train(recipe_of(case, tokens, chosen.device), config_of(chosen.hidden, chosen.layers))
+    train(recipe_of(case, tokens, chosen.device, chosen.dtype), chosen_config(chosen))
     if chosen.device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(chosen.device) / 1e9
     return float(harness.peak_gb() - own)
@@ -79,16 +86,16 @@ def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
 def predict(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     """Return what `plan --memory` says in GB, on one core of a CPU."""
     torch.set_num_threads(1)
-    config = config_of(chosen.hidden, chosen.layers)
-    (rank,) = trainer_memory(recipe_of(case, tokens, chosen.device), config)
+    recipe = recipe_of(case, tokens, chosen.device, chosen.dtype)
+    (rank,) = trainer_memory(recipe, chosen_config(chosen))
     return rank.peak_bytes / 1e9
 
 
 def main() -> None:
-    sizes = {"hidden": 256, "layers": 4, "tokens": [1024], "device": "cpu"}
-    files = {"predictions": Path, "predict": False}
-    chosen = harness.parse_options(__doc__, **sizes, **files)
-    calls = [(case, tokens, chosen) for case in CASES for tokens in chosen.tokens]
+    sizes = {"hidden": 256, "layers": 4, "model": str, "tokens": [1024], "device": "cpu"}
+    others = {"dtype": str, "cases": [*CASES], "predictions": Path, "predict": False}
+    chosen = harness.parse_options(__doc__, **sizes, **others)
+    calls = [(case, tokens, chosen) for case in chosen.cases for tokens in chosen.tokens]
     if chosen.predictions and chosen.predictions.exists():
         peaks = json.loads(chosen.predictions.read_text())
     else:
@@ -102,6 +109,8 @@ def main() -> None:
         figures = {"predicted_gb": predicted, "measured_gb": measured}
         rows.append({"case": case, "tokens": tokens, **figures, "ratio": predicted / measured})
     title = f"Width {chosen.hidden}, {chosen.layers} layers, a vocabulary of {VOCABULARY:,}"
+    if chosen.model:
+        title = f"{Path(chosen.model).name}, {chosen.dtype or 'float32'}"
     harness.report(chosen.json, {title: rows})
 
 

@@ -155,8 +155,15 @@ def in_processes(
 
 
 def peak_gb() -> float:
-    """Return the most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """Return the most memory that this process has had.
+
+    On Linux not by getrusage, which counts what its parent had when it started the process.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    (kib,) = (line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line)
+    return int(kib) * 1024 / 1e9
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:

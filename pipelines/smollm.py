@@ -31,8 +31,8 @@ def write_smollm(directory: Path) -> None:
     if directory.exists():
         check_model_directory(directory)
         return
-    if not find_spec("gguf"):
-        raise ModelError(f"converting SmolLM2 needs gguf: {how_to_install('gguf')}")
+    if not (find_spec("gguf") and find_spec("accelerate")):
+        raise ModelError(f"converting SmolLM2 needs gguf and accelerate: {how_to_install('gguf')}")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as partial:
         convert(fetch(Path(partial)), Path(partial, "model"))

@@ -56,7 +56,7 @@ def refuse_gguf(path: Path) -> None:
     raise ModelError(
         f"{path}: GGUF is not trained: give the model that it was made from, since its weights are "
         "quantised and transformers loses rules of its tokenizer. Where there is no other, convert "
-        "it into a new directory with transformers and gguf (`pip install gguf`):\n"
+        "it into a new directory (`pip install gguf accelerate`):\n"
         f"  model = AutoModelForCausalLM.from_pretrained({source}, dtype='bfloat16')\n"
         "  del model.config.quantization_config, model.hf_quantizer\n"
         f"  for each in (model, AutoTokenizer.from_pretrained({source})): "

@@ -56,7 +56,7 @@ def test_missing_package_is_named_before_anything_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"needs gguf: pip install '.\[gguf\]'"):
+    with pytest.raises(ModelError, match=r"needs gguf and accelerate: pip install '.\[gguf\]'"):
         smollm.write_smollm(tmp_path / "smollm")
 
 

@@ -95,8 +95,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
             logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
             if head.needs_entropy:
-                weighted_mV = torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV)
-                entropy_M[chunk] = weighted_mV.sum(dim=1).neg_()
+                # Unnamed, so that it is gone when the next chunk is made.
+                entropy_M[chunk] = (
+                    torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV).sum(dim=1).neg_()
+                )
             if top_Mk is not None:
                 buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
         more = (torch.cat(buckets),) if buckets else ()

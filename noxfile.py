@@ -169,7 +169,7 @@ def docs(session: nox.Session) -> None:
 
 def pytest(session: nox.Session, marked: str) -> None:
     """Run the tests of these marks in two processes, a file in one of them."""
-    # In their order: files of one long test, which xdist would start last, keep both at work.
+    # Keep the files' order: xdist would start files with a single, long test last.
     side_by_side = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     run(session, "python", "-m", "pytest", "-m", marked, *side_by_side, *session.posargs)
 

@@ -67,9 +67,9 @@ class StepClock:
 
 
 def _processor_s() -> float:
-    """Return for how long this process and its children, which may compile for it, have computed.
+    """Return the processor time of this process and its children, which may compile for it.
 
-    On a busy machine a thread that could compute waits for a processor, which counts, too.
+    Time that their threads wait for a processor counts, too: others use it on a busy machine.
     """
     own, seconds = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):

@@ -29,7 +29,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.config import TrainerSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.policy import (
     assign_tensors,
@@ -38,6 +37,7 @@ from areal_flow.models.policy import (
     policy_tensors,
 )
 from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness, tailed_load

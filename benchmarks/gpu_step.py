@@ -18,9 +18,9 @@ from typing import Literal, get_args
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.flops import PolicyShape, device_peak_rate, matrix_rate
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness

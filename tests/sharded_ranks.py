@@ -25,13 +25,7 @@ from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.config import (
-    AdamWSettings,
-    SftSettings,
-    SupervisedObjective,
-    TrainerSettings,
-    build_recipe,
-)
+from areal_flow.config import build_recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter
 from areal_flow.recovery.checkpoints import CheckpointState
@@ -49,6 +43,12 @@ from areal_flow.trainer.pretrained import first_model
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
 from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.settings import (
+    AdamWSettings,
+    SftSettings,
+    SupervisedObjective,
+    TrainerSettings,
+)
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES

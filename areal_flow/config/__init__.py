@@ -18,29 +18,14 @@ from pydantic import ValidationError
 from areal_flow.config.messages import explain
 from areal_flow.config.overrides import without_replaced
 from areal_flow.config.recipe import Recipe
-from areal_flow.config.sections import (
-    AdamWSettings,
-    EvaluationSettings,
-    LoraSettings,
-    ParallelSettings,
-    SftSettings,
-    SupervisedObjective,
-    TrackingSettings,
-    TrainerSettings,
-)
+from areal_flow.config.sections import EvaluationSettings, TrackingSettings
 from areal_flow.errors import ConfigError
 from areal_flow.settings import flatten, merge
 
 __all__ = [
-    "AdamWSettings",
     "EvaluationSettings",
-    "LoraSettings",
-    "ParallelSettings",
     "Recipe",
-    "SftSettings",
-    "SupervisedObjective",
     "TrackingSettings",
-    "TrainerSettings",
     "build_recipe",
     "dump_recipe",
     "load_recipe",

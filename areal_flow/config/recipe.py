@@ -9,12 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.cluster.settings import ClusterSettings
-from areal_flow.config.sections import (
-    EvaluationSettings,
-    SftSettings,
-    TrackingSettings,
-    TrainerSettings,
-)
+from areal_flow.config.sections import EvaluationSettings, TrackingSettings
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.digests import sha256_hex
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
@@ -22,6 +17,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, require
+from areal_flow.trainer.settings import SftSettings, TrainerSettings
 from areal_flow.weights.settings import Medium, WeightsSettings
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.registry import WorkflowSettings

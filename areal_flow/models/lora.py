@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from areal_flow.config import LoraSettings
 from areal_flow.errors import ConfigError
+from areal_flow.models.settings import LoraSettings
 
 PREFIX = "base_model.model."
 """What names of an adapter's tensors begin with, as `peft` writes them."""

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
-from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.models.attention import ATTENTION_NAME, AttentionLayout, RowLayout
 from areal_flow.models.huggingface import (
@@ -28,6 +27,7 @@ from areal_flow.models.huggingface import (
 )
 from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter, merge_adapter, split_adapter, stored_name
+from areal_flow.models.settings import LoraSettings
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}

@@ -34,12 +34,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_flow.config import LoraSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.models import reward_model, segments
 from areal_flow.models.linear import OneDnnLinear
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import policy_from_config
+from areal_flow.models.settings import LoraSettings
 from areal_flow.planning.passes_tracker import PassesTracker
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer import activations, critic, linear_logprobs, passes

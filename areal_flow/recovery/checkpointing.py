@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import (
     checkpoint_hashes,
@@ -24,6 +23,7 @@ from areal_flow.run.lease import Writer
 from areal_flow.store.dataset import Maintenance
 from areal_flow.store.ledger import Ledger
 from areal_flow.tracking.registry import RunTracking
+from areal_flow.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 

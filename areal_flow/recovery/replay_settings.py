@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import LoraSettings, Recipe, TrainerSettings, load_recipe
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ConfigError
+from areal_flow.models.settings import LoraSettings
 from areal_flow.settings import flatten, parse_overrides
+from areal_flow.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from areal_flow.algorithms.protocol import TokenLoss

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import layers_of
 from areal_flow.trainer.kernels import compiles_layers
+from areal_flow.trainer.settings import TrainerSettings
 
 KEPT = frozenset(
     {

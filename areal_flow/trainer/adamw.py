@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from areal_flow.config import TrainerSettings
+from areal_flow.trainer.settings import TrainerSettings
 
 
 class PolicyAdamW(torch.optim.AdamW):

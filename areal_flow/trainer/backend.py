@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.config import Recipe, TrainerSettings
+from areal_flow.config import Recipe
 from areal_flow.models.hashing import TensorHash, hash_tensors, in_main_memory
 from areal_flow.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
@@ -28,6 +28,7 @@ from areal_flow.trainer.optimizers import PolicyOptimizer
 from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.tensor_rows import Rows, TensorRows, copied_rows, own_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes

@@ -22,10 +22,10 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 
-from areal_flow.config import LoraSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_files
 from areal_flow.models.lora import split_adapter
+from areal_flow.models.settings import LoraSettings
 from areal_flow.recovery.checkpoints import (
     ADAPTER_FILE,
     MODEL_FILE,

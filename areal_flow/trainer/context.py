@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.models.attention import AttentionRule, pass_dtype
 from areal_flow.models.packed_layout import PackedLayout
@@ -28,6 +27,7 @@ from areal_flow.models.transfer import to_device
 from areal_flow.trainer.passes import RunOn
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.settings import TrainerSettings
 
 
 class ContextParallel:

@@ -25,13 +25,13 @@ from areal_flow.algorithms.protocol import (
     PolicyLoss,
     pad_rows,
 )
-from areal_flow.config import TrainerSettings
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
 from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.ranked_model import TrainedModel
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.tensor_rows import Rows, local_rows, under
 from areal_flow.trainer.updates import Minibatch, StepSettings
 

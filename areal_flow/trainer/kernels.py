@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from areal_flow.config import TrainerSettings
 from areal_flow.models.attention import ATTENTION_NAME, attend_by_layout
 from areal_flow.models.huggingface import AttentionInterface
 from areal_flow.models.policy import layers_of
+from areal_flow.trainer.settings import TrainerSettings
 
 BACKEND = "inductor"
 """Of torch.compile."""

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.ranked_model import whole
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.tensor_rows import is_sharded, local_rows
 
 KEY = "momentum_buffer"

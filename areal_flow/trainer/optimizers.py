@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.settings import import_function
+from areal_flow.trainer.settings import TrainerSettings
 
 OPTIMIZERS = {
     "adamw": "areal_flow.trainer.adamw:PolicyAdamW",

@@ -23,13 +23,13 @@ from areal_flow.algorithms.protocol import (
     read_from_device,
     sum_of,
 )
-from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.models.transfer import to_host
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies, top_logprobs
 from areal_flow.trainer.planning import plan_passes
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
 
 RunOn = Callable[..., Any]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import copy_by_name, fill_buffers, policy_tensors
 from areal_flow.trainer.activations import choose_activations
 from areal_flow.trainer.context import over_ranks
@@ -23,6 +22,7 @@ from areal_flow.trainer.kernels import compile_layers, compiles_layers
 from areal_flow.trainer.optimizers import make_optimizer
 from areal_flow.trainer.passes import Found, Passes
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.tensor_rows import Rows, is_sharded, local_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 

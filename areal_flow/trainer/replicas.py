@@ -19,8 +19,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import first_line
 

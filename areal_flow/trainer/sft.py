@@ -21,7 +21,6 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
-from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
@@ -44,6 +43,7 @@ from areal_flow.trainer.checkpoint import (
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.settings import SftSettings, TrainerSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from areal_flow.trainer.tensor_rows import Rows

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES, layers_of
+from areal_flow.trainer.settings import TrainerSettings
 
 
 class ShardedModel(nn.Module):

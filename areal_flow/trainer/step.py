@@ -26,12 +26,12 @@ from areal_flow.algorithms.protocol import (
     mean,
     read_from_device,
 )
-from areal_flow.config import TrainerSettings
 from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
 
 

@@ -1,6 +1,6 @@
 """What supervised fine-tuning may learn, by the name that recipes use; importing it loads no torch.
 
-The next objective is a name in `config.SupervisedObjective`, an entry here and its tests.
+The next objective is a name in `settings.SupervisedObjective`, an entry here and its tests.
 
 Of pairs of completions the one that is preferred is first: sequences 2p and 2p + 1 of a micro-batch
 are pair p. Each token of a pair carries the pair's loss, so that a mean over tokens and then over
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from areal_flow.algorithms.logprobs import of_each_token, sequence_sums
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
-from areal_flow.config import SftSettings, SupervisedObjective
 from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.settings import SftSettings, SupervisedObjective
 
 if TYPE_CHECKING:
     from torch import Tensor

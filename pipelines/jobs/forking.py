@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.config import Recipe, SftSettings, load_recipe
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.rewards.shipping import what_is_executed
@@ -19,6 +19,7 @@ from areal_flow.run.lease import Writer
 from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
+from areal_flow.trainer.settings import SftSettings
 from pipelines.console.progress import line_progress
 from pipelines.console.run_log import say
 from pipelines.jobs.stop_signals import wait_for

@@ -17,7 +17,7 @@ from typing import Any
 from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
-from areal_flow.config import Recipe, TrainerSettings
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import require_engine, require_installed
@@ -30,6 +30,7 @@ from areal_flow.run.code_version import how_to_install
 from areal_flow.run.inputs import Verifier
 from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.registry import require_sinks
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.types import Prompt
 from areal_flow.weights.media import check_medium
 from areal_flow.workflows.agent import Agent

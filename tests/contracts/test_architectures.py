@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import ModelError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
@@ -33,6 +32,7 @@ from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.head import token_logprobs
 from areal_flow.trainer.pretrained import pretrained_policy
 from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.tensor_rows import TensorRows
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.unit.test_trainer import sequence_of

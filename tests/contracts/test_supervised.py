@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from areal_flow.algorithms.protocol import LossInputs
-from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.models.reward_model import describe_reward_model
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.trainer.settings import SftSettings, TrainerSettings
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from tests.policies import completion_rows, small_policy, write_model_directory

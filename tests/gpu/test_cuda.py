@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.config import TrainerSettings
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.hashing import hash_tensors
@@ -19,6 +18,7 @@ from areal_flow.models.policy import policy_tensors
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.kernels import set_precision
 from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.config import SupervisedObjective
 from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.models.reward_model import describe_reward_model
@@ -20,6 +19,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint
 from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.settings import SupervisedObjective
 from tests import struck_trainer
 from tests.integration.runs import (
     check_accounting,

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_flow.config import LoraSettings, build_recipe
+from areal_flow.config import build_recipe
 from areal_flow.models.lora import PREFIX, drawn_adapter
+from areal_flow.models.settings import LoraSettings
 from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.pretrained import shapes_of
 from areal_flow.trainer.rank import TrainerRank

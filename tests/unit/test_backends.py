@@ -17,11 +17,12 @@ from areal_flow.algorithms.protocol import (
     PolicyLoss,
 )
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import AdamWSettings, TrainerSettings, build_recipe
+from areal_flow.config import build_recipe
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.planning import plan_micro_batches
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.settings import AdamWSettings, TrainerSettings
 from areal_flow.trainer.step import compute_advantages, train_step
 from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import VersionSpan

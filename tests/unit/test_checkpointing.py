@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.config import TrainerSettings
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainerLost
 from areal_flow.recovery.checkpointing import Checkpoints
@@ -20,6 +19,7 @@ from areal_flow.run.lease import hold_lease
 from areal_flow.store.committed import create_logs
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.types import PolicyHashes
 from tests.checkpoints import write_fake_checkpoint
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_flow.algorithms.learning_rates import FLOOR, RateSchedule, scheduled_rate
-from areal_flow.config import Recipe, TrainerSettings, build_recipe, dump_recipe, load_recipe
+from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import learning_rate
 
 

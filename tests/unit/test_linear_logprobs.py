@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_flow.config import LoraSettings
 from areal_flow.models import segments
 from areal_flow.models.logits import linear_head, logits_of, logits_of_products
 from areal_flow.models.lora import add_adapter
+from areal_flow.models.settings import LoraSettings
 from areal_flow.trainer import head, linear_logprobs
 from areal_flow.trainer.head import token_logprobs_and_entropies
 from areal_flow.trainer.linear_logprobs import LinearHead

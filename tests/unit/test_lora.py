@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.config import LoraSettings, TrainerSettings, build_recipe
+from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, ModelError, TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.lora import add_adapter, split_adapter
@@ -24,11 +24,13 @@ from areal_flow.models.policy import (
     logits_at,
     policy_tensors,
 )
+from areal_flow.models.settings import LoraSettings
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
 from areal_flow.tokenizer.directory import copy_model_description
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import train_step
 from pipelines import models
 from pipelines.jobs import preflight

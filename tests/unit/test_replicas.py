@@ -18,7 +18,6 @@ from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.cluster.trainer_tasks import exchange_timeout_s
-from areal_flow.config import TrainerSettings
 from areal_flow.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.trainer.backend import TrainerBackend
@@ -29,6 +28,7 @@ from areal_flow.trainer.replicas import (
     connect_ranks,
     leave_ranks,
 )
+from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import LoraSettings, SftSettings, TrainerSettings
 from areal_flow.models.lora import add_adapter
+from areal_flow.models.settings import LoraSettings
 from areal_flow.models.transfer import to_device
 from areal_flow.trainer import head
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches
+from areal_flow.trainer.settings import SftSettings, TrainerSettings
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.supervised import OBJECTIVES

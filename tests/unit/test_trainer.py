@@ -13,7 +13,6 @@ import torch
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
@@ -30,6 +29,7 @@ from areal_flow.trainer.sequences import (
     pack_sequences,
     sequences_from_rows,
 )
+from areal_flow.trainer.settings import AdamWSettings, TrainerSettings
 from areal_flow.trainer.step import (
     advantage_moments,
     compute_advantages,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import polars as pl
 
-from areal_flow.cluster.settings import Priced
+from areal_flow.config.cluster import Priced
 from areal_flow.controller.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.planning.cards import CARDS

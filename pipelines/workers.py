@@ -12,7 +12,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.errors import RunError
 from areal_flow.run.directory import find_run, observed_state
 from areal_flow.run.durable import replace_file

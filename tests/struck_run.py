@@ -17,7 +17,7 @@ import psutil
 import areal_flow
 from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
-from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.run.layout import RunLayout
 
 PATIENCE_S = 120.0

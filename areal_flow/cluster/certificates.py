@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from distributed import Security
 
-from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.errors import ConfigError
 from areal_flow.run.durable import write_secret
 

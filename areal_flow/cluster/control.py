@@ -17,8 +17,8 @@ from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.cluster.worker_context import SERVED_METRIC
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.errors import EngineError, RunError
 
 HANDLER = "areal_flow_workers"

@@ -22,9 +22,9 @@ import psutil
 
 from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.registry import SILENT, WorkerRecord
-from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.step_progress import StepProgress, hung_ranks
 from areal_flow.cluster.worker_context import STEP_METRIC
+from areal_flow.config.cluster import ClusterSettings
 
 if TYPE_CHECKING:
     from areal_flow.cluster.pool import WorkerPool

@@ -32,7 +32,6 @@ from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
-from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
     DASHBOARD_HOST,
@@ -40,6 +39,7 @@ from areal_flow.cluster.worker_process import (
     used_extensions,
 )
 from areal_flow.config import Recipe
+from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ConfigError
 from areal_flow.machine import raise_open_files_limit

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config import Recipe
+from areal_flow.config.cluster import ClusterSettings
 from areal_flow.controller.flow_setup import groups_in_flight
 from areal_flow.errors import ConfigError
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
+from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.errors import ConfigError, DeviceError
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.run.lease import Writer

@@ -12,8 +12,8 @@ from distributed import Client
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.cluster.worker_context import ENGINE_METRIC
+from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.types import ServedWeights
 
 MIN_TIMEOUT_S = 30.0

@@ -23,7 +23,7 @@ from distributed.worker import DEFAULT_EXTENSIONS
 
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.machine import is_linux, raise_open_files_limit
 from areal_flow.run.code_version import VERSION
 from areal_flow.settings import search_here_last

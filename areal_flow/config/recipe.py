@@ -8,9 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import AlgorithmSettings
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.cluster import ClusterSettings
+from areal_flow.config.controller import ControllerSettings
 from areal_flow.config.sections import EvaluationSettings, TrackingSettings
-from areal_flow.controller.gate import ControllerSettings
 from areal_flow.digests import sha256_hex
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import GenerationSettings

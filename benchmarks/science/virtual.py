@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Literal
 
-from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config import Recipe
-from areal_flow.controller.gate import ControllerSettings
+from areal_flow.config.cluster import ClusterSettings
+from areal_flow.config.controller import ControllerSettings
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths, assumed_lengths

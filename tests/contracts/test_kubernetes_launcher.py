@@ -12,7 +12,7 @@ import pytest
 
 from areal_flow.cluster import pool as pools
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
-from areal_flow.cluster.settings import ClusterSettings, KubernetesSettings
+from areal_flow.config.cluster import ClusterSettings, KubernetesSettings
 from areal_flow.errors import EngineError
 from tests.contracts.test_launchers import empty_pool, generator, process_of, run
 from tests.kubernetes_api import IMAGE, FakeKubernetes, running_kubernetes

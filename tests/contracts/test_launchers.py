@@ -31,7 +31,7 @@ from areal_flow.cluster.placement import (
     worker_environment,
 )
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.settings import ClusterSettings, KubernetesSettings, RemoteSettings
+from areal_flow.config.cluster import ClusterSettings, KubernetesSettings, RemoteSettings
 from areal_flow.errors import EngineError
 from tests.kubernetes_api import IMAGE, running_kubernetes
 from tests.slurmd import running_slurm
@@ -211,7 +211,7 @@ def test_process_that_cannot_start_ends_the_start_with_its_last_words(
 
 DRIVER = """
 import asyncio, sys
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.cluster import ClusterSettings
 from tests.contracts.test_launchers import empty_pool, generator, process_of
 
 async def live(settings):

@@ -17,7 +17,7 @@ import pytest
 from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.cluster import ClusterSettings
 from areal_flow.machine import is_linux
 from tests.contracts.test_launchers import (
     check_worker_ends_with,
@@ -169,7 +169,7 @@ def test_template_starts_only_if_it_is_of_use(changes: dict[str, object]) -> Non
 DRIVER = """
 import asyncio
 from areal_flow.cluster.launchers.template import worker_template
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.cluster import ClusterSettings
 from tests.contracts.test_worker_template import PLACEMENT, empty_pool, process_of
 
 async def live(template):

@@ -12,8 +12,8 @@ import pytest
 
 import areal_flow
 from areal_flow.cluster.control import WorkerStatus, list_workers
-from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe
+from areal_flow.config.cluster import NetworkSettings
 from areal_flow.errors import EngineError
 from areal_flow.run.layout import RunLayout
 from pipelines.workers import scheduler_of

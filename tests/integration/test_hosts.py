@@ -9,7 +9,7 @@ from time import sleep
 import pytest
 
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.settings import ClusterSettings, RemoteSettings
+from areal_flow.config.cluster import ClusterSettings, RemoteSettings
 from tests.chaos import SETTINGS
 from tests.contracts.test_launchers import empty_pool, run
 from tests.hosts import network_of_hosts

@@ -17,8 +17,8 @@ from areal_flow.cluster.certificates import with_certificates
 from areal_flow.cluster.control import add_workers, list_workers, remove_from, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.controller.balance import SETTLING_STEPS, WINDOW_STEPS
 from areal_flow.errors import ConfigError, RunError
 from tests.integration.runs import check_accounting, run_small, small_recipe

@@ -13,8 +13,8 @@ from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.results import KillsWorkers, run_reward_task
-from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.config.cluster import ClusterSettings
 
 REWARD = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
 POISONED = (1, 4)

@@ -17,8 +17,8 @@ from areal_flow.cluster.launchers import make_launcher, queued
 from areal_flow.cluster.launchers.queued import JobState, cause_of_end
 from areal_flow.cluster.launchers.slurm import SlurmLauncher, job_states
 from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
-from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.config import Recipe, build_recipe
+from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.errors import ConfigError
 
 LISTED = """\

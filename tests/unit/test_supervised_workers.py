@@ -21,8 +21,8 @@ from areal_flow.cluster.launchers.child import Child, ProcessorUse, take_reports
 from areal_flow.cluster.launchers.queued import Job
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import WorkerRegistry
-from areal_flow.cluster.settings import ClusterSettings, NetworkSettings, RemoteSettings
 from areal_flow.cluster.supervisor import KILL, TO_DRIVER
+from areal_flow.config.cluster import ClusterSettings, NetworkSettings, RemoteSettings
 from areal_flow.planning.virtual_time import run_in_virtual_time
 
 BUSY = "import os\nos.write(1, b'half a line')\nwhile True: pass"

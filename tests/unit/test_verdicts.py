@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_flow.config import Recipe
-from areal_flow.controller.gate import ControllerSettings
+from areal_flow.config.controller import ControllerSettings
 from areal_flow.evaluation.pass_rates import PassRate
 from pipelines.report import verdicts
 from pipelines.report.verdicts import (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.settings import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.worker_context import ENGINE_METRIC
+from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.errors import WeightsError
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.types import ServedWeights

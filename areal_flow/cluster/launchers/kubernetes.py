@@ -22,7 +22,7 @@ from areal_flow.cluster.launchers.child import last_line, run_command
 from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.cluster import ClusterSettings
 from areal_flow.errors import ConfigError
 
 Manifest = Mapping[Any, Any]

@@ -40,9 +40,9 @@ from areal_flow.cluster.launchers.child import (
 )
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
-from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
 from areal_flow.cluster.worker_process import worker_options
+from areal_flow.config.cluster import ClusterSettings
 from areal_flow.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,10 @@
-"""Counts completion tokens, so that committed = trained + masked + discarded + waiting; and steps
-that changed nothing."""
+"""Counts completion tokens, so that committed = trained + masked + discarded + waiting."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from areal_flow.controller.ledger_row import StepEntries
-from areal_flow.errors import TrainingError
 from areal_flow.types import Discard, EngineStats, GroupReceipt
 
 
@@ -63,23 +61,3 @@ class TokenAccounting:
         """Return committed minus everything accounted for; anything but 0 is a bug."""
         consumed = self.trained + self.masked + self.discarded + self.in_step
         return self.committed - consumed - num_waiting
-
-
-MAX_SKIPPED_STEPS = 5
-"""After so many in a row a run ends: the policy will not recover by itself."""
-
-
-@dataclass
-class SkippedSteps:
-    """Ends a run in which too many steps in a row skipped an update."""
-
-    _num_in_a_row: int = 0
-
-    def count(self, step: int, *, skipped: bool) -> None:
-        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
-        if self._num_in_a_row >= MAX_SKIPPED_STEPS:
-            raise TrainingError(
-                f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
-                f"the last one {step}, with an update that was skipped because loss or gradient "
-                "was not finite: start a new run with a lower learning rate"
-            )

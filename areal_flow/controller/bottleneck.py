@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from areal_flow.controller.ledger_row import OBSERVED, SPEED_AREA, SPEED_COLUMNS, speed_metrics
+from areal_flow.controller.ledger_row import OBSERVED, SPEED_COLUMNS, speed_metrics
+from areal_flow.step_metrics import SPEED_AREA
 
 LONG_WAIT = 0.2
 """Of its time; a trainer that waits longer for data could train more."""

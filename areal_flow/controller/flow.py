@@ -26,7 +26,6 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.controller.changes import Changes
 from areal_flow.controller.flow_setup import FlowBackends, InitialState, RolledOut
@@ -40,6 +39,7 @@ from areal_flow.errors import (
     SchemaError,
     WeightsError,
 )
+from areal_flow.step_metrics import SkippedSteps
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)

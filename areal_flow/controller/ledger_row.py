@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.digests import sha256_hex
-from areal_flow.step_metrics import NOTHING_TRAINED
+from areal_flow.step_metrics import NOTHING_TRAINED, SPEED_AREA
 from areal_flow.types import (
     Discard,
     PolicyHashes,
@@ -18,7 +18,8 @@ from areal_flow.types import (
     counter_seed,
 )
 
-SPEED_AREA, SYSTEM_AREA = MEASURED_AREAS = "speed/", "system/"
+SYSTEM_AREA = "system/"
+MEASURED_AREAS = SPEED_AREA, SYSTEM_AREA
 """The prefixes of metrics that a replay does not compare."""
 OBSERVED = f"{SPEED_AREA}generators_observed_s"
 REWARD_TASKS = f"{SYSTEM_AREA}reward_task_seconds"

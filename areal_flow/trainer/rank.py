@@ -17,7 +17,6 @@ from typing import Any
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter, drawn_adapter
 from areal_flow.models.policy import DTYPES
@@ -25,6 +24,7 @@ from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import SPEED_AREA
 from areal_flow.trainer.backend import TrainerBackend, numeric_environment
 from areal_flow.trainer.checkpoint import (
     Snapshot,

@@ -21,7 +21,6 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
-from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
@@ -33,6 +32,7 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.durable import replace_file_durably
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import SkippedSteps
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.checkpoint import (
     complete_checkpoint,

@@ -24,9 +24,8 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 
 from areal_flow.controller.bottleneck import speed_of
-from areal_flow.controller.ledger_row import SPEED_AREA
 from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.step_metrics import SKIPPED_UPDATES
+from areal_flow.step_metrics import SKIPPED_UPDATES, SPEED_AREA
 from pipelines.console.run_log import log
 from pipelines.console.tables import PLAIN
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from areal_flow.controller.ledger_row import StepEntries
 from areal_flow.types import Discard, EngineStats, GroupReceipt
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedGroups:
+    submission_indices: Set[int] = frozenset()
+    num_tokens: int = 0
+    other_verifier: Set[str] = frozenset()
+    """Ids of trajectories that wait and that another verifier scored than the one that counts."""
 
 
 @dataclass(slots=True)

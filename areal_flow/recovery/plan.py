@@ -6,11 +6,10 @@ be submitted again under the same index, so with the same prompt, seeds and ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_flow.controller.accounting import TokenAccounting
+from areal_flow.controller.accounting import CommittedGroups, TokenAccounting
 from areal_flow.controller.flow_setup import InitialState
 from areal_flow.controller.ledger_row import StepEntries
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt, submission_index_of
@@ -24,14 +23,6 @@ PLAN_COLUMNS = [
     "num_masked_tokens",
     "num_discarded_tokens",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedGroups:
-    submission_indices: Set[int] = frozenset()
-    num_tokens: int = 0
-    other_verifier: Set[str] = frozenset()
-    """Ids of trajectories that wait and that another verifier scored than the one that counts."""
 
 
 def plan_initial_state(

@@ -11,8 +11,8 @@ import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from areal_flow.controller.accounting import CommittedGroups
 from areal_flow.errors import StorageError
-from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_flow.controller.accounting import TokenAccounting
+from areal_flow.controller.accounting import CommittedGroups, TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
+from areal_flow.recovery.plan import plan_initial_state
 from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.types import (
     Discard,

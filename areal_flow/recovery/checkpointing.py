@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from areal_flow.errors import TrainerLost
@@ -22,7 +24,6 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.dataset import Maintenance
 from areal_flow.store.ledger import Ledger
-from areal_flow.tracking.registry import RunTracking
 from areal_flow.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,16 @@ class SnapshotTrainer(Protocol):
         """
 
 
+class CheckpointRegistry(Protocol):
+    """Who registers checkpoints as models, and keeps some of them."""
+
+    def wake(self) -> None:
+        """Look for new checkpoints. Does not wait."""
+
+    def protected(self) -> Set[Path]:
+        """Return the directories of checkpoints that must not be pruned."""
+
+
 @dataclass
 class Checkpoints:
     layout: RunLayout
@@ -51,7 +62,7 @@ class Checkpoints:
     ledger: Ledger
     trajectories: Maintenance
     trainer: SnapshotTrainer
-    registry: RunTracking
+    registry: CheckpointRegistry
     writer: Writer
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 

@@ -65,7 +65,9 @@ def recipe_of(case: str, tokens: int, device: str = "cpu", dtype: str | None = N
 
 
 def train(recipe: Recipe, config: Any) -> None:
-    rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    rank = TrainerRank(
+        RunLayout(Path()), recipe.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
+    )
     backend = rank.adopt(drawn_policy(config, device=recipe.trainer.device))
     for step in (1, 2):
         sequences = longest_sequences(longest_rows(recipe), num_batches=1)

@@ -42,7 +42,7 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     TrajectoryCommitter(layout, WRITER).commit(written)
     ledger = Ledger(layout, WRITER)
     read = TrainingRows(layout)
-    rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
+    rank = TrainerRank(layout, recipe.for_trainer(), channel=HashingWriter(), read_rows=read)
     rank.adopt(load_policy(layout.model))
     hashes, environment = rank.stage_initial_policy()
     ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))

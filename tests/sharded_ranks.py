@@ -305,7 +305,9 @@ def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]
     for name, changes in {"plain": reference, "adapter": {"trainer": ADAPTER}}.items():
         layout = RunLayout(directory / "pretrained")
         recipe = build_recipe({"seed": 4, **changes}, source="")
-        rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=lambda ids: [])
+        rank = TrainerRank(
+            layout, recipe.for_trainer(), channel=HashingWriter(), read_rows=lambda ids: []
+        )
         if replicas:
             rank.replicas = replicas
         rank.load_pretrained(layout.model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from areal_flow.config import Recipe
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.errors import ConfigError, DeviceError
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
+from areal_flow.run.inputs import reference_directory
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
@@ -75,7 +76,7 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
 
     rank = _connected(rendezvous, directory)
     if 0 in list_checkpoints(rank.layout.checkpoints):
-        found = rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
+        found = rank.restore(0), numeric_environment(rank.config, rank.replicas)
         return _leaving_card(rank, found)
     rank.load_pretrained(directory)
     return _leaving_card(rank, rank.stage_initial_policy())
@@ -158,7 +159,7 @@ def _connected(rendezvous: Rendezvous, weights: Path) -> TrainerRank:
         rank.replicas.leave()
         context = worker_context()
         point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
-        device_type = rank.recipe.trainer.device.partition(":")[0]
+        device_type = rank.config.trainer.device.partition(":")[0]
         rank.replicas = connect_ranks(
             rendezvous,
             point,
@@ -180,7 +181,7 @@ def exchange_timeout_s(device_type: str, weights: Path) -> float:
 
 def _leaving_card(rank: TrainerRank, result: Result) -> Result:
     """Return a result once the card's memory is the generators', if both take turns."""
-    if rank.recipe.takes_turns:
+    if worker_context().recipe.takes_turns:
         rank.backend.free_memory()
     return result
 
@@ -199,7 +200,13 @@ def _rank() -> TrainerRank:
             context.recipe.weights_medium,
             host=context.host,
         )
-        return TrainerRank(layout, context.recipe, channel=channel, read_rows=rows)
+        return TrainerRank(
+            layout,
+            context.recipe.for_trainer(),
+            channel=channel,
+            read_rows=rows,
+            find_teacher=partial(reference_directory, layout),
+        )
 
     return context.ensure(TrainerRank, make)
 

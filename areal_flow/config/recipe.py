@@ -17,7 +17,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, require
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
+from areal_flow.trainer.settings import RankSettings, SftSettings, TrainerSettings
 from areal_flow.weights.settings import Medium, WeightsSettings
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.registry import WorkflowSettings
@@ -280,6 +280,18 @@ class Recipe(Settings):
         """Return the medium as far as settings decide it: auto is a matter of one machine."""
         medium = self.weights.medium
         return "directory" if medium == "auto" and not self.cluster.is_one_machine else medium
+
+    def for_trainer(self) -> RankSettings:
+        return RankSettings(
+            trainer=self.trainer,
+            algorithm=self.algorithm,
+            num_ranks=self.cluster.num_trainers,
+            temperature=self.generation.temperature,
+            served_dtype=self.generation.dtype,
+            pass_threshold=self.pass_threshold,
+            seed=self.seed,
+            recipe_digest=self.digest(),
+        )
 
     def digest(self) -> str:
         """Return the identity of these settings, for the ledger.

@@ -114,13 +114,15 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
         for _, optimizer in _trained(rank):
             for group in optimizer.param_groups if on_cuda else ():
                 group["fused"] = True
-        by_kind, kept_bytes = memory_of_step(rank)
+        by_kind, kept_bytes = memory_of_step(rank, longest_rows(recipe))
     peak_bytes = sum(by_kind.values())
     return [RankMemory(each, peak_bytes, by_kind, kept_bytes) for each in range(num_ranks)]
 
 
 def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
-    rank = TrainerRank(RunLayout(Path()), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    rank = TrainerRank(
+        RunLayout(Path()), recipe.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
+    )
     rank.replicas = ranks
     rank.adopt(policy)
     return rank
@@ -141,10 +143,14 @@ def _undo_onednn(policy: nn.Module) -> None:
         layer.__class__ = nn.Linear
 
 
-def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
-    """Return bytes by kind at a step's peak, and those that are kept until the next step."""
-    recipe, backend = rank.recipe, rank.backend
-    algorithm = recipe.algorithm.model_copy(update={"num_minibatches": 1})
+def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, int], int]:
+    """Return bytes by kind at a step's peak, and those that are kept until the next step.
+
+    Args:
+        rows: tokens of each sequence of a micro-batch.
+    """
+    backend = rank.backend
+    algorithm = rank.config.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
     num_batches = backend.passes.num_batches
     # The first step makes the optimizer's state and the places of gathered weights, which are
@@ -155,7 +161,7 @@ def memory_of_step(rank: TrainerRank) -> tuple[dict[str, int], int]:
     with tracker, warnings.catch_warnings():
         # It says so of modules that are gone by then, which have nothing to be counted.
         warnings.filterwarnings("ignore", message="Module is None. Skipping")
-        sequences = longest_sequences(longest_rows(recipe), num_batches)
+        sequences = longest_sequences(rows, num_batches)
         train_step(backend, sequences, step=2, settings=settings)
         backend.free_memory()
         kept = tracker.get_tracker_snapshot("current").values()

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes, forked_policies
 from areal_flow.recovery.replay_settings import changed_recipe, describe_changes, on_this_machine
 from areal_flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
 from areal_flow.run.directory import check_schema_version
+from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.trajectories import TrainingRows
@@ -132,8 +134,13 @@ class LocalTrainer:
         self.ledger = LedgerReader(layout)
         self._environments = self.ledger.rows(["numeric_environment"])
         self.recipe = recipe
-        read_rows = TrainingRows(layout)
-        self.rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read_rows)
+        self.rank = TrainerRank(
+            layout,
+            recipe.for_trainer(),
+            channel=HashingWriter(),
+            read_rows=TrainingRows(layout),
+            find_teacher=partial(reference_directory, layout),
+        )
 
     async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:
         return await restore_newest(
@@ -160,7 +167,9 @@ class LocalTrainer:
         """Compute a step under other settings; the rank stays where it is."""
         request = replace(request, max_staleness=recipe.controller.max_staleness)
         random_state = torch.get_rng_state()
-        branch = self.rank.branch(recipe, loss=ClipWatch(loss or recipe.algorithm.loss))
+        branch = self.rank.branch(
+            recipe.for_trainer(), loss=ClipWatch(loss or recipe.algorithm.loss)
+        )
         result = branch.step(request)
         torch.set_rng_state(random_state)
         return result, self.outcomes(branch, request)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.config import Recipe
 from areal_flow.models.hashing import TensorHash, hash_tensors, in_main_memory
 from areal_flow.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.models.lora import merge_adapter, split_adapter, without_adapter
@@ -28,7 +27,7 @@ from areal_flow.trainer.optimizers import PolicyOptimizer
 from areal_flow.trainer.passes import Passes
 from areal_flow.trainer.ranked_model import RankedModel, TrainedModel, whole
 from areal_flow.trainer.replicas import ReplicaGroup, context_ranks
-from areal_flow.trainer.settings import TrainerSettings
+from areal_flow.trainer.settings import RankSettings, TrainerSettings
 from areal_flow.trainer.tensor_rows import Rows, TensorRows, copied_rows, own_rows
 from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
@@ -159,27 +158,27 @@ def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> di
     }
 
 
-def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
+def numeric_environment(settings: RankSettings, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
-    device = recipe.trainer.device
-    context = context_ranks(replicas, recipe.trainer)
-    shards = recipe.trainer.parallel.shard_ranks
-    on_cpu_in_bfloat16 = device == "cpu" and recipe.trainer.dtype == "bfloat16"
+    trainer, device = settings.trainer, settings.trainer.device
+    context = context_ranks(replicas, trainer)
+    shards = trainer.parallel.shard_ranks
+    on_cpu_in_bfloat16 = device == "cpu" and trainer.dtype == "bfloat16"
     environment = {
         "torch": torch.__version__,
-        "ranks": recipe.cluster.num_trainers,
+        "ranks": settings.num_ranks,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
-        "dtype": recipe.trainer.dtype,
+        "dtype": trainer.dtype,
         "machine": os.uname().machine,
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
         **({"head": "onednn"} if on_cpu_in_bfloat16 and multiplies_bfloat16() else {}),
         **({} if replicas.is_alone else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
         **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),
-        **({"kernels": "deterministic"} if recipe.trainer.kernels == "deterministic" else {}),
+        **({"kernels": "deterministic"} if trainer.kernels == "deterministic" else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from areal_flow.algorithms.advantages import rewards_are_equal
 from areal_flow.algorithms.staleness import count_staleness
-from areal_flow.config import Recipe
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
 from areal_flow.step_metrics import TRAINED_BY_STALENESS, StepMetrics
 from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.settings import RankSettings
 from areal_flow.trainer.step import learning_rate
 from areal_flow.trainer.updates import UpdateNumbers
 from areal_flow.types import StepRequest
@@ -36,7 +36,7 @@ def step_metrics(
     sequences: Sequence[TrainingSequence],
     numbers: UpdateNumbers,
     *,
-    recipe: Recipe,
+    settings: RankSettings,
     speed: Mapping[str, float],
     **seconds: float,
 ) -> StepMetrics:
@@ -51,7 +51,7 @@ def step_metrics(
     return StepMetrics(
         loss=_mean(numbers.losses),
         grad_norm=_mean(numbers.grad_norms),
-        learning_rate=learning_rate(recipe.trainer, request.step),
+        learning_rate=learning_rate(settings.trainer, request.step),
         reward_mean=_mean([sequence.reward for sequence in sequences]),
         completion_tokens_mean=num_tokens / len(sequences),
         num_trained_tokens=num_trained,
@@ -64,7 +64,7 @@ def step_metrics(
         metrics={
             **masked_fractions(rows, sequences),
             **{name: metric.value for name, metric in numbers.metrics.items()},
-            **batch_metrics(rows, pass_threshold=recipe.pass_threshold),
+            **batch_metrics(rows, pass_threshold=settings.pass_threshold),
             **{f"{TRAINED_BY_STALENESS}{age}": float(count) for age, count in sorted(ages.items())},
             **speed,
         },

@@ -16,12 +16,10 @@ from typing import Any
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import TokenLoss
-from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter, drawn_adapter
 from areal_flow.models.policy import DTYPES
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
-from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import SPEED_AREA
@@ -41,6 +39,7 @@ from areal_flow.trainer.pretrained import pretrained_policy, shapes_of
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
+from areal_flow.trainer.settings import RankSettings
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import Rows, whole_rows
 from areal_flow.trainer.updates import StepSettings, UpdateNumbers
@@ -53,12 +52,14 @@ class TrainerRank:
     """One rank's policy between two steps; not for concurrent use."""
 
     layout: RunLayout
-    recipe: Recipe
+    config: RankSettings
     _: KW_ONLY
     channel: WeightsWriter
     read_rows: ReadRows
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
+    find_teacher: Callable[[], Path | None] = lambda: None
+    """Returns the model directory of the reference that the algorithm names, if it names one."""
     numbers: UpdateNumbers = field(default_factory=UpdateNumbers, init=False)
     """Of the last step."""
     _backend: TrainerBackend | None = field(default=None, init=False)
@@ -70,7 +71,7 @@ class TrainerRank:
     _snapshot: Snapshot | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        num_batches = self.recipe.cluster.num_trainers // self.recipe.trainer.parallel.context_ranks
+        num_batches = self.config.num_ranks // self.config.trainer.parallel.context_ranks
         self.replicas: ReplicaGroup = ReplicaGroup(num_batches)
         """With whom this rank computes; alone it computes every rank's batch."""
 
@@ -82,33 +83,33 @@ class TrainerRank:
     @property
     def settings(self) -> StepSettings:
         return StepSettings(
-            algorithm=self.recipe.algorithm,
-            temperature=self.recipe.generation.temperature,
-            seed=self.recipe.seed,
+            algorithm=self.config.algorithm,
+            temperature=self.config.temperature,
+            seed=self.config.seed,
             loss=self.loss,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
         self._hashes = None
-        check_heads(policy, self.recipe.trainer.parallel.context_ranks)
-        if (lora := self.recipe.trainer.lora).rank:
-            add_adapter(policy, lora, seed=self.recipe.seed)
+        check_heads(policy, self.config.trainer.parallel.context_ranks)
+        if (lora := self.config.trainer.lora).rank:
+            add_adapter(policy, lora, seed=self.config.seed)
         self._shape = PolicyShape.of(policy)
-        self._backend = TrainerBackend(policy, self.recipe.trainer, self.replicas)
-        if isinstance(algorithm := self.recipe.algorithm, ActorCriticPPO):
+        self._backend = TrainerBackend(policy, self.config.trainer, self.replicas)
+        if isinstance(algorithm := self.config.algorithm, ActorCriticPPO):
             self._backend.add_critic(algorithm)
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
         policy, weights = pretrained_policy(directory)
-        if (lora := self.recipe.trainer.lora).rank:
-            drawn = drawn_adapter(shapes_of(directory), lora, seed=self.recipe.seed)
+        if (lora := self.config.trainer.lora).rank:
+            drawn = drawn_adapter(shapes_of(directory), lora, seed=self.config.seed)
             weights = {**weights, **whole_rows(drawn)}
         self.adopt(policy).load_weights(weights)
 
     def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
         self._hold_reference(self.backend.weights)
-        return self._stage(0), numeric_environment(self.recipe, self.replicas)
+        return self._stage(0), numeric_environment(self.config, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
         if self._last and self._last[0] == request:
@@ -143,13 +144,13 @@ class TrainerRank:
             rows,
             sequences,
             numbers,
-            recipe=self.recipe,
+            settings=self.config,
             speed=self._speed(sequences, seconds=trained - read),
             seconds_read=read - began,
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        environment = numeric_environment(self.recipe, self.replicas)
+        environment = numeric_environment(self.config, self.replicas)
         return StepResult(request.step, hashes, metrics, environment, request.parent_hash)
 
     def require_policy(self) -> None:
@@ -163,9 +164,9 @@ class TrainerRank:
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
-            self._step, weights_hash, next_submission_index, self.recipe.digest()
+            self._step, weights_hash, next_submission_index, self.config.recipe_digest
         )
-        self._snapshot = take_snapshot(self.backend, description, self.recipe.trainer.lora)
+        self._snapshot = take_snapshot(self.backend, description, self.config.trainer.lora)
 
     def write_snapshot(self, step: int, writer: Writer) -> None:
         """Write this rank's part of the snapshot of a step. Any thread."""
@@ -194,22 +195,24 @@ class TrainerRank:
             self.replicas.leave()  # others may wait for this rank's part of a tensor
             raise
 
-    def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
+    def branch(self, config: RankSettings, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank at this one's step, with a copy of its policy and settings of its own."""
-        other = replace(self, recipe=recipe, loss=loss)
+        other = replace(self, config=config, loss=loss)
         other.adopt(shapes_of(self.layout.model)).load(*self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
 
     def _hold_reference(self, first_weights: Callable[[], Rows]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
-        if not self.recipe.algorithm.needs_reference or self.backend.has_reference:
+        if not self.config.algorithm.needs_reference or self.backend.has_reference:
             return
-        if directory := reference_directory(self.layout):
+        directory = self.find_teacher()
+        assert directory or not self.config.algorithm.reference, "the reference was not passed on"
+        if directory:
             reference, weights = pretrained_policy(directory)
             self._reference_shape = PolicyShape.of(reference)
             self.backend.hold_reference(reference, weights)
-        elif not self.recipe.trainer.lora.rank:  # with an adapter: the policy without it
+        elif not self.config.trainer.lora.rank:  # with an adapter: the policy without it
             self.backend.hold_reference(shapes_of(self.layout.model), first_weights())
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
@@ -221,7 +224,7 @@ class TrainerRank:
             )
 
     def _stage(self, version: int) -> PolicyHashes:
-        dtype = DTYPES[self.recipe.generation.dtype]
+        dtype = DTYPES[self.config.served_dtype]
         channel = self.channel if self.replicas.leads else HashingWriter()
         self._hashes = self.backend.stage(version, channel, dtype=dtype)
         self._step, self._last = version, None
@@ -229,10 +232,10 @@ class TrainerRank:
 
     def _speed(self, sequences: Sequence[TrainingSequence], *, seconds: float) -> dict[str, float]:
         """Return how much of the device's arithmetic a step used; nothing with experts."""
-        has_teacher = bool(self.recipe.algorithm.reference)
+        has_teacher = bool(self.config.algorithm.reference)
         if self._shape is None or (has_teacher and self._reference_shape is None):
             return {}
-        algorithm, trainer = self.recipe.algorithm, self.recipe.trainer
+        algorithm, trainer = self.config.algorithm, self.config.trainer
         share = len(self.replicas.mine) / self.replicas.num_ranks
         flops = share * self._shape.step_flops(
             sequences, self.numbers.plan, algorithm, self._reference_shape

@@ -1,12 +1,14 @@
-"""The settings of the trainer and of supervised fine-tuning; importing them loads no torch."""
+"""The settings of the trainer, of its ranks and of supervised fine-tuning. Imports no torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import RateSchedule
 from areal_flow.models.settings import LoraSettings
 from areal_flow.settings import Settings, require
@@ -128,3 +130,21 @@ class TrainerSettings(Settings):
             "several trainer ranks always share the policy; leave it out",
         )
         return {name: value for name, value in given.items() if name != "backend"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What a trainer rank reads of a recipe."""
+
+    trainer: TrainerSettings
+    algorithm: ComposedAlgorithm
+    num_ranks: int
+    temperature: float
+    """At which completions are sampled."""
+    served_dtype: str
+    """Of the weights that generators load."""
+    pass_threshold: float
+    """A completion passes if its reward is above this."""
+    seed: int
+    recipe_digest: str
+    """Of the whole recipe, for checkpoints."""

@@ -91,7 +91,9 @@ def stepped(model: Path, ranks: tuple[int, int, Path] | None = None, **trainer: 
         "generation": {"temperature": TEMPERATURE, "max_model_len": 400},
     }
     recipe, channel = build_recipe(table, source=""), HashingWriter()
-    rank = TrainerRank(RunLayout(model), recipe, channel=channel, read_rows=lambda _: [])
+    rank = TrainerRank(
+        RunLayout(model), recipe.for_trainer(), channel=channel, read_rows=lambda _: []
+    )
     if ranks:
         number, num_ranks, point = ranks
         rank.replicas = connect_ranks(Rendezvous("s", number, num_ranks), point, host="127.0.0.1")

@@ -86,9 +86,11 @@ def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMem
 )
 def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str, Any]) -> None:
     chosen, shape = recipe(**changed), config(num_layers=1)
-    real = TrainerRank(RunLayout(Path()), chosen, channel=HashingWriter(), read_rows=lambda _: [])
+    real = TrainerRank(
+        RunLayout(Path()), chosen.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
+    )
     real.adopt(policy_from_config(shape))
-    measured, kept_bytes = memory_of_step(real)
+    measured, kept_bytes = memory_of_step(real, longest_rows(chosen))
     (rank,) = trainer_memory(chosen, shape)
     assert rank.peak_bytes == pytest.approx(sum(measured.values()), rel=0.02)
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)

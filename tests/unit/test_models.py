@@ -56,7 +56,9 @@ DROPPING = OPTConfig(
 def as_ranks_train(policy: Any, path: Path, activations: str) -> None:
     recipe = build_recipe({"trainer": {"activations": activations}}, source="")
     channel = HashingWriter()
-    TrainerRank(RunLayout(path), recipe, channel=channel, read_rows=lambda _: []).adopt(policy)
+    TrainerRank(
+        RunLayout(path), recipe.for_trainer(), channel=channel, read_rows=lambda _: []
+    ).adopt(policy)
 
 
 def as_fine_tuning_trains(policy: Any, _: Path, activations: str) -> None:

@@ -60,7 +60,7 @@ def rank(path: Path, **arguments: Any) -> TrainerRank:
         return [stored[identifier] for identifier in identifiers]
 
     made = TrainerRank(
-        RunLayout(path), RECIPE, channel=HashingWriter(), read_rows=read, **arguments
+        RunLayout(path), RECIPE.for_trainer(), channel=HashingWriter(), read_rows=read, **arguments
     )
     made.adopt(small_policy())
     made.stage_initial_policy()
@@ -121,7 +121,6 @@ def test_utilisation_counts_a_teacher_by_its_size(
 ) -> None:
     algorithm = {"reference": "teacher", "kl_coefficient": 0.1, "num_minibatches": 2}
     monkeypatch.setattr(trainer_rank, "matrix_rate", lambda *_: 1.0)
-    monkeypatch.setattr(trainer_rank, "reference_directory", lambda _: tmp_path)
     monkeypatch.setitem(globals(), "RECIPE", build_recipe({"algorithm": algorithm}, source=""))
 
     def flops(intermediate_size: int) -> float:
@@ -130,7 +129,7 @@ def test_utilisation_counts_a_teacher_by_its_size(
         teacher = type(small_policy())(config)
         held = teacher, whole_rows(policy_tensors(deepcopy(teacher)))
         monkeypatch.setattr(trainer_rank, "pretrained_policy", lambda _: held)
-        made = rank(tmp_path)
+        made = rank(tmp_path, find_teacher=lambda: tmp_path)
         metrics = made.step(request(parent_of(made))).metrics
         return metrics.metrics["speed/model_flops_utilization"] * metrics.seconds_train
 
@@ -214,6 +213,8 @@ def test_policy_whose_heads_do_not_split_among_ranks_is_refused(tmp_path: Path) 
     recipe = build_recipe(
         {"trainer": {"parallel": {"context_ranks": 3}}, "cluster": {"num_trainers": 3}}, source=""
     )
-    made = TrainerRank(RunLayout(tmp_path), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    made = TrainerRank(
+        RunLayout(tmp_path), recipe.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
+    )
     with pytest.raises(ConfigError, match="policy's 2 attention heads"):
         made.adopt(small_policy())

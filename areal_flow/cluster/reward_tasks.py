@@ -18,7 +18,7 @@ from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import num_prompts
 from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
 from areal_flow.rewards.protocol import RewardInput, TrainerState
-from areal_flow.rewards.registry import WeightedRewards, recipe_rewards
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.inputs import check_verifier
 from areal_flow.store.codec import (
     RolloutNotes,
@@ -205,7 +205,13 @@ def _trainer_state(context: WorkerContext, version: int) -> TrainerState:
 
 def checked_rewards(context: WorkerContext) -> WeightedRewards:
     """Return the run's rewards, not opened; refuse rewards whose code has changed."""
-    rewards = recipe_rewards(context.recipe, context.layout.rewards)
+    recipe = context.recipe
+    rewards = WeightedRewards(
+        recipe.rewards,
+        context.layout.rewards,
+        pass_threshold=recipe.pass_threshold,
+        agent=recipe.rewarding_agent,
+    )
     check_verifier(context.layout, rewards.identity)
     return rewards
 

@@ -257,6 +257,11 @@ class Recipe(Settings):
         return self.model_copy(update={"prompts": prompts, "rewards": rewards})
 
     @property
+    def rewarding_agent(self) -> str:
+        """The import path of an agent, which may give rewards itself; empty: no agent."""
+        return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    @property
     def has_held_out(self) -> bool:
         return bool(self.prompts.num_held_out or self.evaluation.held_out)
 

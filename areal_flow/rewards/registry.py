@@ -15,7 +15,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
 from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
@@ -42,7 +41,6 @@ from areal_flow.rewards.shaping import penalize_length, verify_format, verify_re
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
 from areal_flow.settings import code_hash, import_function, source_file, text_hash
 from areal_flow.types import RewardPart, Score
-from areal_flow.workflows.agent import Agent
 
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,
@@ -130,16 +128,6 @@ def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
 def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
     made = BatchedFunctionReward if is_batched(function) else FunctionReward
     return made(function, timeout_s=timeout_s)
-
-
-def recipe_rewards(recipe: Recipe, directory: Path) -> WeightedRewards:
-    workflow = recipe.workflow
-    return WeightedRewards(
-        recipe.rewards,
-        directory,
-        pass_threshold=recipe.pass_threshold,
-        agent=workflow.path if isinstance(workflow, Agent) else "",
-    )
 
 
 class WeightedRewards:

@@ -1,8 +1,9 @@
 """Calls each verifier of a recipe on a prompt row, as a reward worker will: a program of its own.
 
 A verifier may exit, crash or hang, so it is tried in a process of its own, which imports it as a
-worker does. Standard input has the first row of each source, and of all, as JSON; a file gets a
-line of JSON before and after each call. The registry's own verifiers are not tried.
+worker does. Standard input is JSON: `rewards` (a recipe's tables), `num_steps`, and `rows`, the
+first row of each source and of all. A file gets a line of JSON before and after each call. The
+registry's own verifiers are not tried.
 
     python -m areal_flow.rewards.trial RUN_DIRECTORY OUTPUT < input.json
 """
@@ -16,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from areal_flow.config import load_recipe
 from areal_flow.failures import cause_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, TrainerState, part_names
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
@@ -30,18 +30,18 @@ ANY_SOURCE = ""
 
 def main(run_directory: Path, output: Path) -> None:
     """Judge the right answer and an empty completion with each verifier that is not ours."""
-    given: dict[str, dict[str, Any]] = json.load(sys.stdin)
+    given: dict[str, Any] = json.load(sys.stdin)
     layout = RunLayout(run_directory)
-    recipe = load_recipe(layout.config)
-    named = zip(recipe.rewards, part_names(recipe.rewards), strict=True)
+    rewards = [RewardSettings.model_validate_json(json.dumps(each)) for each in given["rewards"]]
+    named = zip(rewards, part_names(rewards), strict=True)
     chosen = {name: reward for reward, name in named if is_foreign(reward)}
     with output.open("w", buffering=1) as lines:
         for name, settings in chosen.items():
             found: dict[str, Any] = {"verifier": name, "scores": None, "error": ""}
             lines.write(json.dumps(found) + "\n")
             try:
-                row = given[settings.sources[0] if settings.sources else ANY_SOURCE]
-                row["trainer_state"] = TrainerState(0, recipe.num_steps)
+                row = given["rows"][settings.sources[0] if settings.sources else ANY_SOURCE]
+                row["trainer_state"] = TrainerState(0, given["num_steps"])
                 found["scores"] = asyncio.run(_judge(settings, layout, row))
             except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
                 found["error"] = cause_of(error)

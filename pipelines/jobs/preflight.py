@@ -24,7 +24,7 @@ from areal_flow.generation.registry import require_engine, require_installed
 from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
-from areal_flow.rewards.registry import recipe_rewards
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.run.code_version import how_to_install
 from areal_flow.run.inputs import Verifier
@@ -109,7 +109,7 @@ def _cuda_found() -> dict[str, Any]:
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    rewards = recipe_rewards(recipe, layout.rewards)
+    rewards = WeightedRewards(recipe.rewards, layout.rewards, agent=recipe.rewarding_agent)
     return Verifier(rewards.identity, rewards.files)
 
 
@@ -133,9 +133,9 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
     rows = {source: _verifier_row(first, recipe) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
-    tried, ended = _trial(
-        "areal_flow.rewards.trial", layout, given=json.dumps(rows), limit_s=limit_s
-    )
+    rewards = [reward.model_dump(mode="json") for reward in recipe.rewards]
+    given = json.dumps({"rewards": rewards, "num_steps": recipe.num_steps, "rows": rows})
+    tried, ended = _trial("areal_flow.rewards.trial", layout, given=given, limit_s=limit_s)
     for verifier, judged in {judged["verifier"]: judged for judged in tried}.items():
         scores = judged["scores"] or []
         subject = f"rewards.verifier = {verifier!r}"

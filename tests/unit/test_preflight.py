@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.config import build_recipe, dump_recipe
+from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.rewards import trial
 from areal_flow.run.layout import RunLayout
@@ -63,15 +63,17 @@ def says_the_list(*, completion: str, answer: list[int], unit: str) -> bool:
     return completion == "[1, 2]" and answer == [1, 2] and unit == "m"
 
 
+def trial_input(verifier: str, row: dict[str, Any]) -> str:
+    return json.dumps({"rewards": [{"verifier": verifier}], "num_steps": 10, "rows": {"": row}})
+
+
 def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewards = [{"verifier": f"{__name__}:says_the_list"}]
-    recipe = build_recipe({"rewards": rewards}, source="test")
-    RunLayout(tmp_path).config.write_text(dump_recipe(recipe))
     write_tiny_model(RunLayout(tmp_path).model, max_model_len=32)
-    row = {"": {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
+    row = {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}
+    given = trial_input(f"{__name__}:says_the_list", row)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     trial.main(tmp_path, tmp_path / "found.jsonl")
     found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])
     assert [score["reward"] for score in found["scores"]] == [1, 0]
@@ -85,11 +87,9 @@ def test_trial_finds_files_of_the_working_directory_which_shadow_no_module(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as commands have it
     layout = RunLayout(tmp_path / "run")
-    recipe = build_recipe({"rewards": ["of_a_user:judge"]}, source="test")
     write_tiny_model(layout.model, max_model_len=32)
-    layout.config.write_text(dump_recipe(recipe))
-    row = {"": {"prompt": "which?", "answer": "2", "metadata": {}}}
-    program = "areal_flow.rewards.trial"
-    found, _ = _trial(program, layout, given=json.dumps(row), limit_s=60)
+    row = {"prompt": "which?", "answer": "2", "metadata": {}}
+    given = trial_input("of_a_user:judge", row)
+    found, _ = _trial("areal_flow.rewards.trial", layout, given=given, limit_s=60)
     assert [score["reward"] for score in found[-1]["scores"]] == [1, 1]
     assert capfd.readouterr().out == ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import EngineFactory, GenerationSettings
 from areal_flow.generation.vllm.support import installed_vllm, require_vllm, require_vllm_serves
@@ -36,21 +35,6 @@ def choose_engine(settings: GenerationSettings) -> EngineChoice:
     if not installed_vllm("cuda"):
         return EngineChoice("torch", f"vLLM is not installed: {how_to_install('vllm')}")
     return EngineChoice("vllm", "it is installed, and generation.device = 'cuda'")
-
-
-def with_engine(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with its engine by name, so that a resume keeps it, and what to say of it.
-
-    Nothing is said of an engine that is as expected.
-    """
-    settings = recipe.generation
-    chosen = choose_engine(settings)
-    named = settings.model_copy(update={"engine": chosen.name})
-    recipe = recipe.model_copy(update={"generation": named})
-    if settings.device != "cuda" or settings.engine == "vllm":
-        return recipe, ""
-    means = "" if chosen.name == "vllm" else ", the CPU's and the reference, which is slow on a GPU"
-    return recipe, f"generation.engine = {chosen.name!r}{means}: {chosen.reason}"
 
 
 def require_engine(name: str) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.generation.context_length import CACHE_SHARE, cached_numbers
 from areal_flow.generation.pages import PageTables, PromptPages
 from areal_flow.generation.prefill import CPU_TOKENS_A_PASS, PrefillPlan
 from areal_flow.generation.protocol import GenerationSettings
@@ -33,6 +32,7 @@ from areal_flow.models.policy import assign_tensors, policy_with
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
+from pipelines.jobs.open_settings import CACHE_SHARE, cached_numbers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

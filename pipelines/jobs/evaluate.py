@@ -28,7 +28,6 @@ from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.paired import PairedComparison, compare_answers
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
-from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
 from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
@@ -50,6 +49,7 @@ from areal_flow.types import Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed
+from pipelines.jobs.open_settings import with_context_length
 from pipelines.jobs.preflight import check_devices
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.references import run_of_checkpoint

@@ -7,8 +7,7 @@ from textwrap import indent
 
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.generation.context_length import with_context_length
-from areal_flow.generation.registry import require_served, with_engine
+from areal_flow.generation.registry import require_served
 from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
 from areal_flow.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.prompts.table import PromptTable
@@ -28,6 +27,7 @@ from pipelines.jobs.built_in import (
     with_files,
 )
 from pipelines.jobs.forking import describe_parent
+from pipelines.jobs.open_settings import with_context_length, with_engine
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.sft import check_first_sft_rows, prepare_sft
 

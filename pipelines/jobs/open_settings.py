@@ -1,4 +1,4 @@
-"""How long a sequence may be where a recipe leaves that open: what all parts have room for."""
+"""Chooses what a recipe leaves open: the engine, and how long a sequence may be."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ CACHE_SHARE = 0.5
 """Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
 LEAST = 128
 """Where memory seems to have room for less, it is tried with this many tokens."""
+
+
+def with_engine(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with its engine by name, so that a resume keeps it, and what to say of it.
+
+    Nothing is said of an engine that is as expected.
+    """
+    settings = recipe.generation
+    chosen = choose_engine(settings)
+    named = settings.model_copy(update={"engine": chosen.name})
+    recipe = recipe.model_copy(update={"generation": named})
+    if settings.device != "cuda" or settings.engine == "vllm":
+        return recipe, ""
+    means = "" if chosen.name == "vllm" else ", the CPU's and the reference, which is slow on a GPU"
+    return recipe, f"generation.engine = {chosen.name!r}{means}: {chosen.reason}"
 
 
 def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:

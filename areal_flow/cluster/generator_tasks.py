@@ -26,6 +26,7 @@ from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.run.card_lock import TOGETHER, card_lock
 from areal_flow.store.codec import RolloutRows, rollout_rows
 from areal_flow.tokenizer.directory import stop_token_ids
+from areal_flow.tokenizer.tool_calls import PROMPT_END, begins_reasoning
 from areal_flow.types import (
     Completion,
     EngineStats,
@@ -46,7 +47,6 @@ from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.context import Message
 from areal_flow.workflows.group import FAILURES, all_of, run_group
 from areal_flow.workflows.registry import load_workflow
-from areal_flow.workflows.tool_calls import PROMPT_END, begins_reasoning
 
 
 class GeneratorRole:

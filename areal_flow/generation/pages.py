@@ -11,10 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from areal_flow.errors import EngineError
+
+CACHE_SHARE = 0.5
+"""Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
 
 
 class PagePool:
@@ -135,3 +139,10 @@ class PageTables:
 
     def _hold(self, slot: int, pages: list[int]) -> None:
         self.tables_SW[slot, : len(pages)] = pages
+
+
+def cached_numbers(config: Any) -> int:
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_key_values = getattr(config, "num_key_value_heads", None) or num_heads
+    return int(2 * config.num_hidden_layers * num_key_values * head_size)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.generation.pages import PageTables, PromptPages
+from areal_flow.generation.pages import CACHE_SHARE, PageTables, PromptPages, cached_numbers
 from areal_flow.generation.prefill import CPU_TOKENS_A_PASS, PrefillPlan
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import adjust_logits, sample, uniforms
@@ -32,7 +32,6 @@ from areal_flow.models.policy import assign_tensors, policy_with
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
-from pipelines.jobs.open_settings import CACHE_SHARE, cached_numbers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

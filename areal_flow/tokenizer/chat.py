@@ -15,7 +15,7 @@ from typing import Any
 
 from areal_flow.digests import sha256_hex
 from areal_flow.thinking import BEGIN, END
-from areal_flow.workflows.tool_calls import arguments_of, blank_reasoning
+from areal_flow.tokenizer.tool_calls import arguments_of, blank_reasoning
 
 Message = Mapping[str, Any]
 """`role` and `content`; an assistant's calls of tools."""

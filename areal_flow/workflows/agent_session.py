@@ -15,15 +15,15 @@ from math import isfinite, nan
 from typing import Any
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError
-from areal_flow.types import Score
-from areal_flow.workflows.context import EpisodeContext, Message
-from areal_flow.workflows.protocol import TrajectoryDraft
-from areal_flow.workflows.tool_calls import (
+from areal_flow.tokenizer.tool_calls import (
     PROMPT_END,
     arguments_of,
     begins_reasoning,
     blank_reasoning,
 )
+from areal_flow.types import Score
+from areal_flow.workflows.context import EpisodeContext, Message
+from areal_flow.workflows.protocol import TrajectoryDraft
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

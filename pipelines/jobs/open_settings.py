@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe, build_recipe
+from areal_flow.generation.pages import CACHE_SHARE, cached_numbers
 from areal_flow.generation.registry import choose_engine
 from areal_flow.machine import usable_bytes
 
-CACHE_SHARE = 0.5
-"""Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
 LEAST = 128
 """Where memory seems to have room for less, it is tried with this many tokens."""
 
@@ -66,10 +65,3 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
         num_tokens = int(CACHE_SHARE * memory_bytes / token_bytes / num_sequences)
         rooms[f"memory for {num_sequences} sequences at a time"] = max(LEAST, num_tokens)
     return rooms
-
-
-def cached_numbers(config: Any) -> int:
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_key_values = getattr(config, "num_key_value_heads", None) or num_heads
-    return int(2 * config.num_hidden_layers * num_key_values * head_size)

@@ -30,6 +30,7 @@ import torch._dynamo
 from torch import Tensor
 
 from areal_flow.errors import EngineError
+from areal_flow.generation.pages import CACHE_SHARE
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.vllm.parent_watch import end_with_parent
 from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments, environment
@@ -37,7 +38,6 @@ from areal_flow.machine import usable_bytes
 from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.tokenizer.directory import tokenizer_of
 from areal_flow.weights.tensor_file import write_tensors
-from pipelines.jobs.open_settings import CACHE_SHARE
 
 end_with_parent()  # a core process, which imports this for its executor, before all else
 

@@ -1,61 +1,30 @@
 """Keeps prompts that are neither too easy nor too hard, by how often an earlier run passed them.
 
-That run's pass rates are read once, and stored with the run that is prepared. The hash of its text
-identifies a prompt.
+The hash of its text identifies a prompt.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.digests import sha256_hex
-from areal_flow.errors import PromptError
 from areal_flow.prompts.settings import DifficultySettings
-from areal_flow.run.directory import check_schema_version, find_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.queries import Run
-
-_RATES = """
-SELECT sha256(asked.prompt) AS prompt_hash, avg(passed::DOUBLE) AS pass_rate,
-    count(*) AS num_samples
-FROM trajectories JOIN (SELECT DISTINCT prompt_tokens, prompt FROM prompts) AS asked
-    USING (prompt_tokens)
-WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
-"""
-
-
-def prompt_pass_rates(run: Run) -> pa.Table:
-    with closing(run.database()) as database:
-        found: pa.Table = database.sql(_RATES).to_arrow_table()
-    return found
 
 
 class DifficultyFilter:
-    def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
+    def __init__(self, settings: DifficultySettings, recorded: Path) -> None:
+        """`recorded` is a Parquet file of the earlier run's pass rates, read if one is named."""
         self._settings = settings
         self.counts = Counter[str]()
         """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""
-        self._rates: dict[str, float] = {}
-        if not settings.run:
-            return
-        parent = find_run(layout.root.parent, settings.run)
-        rates = prompt_pass_rates(Run(parent.root))
-        if not len(rates):
-            raise PromptError(
-                f"prompts.difficulty.run = {settings.run!r}: expected trajectories with a reward, "
-                "found none there"
-            )
-        of = {"run": str(parent.root), "run_id": check_schema_version(parent)}
-        layout.difficulty.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(rates.replace_schema_metadata(of), layout.difficulty)
+        rows = pq.read_table(recorded).to_pylist() if settings.run else []
         self._rates = {
             row["prompt_hash"]: row["pass_rate"]
-            for row in rates.to_pylist()
+            for row in rows
             if row["num_samples"] >= settings.min_samples
         }
 

@@ -74,7 +74,10 @@ class Prepared:
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables; a prompt belongs to the first held-out set that has it."""
+    """Write the run's prompt tables; a prompt belongs to the first held-out set that has it.
+
+    The pass rates of `prompts.difficulty.run` are recorded by then (`store.pass_rates`).
+    """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
     num_repeated = 0
@@ -85,7 +88,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
-    is_chosen = DifficultyFilter(recipe.prompts.difficulty, layout)
+    is_chosen = DifficultyFilter(recipe.prompts.difficulty, layout.difficulty)
 
     def to_train(rows: Iterable[Row]) -> Iterator[Row]:
         for row in filter(is_chosen, filter(is_new, rows)):

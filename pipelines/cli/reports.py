@@ -17,11 +17,11 @@ from rich.text import Text
 from areal_flow.audit.run import check_run
 from areal_flow.evaluation.paired import PairedComparison
 from areal_flow.evaluation.pass_rates import EvaluationScores
-from areal_flow.prompts.difficulty import prompt_pass_rates
 from areal_flow.run.directory import list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.lineage import HashCheck, Lineage
+from areal_flow.store.pass_rates import prompt_pass_rates
 from areal_flow.store.queries import Run
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced

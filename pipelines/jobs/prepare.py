@@ -14,6 +14,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.run.inputs import record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.committed import create_logs
+from areal_flow.store.pass_rates import record_pass_rates
 from areal_flow.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.workflows.registry import load_workflow
@@ -66,6 +67,8 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
         notes.append(f"  prompts.chat_template = true, since {why}")
     elif unused := unused_chat_template(recipe, layout.model):
         notes.append(f"  {unused}")
+    if earlier := recipe.prompts.difficulty.run:
+        record_pass_rates(layout, earlier)
     prepared = prepare_prompts(recipe, layout)
     if recipe.has_held_out and not prepared.num_held_out:
         given = changed(given, "prompts", num_held_out=0)

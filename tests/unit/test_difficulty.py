@@ -20,6 +20,7 @@ from areal_flow.run.inputs import Verifier, read_inputs, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import receipts
 from areal_flow.store.committed import create_logs
+from areal_flow.store.pass_rates import record_pass_rates
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter, write_groups
 from areal_flow.types import GroupReceipt
@@ -71,6 +72,7 @@ def prepared(earlier: RunLayout, name: str, **difficulty: Any) -> tuple[Prepared
     write_tiny_model(layout.model, max_model_len=96)
     path = write_rows(earlier.root.with_name(f"{name}.jsonl"), [7, 5, 4, 3, 2, 1, 0])
     recipe = asked(path, **{"run": "earlier", **difficulty})
+    record_pass_rates(layout, recipe.prompts.difficulty.run)
     found = prepare_prompts(recipe, layout)
     record_inputs(layout, recipe, verifier=Verifier(), model=layout.model)
     return found, layout

@@ -95,3 +95,8 @@ def _formatted(error: BaseException, frames: list[FrameSummary]) -> str:
         over.stack = StackSummary.from_list([*filter(is_users, over.stack)])
         over = over.__cause__ or over.__context__
     return "".join(described.format()).rstrip()
+
+
+def first_line(error: BaseException) -> str:
+    """Return what went wrong; a database adds its statement with hundreds of parameters."""
+    return str(error).strip().partition("\n")[0]

@@ -4,7 +4,7 @@ Random weights of Qwen2.5-1.5B's shapes, in the type that they are served in. Gr
 prompts decode to their longest length, once to prepare and once for the rate. Then versions are
 staged on the device, published, and loaded while all slots decode.
 
-    python -m benchmarks.gpu_generation [--engine vllm] [--media auto broadcast] [--json FILE]
+    python -m benchmarks.gpu_generation [--engine vllm] [--media auto directory] [--json FILE]
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from benchmarks import harness
 from benchmarks.shapes import random_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
-MEDIA: tuple[Medium, ...] = ("directory", "shared_memory", "broadcast")
+MEDIA: tuple[Medium, ...] = ("directory", "shared_memory")
 MODELS = {"default": None, "11M": (8192, 320, 6), "100M": (16_384, 768, 10)}
 """Vocabulary, width and layers."""
 RECIPE = harness.ROOT / "pipelines" / "recipes" / "arithmetic.toml"

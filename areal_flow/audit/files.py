@@ -39,7 +39,6 @@ from areal_flow.run.lease import newest_lease
 from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.tokenizer.directory import chat_template_of
-from areal_flow.weights.broadcast import DESCRIPTION_FILE
 from areal_flow.weights.directory import DirectoryReader
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
@@ -110,11 +109,11 @@ def listed_checkpoints(layout: RunLayout) -> list[Path]:
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
-    """Return the newest writer's published versions; broadcast ones are in no directory."""
+    """Return the newest writer's published versions."""
     root = _weights_root(layout)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     directories = {file.parent for file in files if file.parent.name.isdigit()}
-    return sorted(each for each in directories if not (each / DESCRIPTION_FILE).exists())
+    return sorted(directories)
 
 
 def read_directories(

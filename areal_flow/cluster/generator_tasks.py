@@ -39,10 +39,7 @@ from areal_flow.types import (
     Tokens,
     as_tokens,
 )
-from areal_flow.weights.broadcast import CardReader
-from areal_flow.weights.channel import LoadedWeights, WeightsReader
 from areal_flow.weights.media import ChosenChannel
-from areal_flow.weights.settings import Carrier, carrier_of
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.context import Message
 from areal_flow.workflows.group import FAILURES, all_of, run_group
@@ -68,13 +65,7 @@ class GeneratorRole:
         self.is_chat = self._chat is not None
         self._context = context
         root = context.layout.weights_of(context.writer_epoch)
-        medium = context.recipe.weights_medium
-        self._reader = self._updates = ChosenChannel(root, medium, host=context.host)
-        """An engine starts with weights of main memory, which are compared with what it serves."""
-        if medium == "broadcast" and (carrier := weights_carrier(context.recipe)) != "gloo":
-            num_workers = generation.vllm.tensor_parallel_size
-            reader = CardReader(root, context.host, carrier, num_workers)
-            self._updates = ChosenChannel(root, medium, reader=reader)
+        self._reader = ChosenChannel(root, context.recipe.weights_medium)
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
         self._is_asleep = False
@@ -95,13 +86,9 @@ class GeneratorRole:
                     engine_settings, self._context.recipe, self._context.layout.model
                 )
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
-                reader: WeightsReader = self._reader
-                if self._context.recipe.takes_turns:
-                    # Not in its turn: a lost trainer, which broadcasts nothing, waits for the card.
-                    reader = await asyncio.to_thread(LoadedWeights, self._reader)
                 async with self._turn():
-                    self._engine = await start(self._context.layout.model, generation, reader)
-                self._note_update(self._reader, stall_s=0.0)
+                    self._engine = await start(self._context.layout.model, generation, self._reader)
+                self._note_update(stall_s=0.0)
                 version = max(version, self._reader.newest())
             if self._is_asleep:
                 async with self._turn():
@@ -111,9 +98,8 @@ class GeneratorRole:
                 before_s = self._engine.stats().stall_s
                 # A network file system may list old versions when there are new ones.
                 newest = max(version, self._reader.newest())
-                await self._engine.load_weights(newest, self._updates)
-                stall_s = self._engine.stats().stall_s - before_s
-                self._note_update(self._updates, stall_s=stall_s)
+                await self._engine.load_weights(newest, self._reader)
+                self._note_update(stall_s=self._engine.stats().stall_s - before_s)
                 self._num_updates += 1
             return self._engine
 
@@ -136,9 +122,8 @@ class GeneratorRole:
             except EngineError:
                 self.close()  # which leaves it, too
 
-    def _note_update(self, reader: ChosenChannel, *, stall_s: float) -> None:
-        loaded = reader.last_load
-        if loaded:
+    def _note_update(self, *, stall_s: float) -> None:
+        if loaded := self._reader.last_load:
             self.served = ServedWeights(
                 loaded.version, loaded.content_hash, loaded.transfer_s, stall_s
             )
@@ -228,18 +213,6 @@ def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
 
     num_bytes = torch.cuda.get_device_properties(settings.device).total_memory
     return planned_cache(recipe, shapes_of(model), num_bytes)
-
-
-def weights_carrier(recipe: Recipe) -> Carrier:
-    """Return what carries a broadcast to an engine that has started.
-
-    From card to card an engine receives between two steps. One that drains first would keep the
-    trainer waiting, so its weights come through main memory.
-    """
-    generation = recipe.generation
-    is_ready = choose_engine(generation).name == "vllm" and generation.interruption != "drain"
-    device = generation.device if is_ready and recipe.trainer.device == "cuda" else "cpu"
-    return carrier_of(device, shares_card=recipe.shares_card)
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> RolloutRows:

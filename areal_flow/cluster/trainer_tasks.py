@@ -5,7 +5,6 @@ Functions import torch themselves, since the driver imports this module.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
-from areal_flow.errors import ConfigError, DeviceError
+from areal_flow.errors import DeviceError
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.run.inputs import reference_directory
 from areal_flow.run.lease import Writer
@@ -193,17 +192,12 @@ def _rank() -> TrainerRank:
     layout, rows = context.layout, _rows(context)
 
     def make() -> TrainerRank:
-        require_carrier(context.recipe)
         _leave_generator_memory(context.recipe)
-        channel = ChosenChannel(
-            layout.weights_of(context.writer_epoch),
-            context.recipe.weights_medium,
-            host=context.host,
-        )
+        root = layout.weights_of(context.writer_epoch)
         return TrainerRank(
             layout,
             context.recipe.for_trainer(),
-            channel=channel,
+            channel=ChosenChannel(root, context.recipe.weights_medium),
             read_rows=rows,
             find_teacher=partial(reference_directory, layout),
         )
@@ -222,26 +216,6 @@ def _leave_generator_memory(recipe: Recipe) -> None:
     beside = recipe.shares_card and not recipe.takes_turns
     if beside and choose_engine(recipe.generation).name == "vllm":
         bound_memory(1 - recipe.generation.vllm.gpu_memory_utilization)
-
-
-def require_carrier(recipe: Recipe) -> None:
-    """Refuse to begin where generators would wait in vain: vLLM carries, and is not here.
-
-    A driver cannot see it before: its own environment has vLLM, a trainer's on another machine or
-    of another image may not.
-    """
-    if recipe.weights_medium != "broadcast":
-        return
-    from areal_flow.cluster.generator_tasks import weights_carrier
-    from areal_flow.generation.vllm.support import VERSION, installed_vllm
-
-    carrier = weights_carrier(recipe)
-    if carrier != "gloo" and not installed_vllm("cuda"):
-        raise ConfigError(
-            f"weights.medium = 'broadcast' goes from card to card by vLLM ({carrier}): expected "
-            f"vllm=={VERSION} in the trainer's environment on {os.uname().nodename}, found none; "
-            "install it there, or set weights.medium to 'directory'"
-        )
 
 
 def _rows(context: WorkerContext) -> RowsAhead:

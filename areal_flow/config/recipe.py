@@ -134,8 +134,8 @@ class Recipe(Settings):
             self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
             "weights.medium = 'shared_memory' reaches this machine's workers only, and "
             f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "
-            f"{self.cluster.network.host!r} lets others join; set it to 'auto', 'directory' or "
-            "'broadcast'",
+            f"{self.cluster.network.host!r} lets others join; set it to 'auto' or "
+            "'directory'",
         )
         return self
 

@@ -16,6 +16,7 @@ from areal_flow.config import load_recipe
 from areal_flow.controller.costs import COLUMNS as COST_COLUMNS
 from areal_flow.controller.costs import CostAccounting, by_use
 from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulate
+from areal_flow.failures import first_line
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
@@ -30,7 +31,6 @@ from areal_flow.tracking.protocol import (
     TRAINED_AT_TAG,
     Tracker,
     describe_run,
-    first_line,
 )
 from areal_flow.trainer.supervised import read_metrics
 

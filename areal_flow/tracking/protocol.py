@@ -174,8 +174,3 @@ def _text(layout: RunLayout, recipe: Recipe) -> str:
             f"`{command('trajectories', layout.name, runs=runs)}` shows what the policy wrote.",
         ]
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return what went wrong; a database adds its statement with hundreds of parameters."""
-    return str(error).strip().partition("\n")[0]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.failures import first_line
 from areal_flow.trainer.settings import TrainerSettings
 from areal_flow.types import Rendezvous
-from areal_flow.weights.gloo import first_line
 
 CONNECTING_TIMEOUT_S = 300.0
 

@@ -1,8 +1,8 @@
 """What every medium promises: what is read is what was published, version by version.
 
-A medium has two ends, made where they are used. A pulled one (a directory, shared memory) keeps
-what was published until a reader asks for it; a pushed one (a broadcast) hands it to its readers
-when it is published, and `load` returns what has arrived. Neither end sees the difference.
+A medium has two ends, made where they are used. It keeps what was published until a reader asks for
+it. One that pushes, such as NCCL or RDMA, would hand it to its readers when it is published, and
+`load` would return what has arrived: neither end would see the difference.
 """
 
 from __future__ import annotations
@@ -51,21 +51,6 @@ class WeightsReader(Protocol):
         Raises:
             WeightsError: they are missing or not what was published.
         """
-
-
-class LoadedWeights:
-    """A `WeightsReader` of the newest version, which it has loaded when it is made."""
-
-    def __init__(self, reader: WeightsReader) -> None:
-        self._version = reader.newest()
-        self._tensors = reader.load(self._version)
-
-    def newest(self) -> int:
-        return self._version
-
-    def load(self, version: int) -> Mapping[str, Any]:
-        assert version == self._version, "an engine starts with the newest"
-        return self._tensors
 
 
 class StreamedTensors(Mapping[str, Any]):

@@ -1,8 +1,7 @@
 """Chooses the medium of a driver's life, and stands for either end of it.
 
 The trainer chooses when it stages first: it knows how many bytes there are. The choice stands in
-the run directory: `root` is a directory, or a link into shared memory. Only a recipe chooses a
-broadcast.
+the run directory: `root` is a directory, or a link into shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from time import perf_counter
 from typing import Any
 
 from areal_flow.errors import ConfigError, StorageError
-from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.channel import described
 from areal_flow.weights.directory import (
     KEEP_VERSIONS,
@@ -47,20 +45,12 @@ class LastLoad:
 class ChosenChannel:
     """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
 
-    def __init__(
-        self,
-        root: Path,
-        medium: Medium,
-        *,
-        host: str = "127.0.0.1",
-        reader: DirectoryReader | None = None,
-    ) -> None:
+    def __init__(self, root: Path, medium: Medium) -> None:
         self.root = root
         self.last_load: LastLoad | None = None
         self._medium = medium
-        self._host = host
         self._writes: DirectoryWriter | None = None
-        self._reads = reader
+        self._reads: DirectoryReader | None = None
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         if not (self.root.is_symlink() or self.root.exists()):
@@ -87,24 +77,16 @@ class ChosenChannel:
 
     def _writer(self) -> DirectoryWriter:
         if self._writes is None:
-            if self.root.is_symlink():
-                self._writes = SharedMemoryWriter(self.root)
-            elif self._medium == "broadcast":
-                self._writes = BroadcastWriter(self.root, host=self._host)
-            else:
-                self._writes = DirectoryWriter(self.root)
+            make = SharedMemoryWriter if self.root.is_symlink() else DirectoryWriter
+            self._writes = make(self.root)
         return self._writes
 
     def _reader(self) -> DirectoryReader:
         if not os.path.lexists(self.root):
             return DirectoryReader(self.root)  # which has nothing, and says so
         if self._reads is None:
-            if self.root.is_symlink():
-                self._reads = SharedMemoryReader(self.root)
-            elif self._medium == "broadcast":
-                self._reads = BroadcastReader(self.root, host=self._host)
-            else:
-                self._reads = DirectoryReader(self.root)
+            make = SharedMemoryReader if self.root.is_symlink() else DirectoryReader
+            self._reads = make(self.root)
         return self._reads
 
 

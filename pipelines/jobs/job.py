@@ -25,13 +25,13 @@ from areal_flow.command import command, from_here
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, EpisodeError, RewardError, RunError
+from areal_flow.failures import first_line
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.run.directory import State, create_run, hold_run, leave_run, removed_on_failure
 from areal_flow.run.durable import replace_file
 from areal_flow.run.inputs import Verifier, accept, check_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.tracking.protocol import first_line
 from areal_flow.tracking.registry import show_report, track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say

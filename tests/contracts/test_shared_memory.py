@@ -210,7 +210,5 @@ def test_workers_of_other_machines_get_files() -> None:
     ssh = {"launcher": "ssh", "remote": {"hosts": ["localhost"]}}
     assert build_recipe({}, source="").weights_medium == "auto"
     assert build_recipe({"cluster": ssh}, source="").weights_medium == "directory"
-    asked = build_recipe({"cluster": ssh, "weights": {"medium": "broadcast"}}, source="")
-    assert asked.weights_medium == "broadcast"
     with pytest.raises(ConfigError, match="'shared_memory' reaches this machine"):
         build_recipe({"cluster": ssh, "weights": {"medium": "shared_memory"}}, source="")

@@ -36,7 +36,7 @@ class Medium:
     reader: WeightsReader
 
 
-@pytest.fixture(params=["directory", "shared_memory", "broadcast", "memory"])
+@pytest.fixture(params=["directory", "shared_memory", "memory"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     root = tmp_path / "weights"
     if request.param == "memory":
@@ -152,7 +152,7 @@ def test_weights_of_which_a_read_fails_are_not_published_and_the_next_ones_are(
         assert hash_tensors(medium.reader.load(version)) == hash_tensors(half_weights(version))
 
 
-@pytest.mark.parametrize("medium", ["directory", "shared_memory", "broadcast"], indirect=True)
+@pytest.mark.parametrize("medium", ["directory", "shared_memory"], indirect=True)
 def test_failed_read_takes_the_place_of_what_was_staged_before(medium: Medium) -> None:
     medium.writer.stage(0, weights(0))
     with pytest.raises(RuntimeError, match="a rank left"):

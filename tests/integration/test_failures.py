@@ -39,10 +39,7 @@ from tests.unrepeatable_trainer import write_patch
 
 @pytest.mark.slow
 def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path) -> None:
-    """Over the medium that dies with the trainer, and in the schedule that asks nothing of it.
-
-    The generator that dies with it has no weights then, and no batch is ready for a step.
-    """
+    """In the schedule in which no batch is ready for a step when trainer and generator die."""
     root = tmp_path / "killed"
     layout = RunLayout(root.resolve())
     killed: list[str] = []
@@ -55,12 +52,12 @@ def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path)
             killed.append(" and ".join(roles))
             await asyncio.sleep(0.5)
 
-    broadcast = {
+    changed = {
         "schedule": "sync",
-        "weights": {"medium": "broadcast"},
-        "generation": {"dtype": "bfloat16"},  # of which what has changed is sent
+        "weights": {"medium": "directory"},
+        "generation": {"dtype": "bfloat16"},  # of which a version has what changed
     }
-    recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0}, **broadcast)
+    recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0}, **changed)
     run_small(root, recipe, kill_in_turn)
     assert killed == ["generator", "reward", "trainer and generator"]
     check_accounting(layout)

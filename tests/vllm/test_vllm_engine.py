@@ -157,12 +157,13 @@ def test_vllm_warns_of_layers_without_new_weights_alone(
     engine.load_weights(subject.weights(1), version=1)
     assert warned == []
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    load = TransferEngine._load
+    receive = TransferEngine.receive_weights
 
-    def without_norm(engine: TransferEngine, tensors: Mapping[str, Any]) -> Any:
-        return load(engine, {n: t for n, t in tensors.items() if n != "model.norm.weight"})
+    def without_norm(engine: TransferEngine, update: Any) -> None:
+        update.tensors = {n: t for n, t in update.tensors.items() if n != "model.norm.weight"}
+        receive(engine, update)
 
-    monkeypatch.setattr(TransferEngine, "_load", without_norm)
+    monkeypatch.setattr(TransferEngine, "receive_weights", without_norm)
     engine.load_weights(subject.weights(2), version=2)
     assert warned == ["RMSNorm"]
 

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from vllm import LLMEngine
 from vllm.config import VllmConfig
-from vllm.distributed.weight_transfer import (
-    WeightTransferEngine,
-    WeightTransferEngineFactory,
-    WeightTransferTrainerFactory,
-)
-from vllm.distributed.weight_transfer.ipc_engine import (
-    IPCTrainerWeightTransferEngine,
-    IPCWeightTransferEngine,
-)
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLTrainerWeightTransferEngine,
-    NCCLWeightTransferEngine,
-)
+from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models.transformers.base import Base
 from vllm.outputs import CompletionOutput
@@ -32,7 +19,6 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
-from areal_flow.weights.settings import Carrier
 from tests.engines import shared_core
 
 
@@ -44,14 +30,10 @@ from tests.engines import shared_core
         (EngineCore.resume_scheduler, []),
         (EngineCore.set_weight_version, ["weight_version"]),
         (EngineCore.collective_rpc, ["method", "timeout", "args", "kwargs"]),
-        (Worker.init_weight_transfer_engine, ["init_info"]),
         (Worker.start_weight_update, []),
         (Worker.update_weights, ["update_info"]),
         (Worker.finish_weight_update, []),
         (WeightTransferEngine.__init__, ["config", "vllm_config", "device", "model"]),
-        (WeightTransferTrainerFactory.trainer_init, ["client", "source"]),
-        (NCCLTrainerWeightTransferEngine.send_weights, []),
-        (IPCTrainerWeightTransferEngine.send_weights, []),
         (SyncMPClient.call_utility, ["method", "args"]),
         (SyncMPClient.shutdown, ["timeout"]),
         (LLMEngine.abort_request, ["request_ids"]),
@@ -84,16 +66,3 @@ def test_fields_are_where_they_are_read() -> None:
     assert "max_concurrent_batches" in dir(VllmConfig)
     source = inspect.getsource(SyncMPClient)
     assert all(name in source for name in ("engine_dead", "outputs_queue", "utility_results"))
-
-
-def test_engines_between_cards_are_registered_at_both_ends_and_load_by_the_model() -> None:
-    for carrier in get_args(Carrier)[1:]:
-        assert carrier in WeightTransferEngineFactory._registry
-        assert carrier in WeightTransferTrainerFactory._registry
-    for engine in (NCCLWeightTransferEngine, IPCWeightTransferEngine):
-        assert "self.model.load_weights" in inspect.getsource(engine.receive_weights)
-        # What `TransferEngine` does for them.
-        start, end = engine.start_weight_update, engine.finish_weight_update
-        assert "initialize_layerwise_reload(self.model)" in inspect.getsource(start)
-        assert "finalize_layerwise_reload(self.model, self.model" in inspect.getsource(end)
-    assert "rank_offset" in inspect.signature(NCCLWeightTransferInitInfo).parameters

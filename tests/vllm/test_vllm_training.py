@@ -12,7 +12,7 @@ from tests.integration.runs import cli, done, small_arguments
 
 
 def test_run_with_vllm_trains_on_what_it_sampled_and_passes_the_audit(tmp_path: Path) -> None:
-    chosen = ("--generation.engine", "vllm", "--weights.medium", "broadcast")
+    chosen = ("--generation.engine", "vllm")
     ended = cli("train", "--name", "v", *small_arguments(), *chosen, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     run = areal_flow.open_run(tmp_path / "runs" / "v")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from areal_flow.generation.vllm.core import (
 from areal_flow.generation.vllm.support import require_vllm_serves
 from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling
-from areal_flow.weights.card_transfer import CardTransfer
 from areal_flow.weights.channel import WeightsReader
 
 # isort: split
@@ -59,7 +57,7 @@ class VLLMEngine:
         self._core, self._llm = core, core.llm
         self._served = served
         self._scheduler = SlotScheduler(settings.max_num_seqs, finds_stop_strings=False)
-        self._pending: tuple[Mapping[str, Tensor] | CardTransfer, int] | None = (tensors, version)
+        self._pending: tuple[Mapping[str, Tensor], int] | None = (tensors, version)
         self._switch_weights()
 
     def add(self, request: GroupRequest) -> None:
@@ -93,7 +91,7 @@ class VLLMEngine:
                 self._end(output.outputs[0], member)
         return self._scheduler.finish()
 
-    def load_weights(self, tensors: Mapping[str, Tensor] | CardTransfer, *, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self._pending = (tensors, version)
         if self.settings.interruption != "drain":
             self._switch_weights()
@@ -123,27 +121,15 @@ class VLLMEngine:
         assert self._pending is not None
         weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
-        with self._update_info(weights) as update_info:
+        with self._core.offered(self._served.checkpoint(weights)) as tensors:
             # Running requests stay; without the cache they prefill again.
             call("pause_scheduler", "keep", clear_cache)
             self._call_workers("start_weight_update")
-            self._call_workers("update_weights", update_info)
+            self._call_workers("update_weights", {"tensors": tensors, "tied": self._served.tied})
             self._call_workers("finish_weight_update")
             call("set_weight_version", str(version))
             call("resume_scheduler")
         self.version, self._pending = version, None
-
-    @contextmanager
-    def _update_info(self, weights: Mapping[str, Tensor] | CardTransfer) -> Iterator[Any]:
-        """Yield what `TransferEngine` receives."""
-        if isinstance(weights, CardTransfer):
-            init_info = {"message": weights.message("init"), "rank": weights.rank}
-            self._call_workers("init_weight_transfer_engine", init_info)
-            yield {"message": weights.message("update"), "tied": self._served.tied}
-            weights.finish()
-        else:
-            with self._core.offered(self._served.checkpoint(weights)) as tensors:
-                yield {"tensors": tensors, "tied": self._served.tied}
 
     def _call_workers(self, method: str, *arguments: Any) -> None:
         self._core.call("collective_rpc", method, None, arguments)

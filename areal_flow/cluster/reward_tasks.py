@@ -181,7 +181,7 @@ async def judge(
 ) -> Sequence[Score]:
     """Score completions, each of its prompt and version, decoded without special tokens."""
     texts = texts_of(context.tokenizer, [tokens for _, tokens, _ in completions])
-    rewards, recipe = await _rewards(context), context.recipe
+    rewards, plan = await _rewards(context), context.recipe.prompt_plan()
     versions = {version for *_, version in completions}
     states = {version: _trainer_state(context, version) for version in versions}
     return await rewards.score(
@@ -189,7 +189,7 @@ async def judge(
             RewardInput(
                 *(prompt.text, text, prompt.answer, dict(prompt.metadata), tuple(tokens)),
                 prompt_source=prompt.source,
-                messages=messages_asked(prompt, recipe),
+                messages=messages_asked(prompt, plan),
                 trainer_state=states[version],
             )
             for (prompt, tokens, version), text in zip(completions, texts, strict=True)

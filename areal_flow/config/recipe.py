@@ -14,6 +14,7 @@ from areal_flow.config.sections import EvaluationSettings, TrackingSettings
 from areal_flow.digests import sha256_hex
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.prompts.plan import PromptPlan, RowSettings
 from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, require
@@ -260,6 +261,23 @@ class Recipe(Settings):
     def rewarding_agent(self) -> str:
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    def prompt_plan(self) -> PromptPlan:
+        held_out = self.evaluation.held_out
+        return PromptPlan(
+            rows=self._rows(),
+            sources={name: part._rows() for name, part in self.by_source().items()},
+            shares={source.name: source.weight for source in self.sources} or {"": 1.0},
+            held_out=[(each, self.of_set(each)._rows()) for each in held_out],
+            workflow=self.workflow,
+            model=self.model,
+            max_model_len=self.generation.max_model_len,
+            max_new_tokens=self.generation.max_new_tokens,
+            seed=self.seed,
+        )
+
+    def _rows(self) -> RowSettings:
+        return RowSettings(self.prompts, frozenset(each.verifier for each in self.rewards))
 
     @property
     def has_held_out(self) -> bool:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from areal_flow.digests import sha256_hex
-from areal_flow.errors import ArealFlowError, PromptError
+from areal_flow.errors import PromptError
 from areal_flow.prompts.rows import Row, given_id
 
 LANCE = ".lance"
@@ -175,11 +175,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
-    from areal_flow.store.dataset import open_dataset  # Lance: only where there is such a source
+    import lance  # only where there is such a source
 
     try:
-        dataset = open_dataset(path)
-    except (ArealFlowError, OSError, ValueError) as error:
+        dataset = lance.dataset(path)
+    except (OSError, ValueError) as error:
         raise PromptError(f"{path} is not a readable Lance dataset: {error}") from None
     yield from _numbered(path, dataset.to_batches(batch_size=BATCH_ROWS, scan_in_order=True))
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from areal_flow.config import Recipe
 from areal_flow.digests import sha256_hex
 from areal_flow.errors import PromptError
 from areal_flow.evaluation.pass_rates import HELD_OUT
@@ -30,12 +29,8 @@ from areal_flow.prompts.files import (
     refuse_bad_rows,
     repeated_ids,
 )
-from areal_flow.prompts.rendering import (
-    Render,
-    files_of_prompts,
-    renderer,
-    required_chat_template,
-)
+from areal_flow.prompts.plan import PromptPlan, RowSettings
+from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
 from areal_flow.prompts.settings import HeldOutSettings, PromptSettings
 from areal_flow.prompts.table import QUOTAS, PromptTable, quotas
@@ -73,7 +68,7 @@ class Prepared:
     """How many rows at most are held out of files that are too small for `num_held_out`."""
 
 
-def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
+def prepare_prompts(plan: PromptPlan, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables; a prompt belongs to the first held-out set that has it.
 
     The pass rates of `prompts.difficulty.run` are recorded by then (`store.pass_rates`).
@@ -88,7 +83,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
-    is_chosen = DifficultyFilter(recipe.prompts.difficulty, layout.difficulty)
+    is_chosen = DifficultyFilter(plan.rows.prompts.difficulty, layout.difficulty)
 
     def to_train(rows: Iterable[Row]) -> Iterator[Row]:
         for row in filter(is_chosen, filter(is_new, rows)):
@@ -96,44 +91,44 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
             yield row
 
     rest, cut_to = list[Iterator[Row]](), dict[str, int]()
-    for name, part in recipe.by_source().items():
-        read = _reader(part, layout, bad_rows, source=name)
-        candidates, others = _split(part, read, cut_to, source=name)
+    for name, part in plan.sources.items():
+        read = _reader(plan, part, layout, bad_rows, source=name)
+        candidates, others = _split(part.prompts, read, cut_to, source=name, seed=plan.seed)
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
-    for row in filter(is_new, _set_rows(recipe, recipe.evaluation.held_out, layout, bad_rows)):
+    for row in filter(is_new, _set_rows(plan, plan.held_out, layout, bad_rows)):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
-    shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
+    shares = quotas(plan.shares)
     rows = to_train(chain.from_iterable(rest))
     num_train = _write(layout.train_prompts, rows, {QUOTAS: json.dumps(shares)})
-    _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
+    _refuse(bad_rows, plan, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    _refuse_empty_sources(recipe, of_source, is_chosen)
+    _refuse_empty_sources(plan, of_source, is_chosen)
     return Prepared(
         num_train,
         num_held_out,
         num_repeated,
         str(is_chosen),
         listed,
-        first_prompt=_first_prompt(recipe, layout),
-        chat_template_hash=_record_chat_template(recipe, layout),
-        by_source=dict(of_source) if recipe.sources else {},
+        first_prompt=_first_prompt(plan.seed, layout),
+        chat_template_hash=_record_chat_template(plan, layout),
+        by_source={} if "" in plan.sources else dict(of_source),
         cut_to=cut_to,
     )
 
 
-def _first_prompt(recipe: Recipe, layout: RunLayout) -> str:
-    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
+def _first_prompt(seed: int, layout: RunLayout) -> str:
+    first = PromptTable(layout.train_prompts, seed=seed).row(0).tokens.tolist()
     return tokenizer_of(layout.model).decode(first, skip_special_tokens=False)
 
 
 def _refuse_empty_sources(
-    recipe: Recipe, num_prompts: Mapping[str, int], is_chosen: DifficultyFilter
+    plan: PromptPlan, num_prompts: Mapping[str, int], is_chosen: DifficultyFilter
 ) -> None:
-    for name in recipe.by_source():
+    for name in plan.sources:
         if not num_prompts[name]:
             of = f" of source {name!r}" if name else ""
             advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
@@ -142,24 +137,23 @@ def _refuse_empty_sources(
             )
 
 
-def check_first_rows(recipe: Recipe) -> None:
+def check_first_rows(plan: PromptPlan) -> None:
     """Refuse files that are empty or have bad rows at first, before a model is read."""
-    _check_files(files_of_prompts(recipe), recipe)
+    _check_files(plan.files(), plan)
 
 
-def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
-    sets = _held_out_sets(recipe, names)
-    _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
+def check_first_held_out_rows(plan: PromptPlan, *, names: Collection[str]) -> None:
+    _check_files([(each.path, rows) for each, rows in plan.only(names)], plan)
 
 
-def _check_files(files: Iterable[tuple[Path, Recipe]], recipe: Recipe) -> None:
+def _check_files(files: Iterable[tuple[Path, RowSettings]], plan: PromptPlan) -> None:
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
     for path, of in files:
-        check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.rewards))
+        check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.verifiers))
         rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
         num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
-    _refuse(bad_rows, recipe, num_good=num_good)
+    _refuse(bad_rows, plan, num_good=num_good)
 
 
 def _check_row(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
@@ -172,10 +166,10 @@ Read = Callable[..., Iterator[Row]]
 
 
 def _split(
-    recipe: Recipe, read: Read, cut_to: dict[str, int], *, source: str
+    settings: PromptSettings, read: Read, cut_to: dict[str, int], *, source: str, seed: int
 ) -> tuple[Iterator[Row], Iterator[Row]]:
     """Return rows that may be held out, at most a fifth of a file, and the others."""
-    settings, path = recipe.prompts, recipe.prompts.path
+    path = settings.path
     assert path is not None
     if settings.held_out_path is not None:
         held_out = "/".join(filter(None, (source, HELD_OUT)))
@@ -184,42 +178,44 @@ def _split(
     num_candidates = min(settings.num_held_out, num_rows // 5)
     if num_candidates < settings.num_held_out:
         cut_to[str(path)] = num_candidates
-    places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
+    places = set(random.Random(seed).sample(range(num_rows), num_candidates))
     rest = read(path, keeps=lambda place: place not in places)
     return read(path, keeps=places.__contains__), rest
 
 
-def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
+def prepare_held_out(plan: PromptPlan, layout: RunLayout, *, names: Collection[str]) -> None:
     """Write the sets of `evaluation.held_out` that have these names as the held-out table."""
     bad_rows: dict[Place, PromptError] = {}
-    rows = _set_rows(recipe, _held_out_sets(recipe, names), layout, bad_rows)
-    _refuse(bad_rows, recipe, num_good=_write(layout.held_out_prompts, rows))
-
-
-def _held_out_sets(recipe: Recipe, names: Collection[str]) -> list[HeldOutSettings]:
-    return [each for each in recipe.evaluation.held_out if each.name in names]
+    rows = _set_rows(plan, plan.only(names), layout, bad_rows)
+    _refuse(bad_rows, plan, num_good=_write(layout.held_out_prompts, rows))
 
 
 def _set_rows(
-    recipe: Recipe,
-    sets: Iterable[HeldOutSettings],
+    plan: PromptPlan,
+    sets: Iterable[tuple[HeldOutSettings, RowSettings]],
     layout: RunLayout,
     bad_rows: dict[Place, PromptError],
 ) -> Iterator[Row]:
-    for each in sets:
-        read = _reader(recipe.of_set(each), layout, bad_rows, source=each.name)
+    for each, rows in sets:
+        read = _reader(plan, rows, layout, bad_rows, source=each.name)
         yield from islice(read(each.path), each.num_prompts or None)
 
 
 def _reader(
-    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
+    plan: PromptPlan,
+    rows: RowSettings,
+    layout: RunLayout,
+    bad_rows: dict[Place, PromptError],
+    *,
+    source: str = "",
 ) -> Read:
     """Return what reads a file's rows; `ids_of` names the rows among which an id is unique."""
     make = partial(
         _prompt_row,
         source=source,
-        recipe=recipe,
-        render=renderer(recipe, layout.model),
+        plan=plan,
+        rows=rows,
+        render=renderer(plan, rows.prompts, layout.model),
         tokenizer=tokenizer_of(layout.model),
         algebra=MathPool(1),
     )
@@ -233,10 +229,10 @@ def _reader(
     return read
 
 
-def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
+def _refuse(bad_rows: dict[Place, PromptError], plan: PromptPlan, *, num_good: int) -> None:
     skip = ", or set prompts.skip_bad_rows (--skip-bad-rows)"
     check = "; no row is good: prompts.question_field and prompts.answer_field name their fields"
-    if not recipe.prompts.skip_bad_rows:
+    if not plan.rows.prompts.skip_bad_rows:
         refuse_bad_rows(bad_rows, advice=skip if num_good else check)
 
 
@@ -245,16 +241,16 @@ def _prompt_row(
     *,
     source: str,
     ids_of: str,
-    recipe: Recipe,
+    plan: PromptPlan,
+    rows: RowSettings,
     render: Render,
     tokenizer: Tokenizer,
     algebra: MathPool,
 ) -> Row:
-    settings, generation = recipe.prompts, recipe.generation
-    needs_answer = bool(recipe.rewards)
+    settings, verifiers = rows.prompts, rows.verifiers
+    needs_answer = bool(verifiers)
     columns = columns_of(row, settings, needs_answer=needs_answer)
     answer = answer_of(row, settings, needs_answer=needs_answer)
-    verifiers = {reward.verifier for reward in recipe.rewards}
     if "numeric" in verifiers and number_in(answer) is None:
         raise ValueError(
             f"field {settings.answer_field!r}: the numeric verifier expected a single number, "
@@ -269,11 +265,11 @@ def _prompt_row(
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
     else:
         tokens = prompt_tokens(tokenizer, text)
-    room = generation.max_model_len - generation.max_new_tokens
+    room = plan.max_model_len - plan.max_new_tokens
     if not 0 < len(tokens) <= room:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
-            f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
+            f"({plan.max_model_len}) minus max_new_tokens ({plan.max_new_tokens})"
         )
     # Equal texts with other answers or columns are other prompts.
     own_id = columns["prompt_id"] or sha256_hex(text + columns["metadata"], 16)
@@ -289,8 +285,8 @@ def _check_tests(columns: Row) -> None:
         raise ValueError(f"the verifier 'code': {error}") from None
 
 
-def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
-    if (chat := required_chat_template(recipe, layout.model)) is None:
+def _record_chat_template(plan: PromptPlan, layout: RunLayout) -> str:
+    if (chat := required_chat_template(plan, layout.model)) is None:
         return ""
     record = {"sha256": chat.sha256, "template": chat.source}
     layout.chat_template.write_text(json.dumps(record, indent=2) + "\n")

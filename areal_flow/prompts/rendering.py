@@ -7,26 +7,27 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.prompts.files import read_prompts
+from areal_flow.prompts.plan import PromptPlan
 from areal_flow.prompts.rows import messages_in
+from areal_flow.prompts.settings import PromptSettings
 from areal_flow.settings import import_function
 from areal_flow.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.tokenizer.directory import chat_template_of
 from areal_flow.types import Prompt
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
+from areal_flow.workflows.registry import WorkflowSettings
 from areal_flow.workflows.tool_use import ToolUse, tools_by_name
 
 Render = Callable[[Sequence[Message]], str]
 
 
-def renderer(recipe: Recipe, model: Path) -> Render:
+def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
     """Return what renders the messages of a row, the last of which asks the question."""
-    settings = recipe.prompts
-    chat = required_chat_template(recipe, model)
-    tools = _tool_schemas(recipe)
+    chat = _required(plan, settings, model)
+    tools = _tool_schemas(plan.workflow)
 
     def render(messages: Sequence[Message]) -> str:
         *earlier, last = messages
@@ -39,55 +40,60 @@ def renderer(recipe: Recipe, model: Path) -> Render:
     return render
 
 
-def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
-    if not recipe.prompts.chat_template:
+def required_chat_template(plan: PromptPlan, model: Path) -> ChatTemplate | None:
+    return _required(plan, plan.rows.prompts, model)
+
+
+def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTemplate | None:
+    if not settings.chat_template:
         return None
     chat = chat_template_of(model)
     if chat is None:
         raise ModelError(
-            f"prompts.chat_template = true: the tokenizer of model {recipe.model!r} has no chat "
+            f"prompts.chat_template = true: the tokenizer of model {plan.model!r} has no chat "
             "template, neither a file chat_template.jinja nor chat_template in "
             "tokenizer_config.json: use a chat model's tokenizer, or write what marks a turn into "
             "prompts.template"
         )
     try:
-        chat.render([*_system_message(recipe.prompts.system), {"role": "user", "content": "?"}])
-        if isinstance(recipe.workflow, MultiTurn) and recipe.workflow.max_turns > 1:
+        chat.render([*_system_message(settings.system), {"role": "user", "content": "?"}])
+        if isinstance(plan.workflow, MultiTurn) and plan.workflow.max_turns > 1:
             chat.next_turn("?", ended_by="\n")
-        if isinstance(recipe.workflow, ToolUse):
+        if isinstance(plan.workflow, ToolUse):
             chat.calls_in("")
             chat.next_turn("?", ended_by="\n", role="tool")
     except ValueError as error:
         raise ModelError(
-            f"model {recipe.model!r}: {error}. Give it a chat_template.jinja that does, or change "
+            f"model {plan.model!r}: {error}. Give it a chat_template.jinja that does, or change "
             "prompts.system or the workflow"
         ) from error
     return chat
 
 
-def why_chat_template(recipe: Recipe) -> str:
+def why_chat_template(plan: PromptPlan) -> str:
     """Return why a chat template is needed; empty where the recipe says so or nothing is a message.
 
     The first good row of each file counts, held-out ones included.
     """
-    if recipe.prompts.chat_template is not None:
+    settings = plan.rows.prompts
+    if settings.chat_template is not None:
         return ""
-    if isinstance(recipe.workflow, Agent):
+    if isinstance(plan.workflow, Agent):
         return "an agent asks in messages"
-    if recipe.prompts.system:
+    if settings.system:
         return "prompts.system is a message"
-    for path, of in files_of_prompts(recipe):
-        if path.exists() and _has_messages(path, of.prompts.question_field):
+    for path, rows in plan.files():
+        if path.exists() and _has_messages(path, rows.prompts.question_field):
             return f"the rows of {path.name} are messages"
     return ""
 
 
-def unused_chat_template(recipe: Recipe, model: Path) -> str:
+def unused_chat_template(settings: PromptSettings, model: Path) -> str:
     """Return a line about a model's chat template that prompts do not use; empty if that is chosen.
 
     Call it once `why_chat_template` has been heeded.
     """
-    if recipe.prompts.chat_template is not None or chat_template_of(model) is None:
+    if settings.chat_template is not None or chat_template_of(model) is None:
         return ""
     return (
         "This model has a chat template, but prompts are sent as plain text. Set "
@@ -95,29 +101,20 @@ def unused_chat_template(recipe: Recipe, model: Path) -> str:
     )
 
 
-def files_of_prompts(recipe: Recipe) -> list[tuple[Path, Recipe]]:
-    parts = [*recipe.by_source().values()]
-    files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
-    files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
-    return [(path, of) for path, of in files if path is not None]
-
-
 def _has_messages(path: Path, field: str) -> bool:
     rows = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
     return any(messages_in(row, field) for row in islice(rows, 1))
 
 
-def messages_asked(prompt: Prompt, recipe: Recipe) -> list[Message]:
-    sets = {each.name: recipe.of_set(each) for each in recipe.evaluation.held_out}
-    of = (recipe.by_source() | sets).get(prompt.source, recipe)
-    return messages_in(prompt.metadata, of.prompts.question_field)
+def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
+    return messages_in(prompt.metadata, plan.rows_of(prompt.source).prompts.question_field)
 
 
-def _tool_schemas(recipe: Recipe) -> list[Tool]:
-    if not isinstance(recipe.workflow, ToolUse):
+def _tool_schemas(workflow: WorkflowSettings) -> list[Tool]:
+    if not isinstance(workflow, ToolUse):
         return []
     schemas = []
-    for name, path in tools_by_name(recipe.workflow.tools).items():
+    for name, path in tools_by_name(workflow.tools).items():
         tool = import_function(path, setting="workflow.tools", error=ConfigError)
         schemas.append(tool_schema(name, (inspect.getdoc(tool) or name).partition("\n")[0]))
     return schemas

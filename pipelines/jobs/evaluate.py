@@ -130,12 +130,12 @@ def evaluate_model(
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
     recipe, about_chat = _recipe(run, data, settings), ""
     if data:
-        check_first_held_out_rows(recipe, names=[*held_out_sets(data)])
-        if why := why_chat_template(recipe):
+        check_first_held_out_rows(recipe.prompt_plan(), names=[*held_out_sets(data)])
+        if why := why_chat_template(recipe.prompt_plan()):
             recipe = changed(recipe, "prompts", chat_template=True)
             about_chat = f"prompts.chat_template = true, since {why}"
         else:
-            about_chat = unused_chat_template(recipe, directory)
+            about_chat = unused_chat_template(recipe.prompts, directory)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -241,7 +241,7 @@ def _held_out_prompts(
 ) -> Path:
     """Return the table of the prompts to answer: of the files given, else the run's own."""
     if run is None or data:
-        prepare_held_out(recipe, layout, names=[*held_out_sets(data)])
+        prepare_held_out(recipe.prompt_plan(), layout, names=[*held_out_sets(data)])
         return layout.held_out_prompts
     if tokenizer_of(run.model).to_str() != tokenizer_of(layout.model).to_str():
         raise ModelError(

@@ -159,7 +159,7 @@ def _verifier_row(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
         "answer": prompt.answer,
         "metadata": dict(prompt.metadata),
         "prompt_source": prompt.source,
-        "messages": messages_asked(prompt, recipe),
+        "messages": messages_asked(prompt, recipe.prompt_plan()),
     }
 
 

@@ -52,7 +52,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
         )
     verifier = found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
-    check_first_rows(recipe)
+    check_first_rows(recipe.prompt_plan())
     check_first_sft_rows(recipe)
     prepare_model(recipe, layout)
     recipe, engine = with_engine(recipe)
@@ -62,14 +62,14 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     given, recipe = recipe, with_files(recipe, layout)
     notes = [f"  {length}"] if length and recipe.model not in MODELS else []
     notes += [f"  {engine}"] if engine else []
-    if why := why_chat_template(recipe):
+    if why := why_chat_template(recipe.prompt_plan()):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
         notes.append(f"  prompts.chat_template = true, since {why}")
-    elif unused := unused_chat_template(recipe, layout.model):
+    elif unused := unused_chat_template(recipe.prompts, layout.model):
         notes.append(f"  {unused}")
     if earlier := recipe.prompts.difficulty.run:
         record_pass_rates(layout, earlier)
-    prepared = prepare_prompts(recipe, layout)
+    prepared = prepare_prompts(recipe.prompt_plan(), layout)
     if recipe.has_held_out and not prepared.num_held_out:
         given = changed(given, "prompts", num_held_out=0)
         notes.append("  No prompt is held out: there will be no evaluation")

@@ -86,7 +86,7 @@ def prepared(layout: RunLayout, row: dict[str, Any], **prompts: Any) -> Prompt:
     pq.write_table(pa.Table.from_pylist([row]), path.with_suffix(".parquet"))
     tokens = []
     for file in (path, path.with_suffix(".parquet")):
-        prepare_prompts(recipe(file, **prompts), layout)
+        prepare_prompts(recipe(file, **prompts).prompt_plan(), layout)
         prompt = PromptTable(layout.train_prompts, seed=0).row(0)
         tokens.append(prompt.tokens.tolist())  # its file is about to be replaced
     assert tokens[0] == tokens[1]
@@ -119,7 +119,7 @@ def test_special_tokens_stand_where_the_template_has_them_and_once(layout: RunLa
 def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"question": "1 + 1 =", "answer": 2}) + "\n")
-    found = prepare_prompts(recipe(path), layout)
+    found = prepare_prompts(recipe(path).prompt_plan(), layout)
     said = describe_prompts(found, layout)
     digest = hashlib.sha256(CHATML.encode()).hexdigest()
     assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
@@ -163,10 +163,12 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
     for name, found in (("rows", rows), ("set", held_out)):
         lines = (json.dumps(row) if isinstance(row, dict) else row for row in found)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+    assert bool(why_chat_template(build_recipe(table, source="test").prompt_plan())) == recognised
     if held_out:
         table["prompts"]["held_out_path"] = table.pop("evaluation")["held_out"][0]["path"]
-        assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+        assert (
+            bool(why_chat_template(build_recipe(table, source="test").prompt_plan())) == recognised
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
     ],
 )
 def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
-    assert why_chat_template(build_recipe(given, source="test")) == said
+    assert why_chat_template(build_recipe(given, source="test").prompt_plan()) == said
 
 
 UNUSED = (
@@ -298,7 +300,7 @@ def test_messages_that_ask_nothing_are_named_by_line_and_field(
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"messages": messages, "answer": 2}) + "\n")
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(path, question_field="messages"), layout)
+        prepare_prompts(recipe(path, question_field="messages").prompt_plan(), layout)
     assert "rows.jsonl, line 1: field 'messages': expected" in str(raised.value)
     assert found in str(raised.value)
 
@@ -307,7 +309,9 @@ def test_messages_without_a_chat_template_name_the_setting(layout: RunLayout) ->
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"messages": CHAT, "answer": 2}) + "\n")
     with pytest.raises(PromptError, match=r"messages need prompts\.chat_template = true"):
-        prepare_prompts(recipe(path, question_field="messages", chat_template=False), layout)
+        prepare_prompts(
+            recipe(path, question_field="messages", chat_template=False).prompt_plan(), layout
+        )
     with pytest.raises(ConfigError, match=r"needs prompts\.chat_template = true"):
         recipe(path, chat_template=False, system="Be brief.")
 
@@ -315,7 +319,7 @@ def test_messages_without_a_chat_template_name_the_setting(layout: RunLayout) ->
 def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
     write_tiny_model(layout.model, max_model_len=512)
     with pytest.raises(ModelError, match=r"model 'tiny' has no chat template, neither a file"):
-        prepare_prompts(recipe(layout.root / "unread.jsonl"), layout)
+        prepare_prompts(recipe(layout.root / "unread.jsonl").prompt_plan(), layout)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_template_that_cannot_do_what_the_recipe_asks_is_refused(
 ) -> None:
     give_chat_template(layout.model, template)
     with pytest.raises(ModelError) as raised:
-        prepare_prompts(recipe(layout.root / "unread.jsonl", **settings), layout)
+        prepare_prompts(recipe(layout.root / "unread.jsonl", **settings).prompt_plan(), layout)
     assert found in str(raised.value)
     assert "model 'tiny'" in str(raised.value)
 
@@ -372,7 +376,7 @@ def test_policy_is_told_of_tools_and_calls_them_as_its_template_does(layout: Run
     give_chat_template(layout.model, HERMES)
     path = layout.root.parent / "rows.jsonl"
     path.write_text(json.dumps({"question": "6 * 7 =", "answer": "42"}) + "\n")
-    found = prepare_prompts(recipe(path, workflow=TOOLS), layout)
+    found = prepare_prompts(recipe(path, workflow=TOOLS).prompt_plan(), layout)
     assert '"name": "calculator", "description": "Compute an arithmetic' in found.first_prompt
     chat = chat_template_of(layout.model)
     assert chat is not None

@@ -50,7 +50,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     layout, recipe = RunLayout(folder / "earlier"), asked(write_rows(folder / "p.jsonl", range(6)))
     create_run(layout, recipe)
     write_tiny_model(layout.model, max_model_len=96)
-    prepare_prompts(recipe, layout)
+    prepare_prompts(recipe.prompt_plan(), layout)
     create_logs(layout)
     prompts = PromptTable(layout.train_prompts, seed=0)
     with hold_run(layout) as writer:
@@ -73,7 +73,7 @@ def prepared(earlier: RunLayout, name: str, **difficulty: Any) -> tuple[Prepared
     path = write_rows(earlier.root.with_name(f"{name}.jsonl"), [7, 5, 4, 3, 2, 1, 0])
     recipe = asked(path, **{"run": "earlier", **difficulty})
     record_pass_rates(layout, recipe.prompts.difficulty.run)
-    found = prepare_prompts(recipe, layout)
+    found = prepare_prompts(recipe.prompt_plan(), layout)
     record_inputs(layout, recipe, verifier=Verifier(), model=layout.model)
     return found, layout
 

@@ -232,7 +232,7 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
         ],
     )
     layout.config.write_text(dump_recipe(recipe))
-    prepare_prompts(recipe, layout)
+    prepare_prompts(recipe.prompt_plan(), layout)
     prompt = PromptTable(layout.train_prompts, seed=0).row(0)
     episode = Episode(0, prompt, (1,), 0, 1, datetime.now(UTC))
 

@@ -45,7 +45,7 @@ def prepared(layout: RunLayout, prompts: dict[str, Any], **tables: Any) -> list[
     generation = {"max_model_len": 96, "max_new_tokens": 32}
     given = {"num_held_out": 0, "source": "file", **prompts}
     recipe = build_recipe({"prompts": given, "generation": generation, **tables}, source="test")
-    prepare_prompts(recipe, layout)
+    prepare_prompts(recipe.prompt_plan(), layout)
     tables = (layout.train_prompts, layout.held_out_prompts)
     return [PromptTable(path, seed=0).rows() if has_rows(path) else [] for path in tables]
 

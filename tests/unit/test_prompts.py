@@ -90,11 +90,11 @@ def test_bad_line_17_is_named_or_skipped(
     gc.collect()  # what other tests left cannot be finalised at the depth that deep JSON reaches
     path = write_rows(tmp_path / "p.jsonl", [*map(good, range(16)), bad, *map(good, range(20, 30))])
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(path), layout)
+        prepare_prompts(recipe(path).prompt_plan(), layout)
     assert "p.jsonl, line 17" in str(raised.value)
     assert expected in str(raised.value)
     assert "--skip-bad-rows" in str(raised.value)
-    prepared = prepare_prompts(recipe(path, skip_bad_rows=True), layout)
+    prepared = prepare_prompts(recipe(path, skip_bad_rows=True).prompt_plan(), layout)
     assert prepared.num_train + prepared.num_held_out == 26
     assert len(prepared.bad_rows) == 1
     assert "line 17" in layout.bad_rows.read_text()
@@ -106,7 +106,7 @@ def test_row_whose_program_nobody_can_test_is_refused(tmp_path: Path, layout: Ru
     path = write_rows(tmp_path / "p.jsonl", [*tested, {**good(20), "mode": "stdin", "tests": 3}])
     asked = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="code")]})
     with pytest.raises(PromptError, match=r"line 21: the verifier 'code': the row's tests cannot"):
-        prepare_prompts(asked, layout)
+        prepare_prompts(asked.prompt_plan(), layout)
 
 
 def test_row_whose_answer_is_no_mathematics_is_refused(tmp_path: Path, layout: RunLayout) -> None:
@@ -115,17 +115,17 @@ def test_row_whose_answer_is_no_mathematics_is_refused(tmp_path: Path, layout: R
     path = write_rows(tmp_path / "p.jsonl", [*rows, {"question": "?", "answer": r"\frac{1}{"}])
     asked = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="math")]})
     with pytest.raises(PromptError, match=r"line 21: the verifier 'math' cannot use the right"):
-        prepare_prompts(asked, layout)
+        prepare_prompts(asked.prompt_plan(), layout)
 
 
 def test_row_may_have_megabytes_of_tests(tmp_path: Path, layout: RunLayout) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{**good(n), "tests": "x" * 2**21} for n in range(2)])
-    assert prepare_prompts(recipe(path), layout).num_train == 2
+    assert prepare_prompts(recipe(path).prompt_plan(), layout).num_train == 2
 
 
 def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayout) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{**good(n), "difficulty": "hard"} for n in range(20)])
-    assert prepare_prompts(recipe(path), layout).num_train == 16
+    assert prepare_prompts(recipe(path).prompt_plan(), layout).num_train == 16
 
 
 def test_first_ten_kinds_of_bad_rows_are_named_at_once_in_the_order_of_the_file(
@@ -138,7 +138,7 @@ def test_first_ten_kinds_of_bad_rows_are_named_at_once_in_the_order_of_the_file(
     ]
     path = write_rows(tmp_path / "p.jsonl", rows)
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(path), layout)
+        prepare_prompts(recipe(path).prompt_plan(), layout)
     first, *named, last = str(raised.value).splitlines()
     assert first == f"{len(bad)} rows are bad, the first 10 kinds:"
     lines = [int(text.partition("line ")[2].partition(":")[0]) for text in named]
@@ -150,7 +150,7 @@ def test_rows_that_are_bad_for_one_reason_are_named_once(tmp_path: Path, layout:
     rows = [good(line) if line % 3 else {"question": "?"} for line in range(60)]
     path = write_rows(tmp_path / "p.jsonl", rows)
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(path), layout)
+        prepare_prompts(recipe(path).prompt_plan(), layout)
     first, named, _ = str(raised.value).splitlines()
     assert first == "20 rows are bad:"
     assert named.endswith(
@@ -159,7 +159,7 @@ def test_rows_that_are_bad_for_one_reason_are_named_once(tmp_path: Path, layout:
 
 
 def prepared(recipe: Recipe, layout: RunLayout) -> list[Prompt]:
-    prepare_prompts(recipe, layout)
+    prepare_prompts(recipe.prompt_plan(), layout)
     return PromptTable(layout.train_prompts, seed=0).rows()
 
 
@@ -185,7 +185,7 @@ def test_column_called_metadata_replaces_no_other(tmp_path: Path, layout: RunLay
     found = []
     for row, field in zip(rows, ("answer", "answer", "final"), strict=True):
         path = write_rows(tmp_path / "p.jsonl", [row])
-        prepare_prompts(recipe(path, num_held_out=0, answer_field=field), layout)
+        prepare_prompts(recipe(path, num_held_out=0, answer_field=field).prompt_plan(), layout)
         prompt = PromptTable(layout.train_prompts, seed=0).row(0)
         found.append((dict(prompt.metadata), prompt.answer))
     assert found == [
@@ -260,7 +260,7 @@ def test_missing_field_comes_with_the_setting_that_takes_the_one_that_is_there(
     tmp_path: Path, layout: RunLayout, row: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", [row])), layout)
+        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", [row])).prompt_plan(), layout)
     assert advice in str(raised.value)
 
 
@@ -269,21 +269,21 @@ def test_file_without_a_good_row_comes_with_the_settings_that_name_its_fields(
 ) -> None:
     rows = [{"word": "abc", "mirror": "cba"}] * 20
     with pytest.raises(PromptError, match=r"no row is good: prompts\.question_field and"):
-        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)), layout)
+        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)).prompt_plan(), layout)
 
 
 def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> None:
     with pytest.raises(PromptError, match="found none"):
-        prepare_prompts(recipe(tmp_path / "absent.jsonl"), layout)
+        prepare_prompts(recipe(tmp_path / "absent.jsonl").prompt_plan(), layout)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(PromptError, match="is empty: expected one row or more"):
-        prepare_prompts(recipe(tmp_path / "empty.jsonl"), layout)
+        prepare_prompts(recipe(tmp_path / "empty.jsonl").prompt_plan(), layout)
     (tmp_path / "p.csv").write_text("question,answer\n")
     with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
-        prepare_prompts(recipe(tmp_path / "p.csv"), layout)
+        prepare_prompts(recipe(tmp_path / "p.csv").prompt_plan(), layout)
     (tmp_path / "p.parquet").write_text("not parquet")
     with pytest.raises(PromptError, match="not a readable Parquet"):
-        prepare_prompts(recipe(tmp_path / "p.parquet"), layout)
+        prepare_prompts(recipe(tmp_path / "p.parquet").prompt_plan(), layout)
 
 
 def test_parquet_equals_jsonl(tmp_path: Path, layout: RunLayout) -> None:
@@ -292,7 +292,7 @@ def test_parquet_equals_jsonl(tmp_path: Path, layout: RunLayout) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     tables = []
     for name in ("p.jsonl", "p.parquet"):
-        prepare_prompts(recipe(tmp_path / name), layout)
+        prepare_prompts(recipe(tmp_path / name).prompt_plan(), layout)
         table = PromptTable(layout.train_prompts, seed=0)
         tables.append([table.row(i) for i in range(len(table))])
     assert plain(tables[0]) == plain(tables[1])
@@ -300,7 +300,7 @@ def test_parquet_equals_jsonl(tmp_path: Path, layout: RunLayout) -> None:
 
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path, layout: RunLayout) -> None:
     rows = [good(index % 12) for index in range(60)]
-    found = prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)), layout)
+    found = prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)).prompt_plan(), layout)
     assert found.num_train + found.num_held_out + found.num_repeated == 60
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     train = PromptTable(layout.train_prompts, seed=0).rows()
@@ -316,7 +316,7 @@ def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: Run
     own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
     sets = EvaluationSettings.model_validate({"held_out": [own]})
     asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
-    found = prepare_prompts(asked, layout)
+    found = prepare_prompts(asked.prompt_plan(), layout)
     assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     assert [(p.text, p.source) for p in held] == [
@@ -341,11 +341,11 @@ def test_held_out_sets_of_code_and_of_numbers_are_each_judged_by_their_own(
         build_recipe(table, source="test")
     table["rewards"].append(numbers.model_dump())
     with pytest.raises(PromptError, match=r"code.jsonl, line 1: .* the numeric verifier"):
-        prepare_prompts(build_recipe(table, source="test"), layout)
+        prepare_prompts(build_recipe(table, source="test").prompt_plan(), layout)
     table["sources"] = [{"name": "sums", "path": table["prompts"].pop("path")}]
     table["prompts"]["source"] = "arithmetic"
     table["rewards"][1]["sources"] = ["sums"]
-    prepare_prompts(build_recipe(table, source="test"), layout)
+    prepare_prompts(build_recipe(table, source="test").prompt_plan(), layout)
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     assert [p.source for p in held] == ["sums"] * 4 + ["code"]
 
@@ -354,7 +354,7 @@ def test_every_epoch_shows_every_prompt_once_in_another_order(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     path = write_rows(tmp_path / "p.jsonl", [good(index) for index in range(50)])
-    prepare_prompts(recipe(path), layout)
+    prepare_prompts(recipe(path).prompt_plan(), layout)
     table = PromptTable(layout.train_prompts, seed=3)
     n = len(table)
     epochs = [[table.prompt_at(e * n + i).text for i in range(n)] for e in range(3)]
@@ -430,11 +430,11 @@ def test_bad_rows_are_refused_without_a_model(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"question": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
     with pytest.raises(PromptError, match=r"line 2: field 'answer' is missing"):
-        check_first_rows(recipe(path))
-    check_first_rows(recipe(path, skip_bad_rows=True))
+        check_first_rows(recipe(path).prompt_plan())
+    check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan())
     path.write_text("")
     with pytest.raises(PromptError, match="is empty: expected one row or more"):
-        check_first_rows(recipe(path, skip_bad_rows=True))
+        check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan())
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
@@ -445,7 +445,7 @@ def test_each_file_without_a_row_is_named(tmp_path: Path, name: str) -> None:
         pq.write_table(pa.table({"question": [], "answer": []}), path)
     for given in (recipe(path), recipe(other, held_out_path=str(path))):
         with pytest.raises(PromptError, match=rf"{name} is empty: expected one row or more"):
-            check_first_rows(given)
+            check_first_rows(given.prompt_plan())
 
 
 def test_run_of_too_few_rows_to_hold_one_out_evaluates_nothing(tmp_path: Path) -> None:
@@ -461,19 +461,21 @@ def test_rows_of_messages_are_not_bad_before_the_chat_template_is_chosen(tmp_pat
     path = tmp_path / "p.jsonl"
     messages = [{"role": "user", "content": "1 + 1 ="}]
     path.write_text(json.dumps({"question": messages, "answer": "2"}) + "\n")
-    check_first_rows(recipe(path))
+    check_first_rows(recipe(path).prompt_plan())
 
 
 def test_held_out_rows_that_are_fewer_than_asked_for_are_said(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     path = write_rows(tmp_path / "p.jsonl", [*map(good, range(20))])
-    found = prepare_prompts(recipe(path, num_held_out=9), layout)
+    found = prepare_prompts(recipe(path, num_held_out=9).prompt_plan(), layout)
     assert found.num_held_out == 4
     assert f"4 of {path} may be held out, fewer than num_held_out" in describe_prompts(
         found, layout
     )
-    assert "may be held out" not in describe_prompts(prepare_prompts(recipe(path), layout), layout)
+    assert "may be held out" not in describe_prompts(
+        prepare_prompts(recipe(path).prompt_plan(), layout), layout
+    )
 
 
 def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: RunLayout) -> None:
@@ -482,10 +484,10 @@ def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: 
     of = recipe(write_rows(tmp_path / "rows.jsonl", rows), num_held_out=0, chat_template=True)
     table = of.model_dump(mode="json", exclude_none=True)
     given = build_recipe(table, {"workflow": {"name": "agent", "path": "my:agent"}}, source="test")
-    check_first_rows(given)
-    prepare_prompts(given, layout)
+    check_first_rows(given.prompt_plan())
+    prepare_prompts(given.prompt_plan(), layout)
     answers = [prompt.answer for prompt in PromptTable(layout.train_prompts, seed=0).rows()]
     assert sorted(answers, key=str) == ["9", *[None] * 9]
     for unanswered in (check_first_rows, partial(prepare_prompts, layout=layout)):
         with pytest.raises(PromptError, match="field 'answer' is missing"):
-            unanswered(of)
+            unanswered(of.prompt_plan())

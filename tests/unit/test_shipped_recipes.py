@@ -66,7 +66,9 @@ def test_recipes_read_rows_as_they_are_published(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     prompts = {**fields, "path": str(path), "chat_template": False}
-    prepare_prompts(load_recipe(recipe_path(Path(name)), {"prompts": prompts}), layout)
+    prepare_prompts(
+        load_recipe(recipe_path(Path(name)), {"prompts": prompts}).prompt_plan(), layout
+    )
     prompt = PromptTable(layout.train_prompts, seed=0).row(0)
     question = row[fields.get("question_field", "problem")]
     assert prompt.text.startswith(question + "\n")

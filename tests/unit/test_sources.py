@@ -55,7 +55,7 @@ def recipe_of(sources: list[dict[str, Any]], **settings: Any) -> Recipe:
 
 
 def prepared(recipe: Recipe, layout: RunLayout) -> tuple[Prepared, PromptTable, PromptTable]:
-    found = prepare_prompts(with_files(recipe, layout), layout)
+    found = prepare_prompts(with_files(recipe, layout).prompt_plan(), layout)
     tables = (layout.train_prompts, layout.held_out_prompts)
     train, held_out = (PromptTable(path, seed=recipe.seed) for path in tables)
     return found, train, held_out

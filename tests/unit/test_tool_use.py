@@ -222,5 +222,6 @@ def test_mistake_in_settings_is_found_before_a_run(workflow: dict[str, Any], rul
 def test_tool_that_cannot_be_imported_is_found_before_a_run() -> None:
     stop = {"generation": {"stop": {"strings": ["</tool>"]}}}
     workflow = {"name": "tool_use", "tools": ["nowhere:search"]}
+    plan = build_recipe({**stop, "workflow": workflow}, source="test").prompt_plan()
     with pytest.raises(ConfigError, match=r"workflow.tools = 'nowhere:search' cannot be imported"):
-        renderer(build_recipe({**stop, "workflow": workflow}, source="test"), Path("unread"))
+        renderer(plan, plan.rows.prompts, Path("unread"))

@@ -44,7 +44,7 @@ def evaluate(
     """
     from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
-    from pipelines.cli.table_file import check_table_file, write_table_file
+    from pipelines.console.table_file import check_table_file, write_table_file
     from pipelines.jobs.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
     if to is not None:
@@ -142,7 +142,7 @@ def lineage(
         to: A new .parquet, .jsonl or .csv of its trajectories.
     """
     from pipelines.cli.reports import report_lineage
-    from pipelines.cli.table_file import write_table_file
+    from pipelines.console.table_file import write_table_file
     from pipelines.models import trace_model
 
     traced = trace_model(folders.find(model), step=step)

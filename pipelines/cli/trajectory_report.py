@@ -23,7 +23,7 @@ from rich.text import Text
 from areal_flow.store import browsing
 from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
-from pipelines.cli.table_file import write_table_file
+from pipelines.console.table_file import write_table_file
 from pipelines.console.tables import Report, Table, facts, one_line, printable
 from pipelines.references import Reference, chosen_step
 

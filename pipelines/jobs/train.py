@@ -53,7 +53,7 @@ from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
-from pipelines.jobs.summary import print_summary, summarise
+from pipelines.report.summary import print_summary, summarise
 from pipelines.workers import dashboard_text, reachable
 
 

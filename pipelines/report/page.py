@@ -29,8 +29,8 @@ from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import printable, with_interval
 from pipelines.costs import amount, costs_of
-from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, Interval, compare_charts, make_charts
+from pipelines.report.summary import summarise
 from pipelines.report.verdicts import judge_run
 
 _TEMPLATES = Environment(

@@ -20,7 +20,7 @@ from areal_flow.store.browsing import ShownToken, ShownTrajectory
 from areal_flow.store.database import compared_answers
 from areal_flow.store.groups import GroupSelection, condition
 from areal_flow.store.queries import Run
-from pipelines.cli.table_file import write_table_file
+from pipelines.console.table_file import write_table_file
 from pipelines.report import page
 from pipelines.report.charts import COLOURS
 

@@ -31,8 +31,8 @@ from areal_flow.tracking.registry import RunTracking
 from pipelines.cli.main import main
 from pipelines.jobs.job import SFT, TRAINING, supervised
 from pipelines.jobs.stop_signals import Outcome
-from pipelines.jobs.summary import next_commands
 from pipelines.jobs.train import Training
+from pipelines.report.summary import next_commands
 from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 

@@ -35,8 +35,8 @@ from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import TableFormat
 from pipelines.cli.reports import bucketed
-from pipelines.cli.table_file import write_table_file
 from pipelines.cli.trajectory_report import listing, report_trajectory
+from pipelines.console.table_file import write_table_file
 from pipelines.console.tables import Report, Table, one_line, printable, rendered, show
 from pipelines.notebook import open_run
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer

@@ -30,7 +30,7 @@ from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.tensor_rows import whole_rows
 from areal_flow.types import StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
-from pipelines.jobs.summary import summarise
+from pipelines.report.summary import summarise
 from schemas import StepRow, validate
 from tests.policies import small_policy
 from tests.rows import group_table

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from areal_flow.log.queries import Run
 from areal_flow.planning.calibration import simulate_steps, steady
 from areal_flow.planning.planner import Job
-from areal_flow.store.queries import Run
 from benchmarks import harness, schedule, tails
 from pipelines.jobs.run_plan import calibrate_run, job_of_run
 

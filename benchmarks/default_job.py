@@ -21,8 +21,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import areal_flow
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
-from areal_flow.store.queries import Run
+from areal_flow.core.pass_rates import PASS_THRESHOLD
+from areal_flow.log.queries import Run
 from benchmarks import harness
 from benchmarks.schedule import NUM_GENERATORS, TRAINERS
 

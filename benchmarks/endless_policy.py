@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from areal_flow.models.policy import empty_policy
-from areal_flow.tokenizer.directory import stop_token_ids
+from areal_flow.policy.models.policy import empty_policy
+from areal_flow.policy.tokenizer.directory import stop_token_ids
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 

@@ -29,17 +29,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import (
+from areal_flow.policy.models.policy import (
     assign_tensors,
     load_policy,
     policy_from_config,
     policy_tensors,
 )
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.rollout.engines.torch_engine import TorchEngine
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from benchmarks import harness, tailed_load
 from benchmarks.harness import seconds_of
 from benchmarks.shapes import random_trajectory

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_flow.generation.vllm import engine as vllm_engine
-from areal_flow.generation.vllm.core import InProcessCore, engine_config
-from areal_flow.generation.vllm.weights import ServedTensors
-from areal_flow.models.policy import load_policy, policy_tensors
-from areal_flow.types import Sampling
+from areal_flow.core.types import Sampling
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.rollout.engines.vllm import engine as vllm_engine
+from areal_flow.rollout.engines.vllm.core import InProcessCore, engine_config
+from areal_flow.rollout.engines.vllm.weights import ServedTensors
 from benchmarks.harness import seconds_of
 from benchmarks.tailed_load import MODELS, MODERATE, Load, random_load, run_all, settings_for
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from areal_flow.generation.protocol import Engine, GenerationSettings, VLLMSettings
-from areal_flow.generation.registry import engine_factory
-from areal_flow.models.policy import policy_tensors
-from areal_flow.types import GroupRequest, Sampling, as_tokens
-from areal_flow.weights.media import ChosenChannel
-from areal_flow.weights.shared_memory import free_segments
+from areal_flow.core.types import GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.rollout.engines.protocol import Engine, GenerationSettings, VLLMSettings
+from areal_flow.rollout.engines.registry import engine_factory
 from benchmarks import harness
 from benchmarks.shapes import random_policy
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 import areal_flow
-from areal_flow.errors import ArealFlowError
-from areal_flow.models.huggingface import AutoConfig
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.policy.models.huggingface import AutoConfig
 from benchmarks import harness
 from benchmarks.shapes import drawn_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model

@@ -1,9 +1,9 @@
 """Training steps of a 1.5B-shaped policy on one GPU: tokens/s, TFLOP/s, MFU.
 
 Random weights of Qwen2.5-1.5B's shapes, float32 masters, bfloat16 passes, compiled layers. A step
-is one update on one trajectory. Operations are those that `areal_flow/trainer/flops.py` counts. MFU
-is of the bfloat16 rate in the GPU's data sheet; beside it stands the share of the rate that large
-random matrices reach in the same process. Goal on a GPU: 45% of the latter.
+is one update on one trajectory. Operations are those that `areal_flow/training/flops.py` counts.
+MFU is of the bfloat16 rate in the GPU's data sheet; beside it stands the share of the rate that
+large random matrices reach in the same process. Goal on a GPU: 45% of the latter.
 
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 
@@ -18,11 +18,11 @@ from typing import Literal, get_args
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.flops import PolicyShape, device_peak_rate, matrix_rate
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

@@ -30,7 +30,7 @@ import areal_flow
 from areal_flow.config import load_recipe
 
 if TYPE_CHECKING:
-    from areal_flow.store.queries import Run
+    from areal_flow.log.queries import Run
 
 ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-m", "pipelines.cli.main")

@@ -21,12 +21,12 @@ import psutil
 import torch
 
 from areal_flow.config import Recipe, build_recipe
+from areal_flow.core.layout import RunLayout
 from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
 from areal_flow.planning.shapes import model_config
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.step import train_step
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.step import train_step
 from benchmarks import harness
 from benchmarks.shapes import drawn_policy, qwen2_config
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, mean, median
 from typing import Any
 
-from areal_flow.store.queries import Run
+from areal_flow.log.queries import Run
 from benchmarks import harness
 from benchmarks.plots import draw_schedules
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import Qwen2Config
 
-from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.training.sequences import TrainingSequence
 
 
 def qwen2_config(

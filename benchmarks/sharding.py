@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.replicas import ReplicaGroup, connect_ranks
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Rendezvous
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import Rendezvous
+from areal_flow.policy.checkpoints import CheckpointState
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.training.replicas import ReplicaGroup, connect_ranks
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

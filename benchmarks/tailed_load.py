@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.generation.protocol import EngineCore, GenerationSettings
-from areal_flow.generation.scheduler import SampledSequence
-from areal_flow.types import GroupRequest, Prompt, Sampling
-from areal_flow.workflows.context import EpisodeContext
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.core.types import GroupRequest, Prompt, Sampling
+from areal_flow.rollout.engines.protocol import EngineCore, GenerationSettings
+from areal_flow.rollout.engines.scheduler import SampledSequence
+from areal_flow.rollout.workflows.context import EpisodeContext
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
 from benchmarks.shapes import qwen2_config
 
 PROMPT_TOKENS = 32

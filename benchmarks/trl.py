@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT
-from areal_flow.models.policy import empty_policy
+from areal_flow.policy.models.policy import empty_policy
 from benchmarks import harness
 from benchmarks.schedule import make_warm_model
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model

@@ -13,10 +13,10 @@ from timeit import timeit
 import numpy as np
 import pyarrow as pa
 
-from areal_flow.store.dataset import create_dataset
-from areal_flow.store.groups import GroupSelection, select_groups, show_group
-from areal_flow.store.ledger import STEPS
-from areal_flow.store.queries import Run
+from areal_flow.log.dataset import create_dataset
+from areal_flow.log.groups import GroupSelection, select_groups, show_group
+from areal_flow.log.ledger import STEPS
+from areal_flow.log.queries import Run
 from pipelines.view.curves import read_points
 from schemas import content_hashes
 from tests.finished_runs import make_finished_run

@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from areal_flow.config import load_recipe
-from areal_flow.generation.protocol import Engine
-from areal_flow.generation.registry import engine_factory
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import assign_tensors, empty_policy, policy_tensors
-from areal_flow.types import GroupRequest, Sampling, as_tokens
-from areal_flow.weights.channel import WeightsReader, WeightsWriter
-from areal_flow.weights.directory import DirectoryWriter
-from areal_flow.weights.media import ChosenChannel
-from areal_flow.weights.settings import Medium
-from areal_flow.weights.shared_memory import free_segments
+from areal_flow.core.types import GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.policy import assign_tensors, empty_policy, policy_tensors
+from areal_flow.policy.weights.channel import WeightsReader, WeightsWriter
+from areal_flow.policy.weights.directory import DirectoryWriter
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.settings import Medium
+from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.rollout.engines.protocol import Engine
+from areal_flow.rollout.engines.registry import engine_factory
 from benchmarks import harness
 from benchmarks.shapes import random_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model

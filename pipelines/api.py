@@ -18,11 +18,11 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout, run_layout
+from areal_flow.core.settings import merge, nest
+from areal_flow.log.queries import Run
 from areal_flow.rewards.shipping import ship_function
-from areal_flow.run.layout import RunLayout, run_layout
-from areal_flow.settings import merge, nest
-from areal_flow.store.queries import Run
 from pipelines import arguments
 from pipelines.arguments import Rewards, Rows
 from pipelines.jobs import job as jobs

@@ -12,11 +12,11 @@ from typing import Any
 
 from areal_flow.config.listing import setting_names
 from areal_flow.config.messages import did_you_mean
-from areal_flow.errors import ConfigError, PromptError
-from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
+from areal_flow.core.errors import ConfigError, PromptError
+from areal_flow.core.settings import nest
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rewards.shipping import SHIPPED
-from areal_flow.settings import nest
+from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from pipelines.jobs.built_in import write_jsonl
 
 _PLACE_IN_FILE = re.compile(r"/\S.*?\.jsonl, line (\d+)")

@@ -10,12 +10,12 @@ from typing import Any, get_args
 import polars as pl
 
 from areal_flow.config.cluster import Priced
-from areal_flow.controller.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.workers_file import ROLES, read_workers
+from areal_flow.flow.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.log.queries import Run
 from areal_flow.planning.cards import CARDS
-from areal_flow.run.workers_file import ROLES, read_workers
-from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.queries import Run
 from pipelines.console.tables import Report, Table
 
 PRICED = get_args(Priced)

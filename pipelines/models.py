@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.errors import ModelError
-from areal_flow.recovery.checkpoints import ADAPTER_FILE, MODEL_FILE, weight_files
+from areal_flow.core.errors import ModelError
+from areal_flow.policy.checkpoints import ADAPTER_FILE, MODEL_FILE, weight_files
 from pipelines.references import Reference, chosen_step
 
 if TYPE_CHECKING:
-    from areal_flow.store.lineage import HashCheck, Lineage
+    from areal_flow.log.lineage import HashCheck, Lineage
     from areal_flow.tracking.model_registry import RegisteredVersion
 
 _TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json", "MLmodel")
@@ -32,7 +32,7 @@ def export(source: Path, directory: Path) -> None:
     if (source / ADAPTER_FILE).is_file():
         from safetensors.torch import save_file
 
-        from areal_flow.models.policy import load_policy, policy_tensors
+        from areal_flow.policy.models.policy import load_policy, policy_tensors
 
         merged = policy_tensors(load_policy(source))
         save_file(merged, directory / MODEL_FILE, metadata={"format": "pt"})
@@ -50,8 +50,8 @@ def export_adapter(source: Path, directory: Path) -> None:
             f"--adapter: expected a checkpoint of a run with trainer.lora.rank, found {source}, "
             "which has no adapter: leave it out"
         )
-    from areal_flow.models.lora import adapter_description
-    from areal_flow.models.policy import read_lora_settings
+    from areal_flow.policy.models.lora import adapter_description
+    from areal_flow.policy.models.policy import read_lora_settings
 
     base = weight_files(source)[0].parent.resolve()
     description = adapter_description(read_lora_settings(source), base=str(base))
@@ -77,7 +77,7 @@ def _copy_without(source: Path, directory: Path, *names: str) -> None:
 
 def trace_model(found: Reference, *, step: int | None = None) -> Traced:
     """Return the lineage of a registered version, or of a run's step, by default its last."""
-    from areal_flow.store.queries import Run
+    from areal_flow.log.queries import Run
 
     run = Run(found.run.root)
     if found.directory is not None and found.step is None:

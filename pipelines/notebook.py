@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.directory import find_run, observed_state
-from areal_flow.store import queries
-from areal_flow.store.browsing import Selection, show_trajectory
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.log import queries
+from areal_flow.log.browsing import Selection, show_trajectory
+from areal_flow.log.directory import find_run, observed_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.errors import ConfigError, ModelError, RunError
-from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.run.directory import find_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import refuse_gguf
+from areal_flow.core.errors import ConfigError, ModelError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import find_run
+from areal_flow.policy.checkpoints import checkpoint_path, list_checkpoints
+from areal_flow.policy.tokenizer.directory import refuse_gguf
 
 if TYPE_CHECKING:
     from areal_flow.tracking.model_registry import RegisteredVersion

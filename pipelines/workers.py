@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.errors import RunError
-from areal_flow.run.directory import find_run, observed_state
-from areal_flow.run.durable import replace_file
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.durable import replace_file
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import find_run, observed_state
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster

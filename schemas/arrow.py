@@ -17,7 +17,7 @@ from pandera.api.polars.types import PolarsData
 from pandera.dtypes import immutable
 from pandera.engines import polars_engine
 
-from areal_flow.errors import SchemaError
+from areal_flow.core.errors import SchemaError
 
 
 @polars_engine.Engine.register_dtype(equivalents=[pl.Map])

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from areal_flow.digests import row_hash
+from areal_flow.core.digests import row_hash
 
 CONTENT_COLUMNS = (
     "trajectory_id",

@@ -6,7 +6,7 @@ import pandera.polars as pa
 import polars as pl
 from pandera.api.polars.types import PolarsData
 
-from areal_flow.run.layout import SCHEMA_VERSION
+from areal_flow.core.layout import SCHEMA_VERSION
 
 FINISH_REASONS = ("stop", "length", "error")
 

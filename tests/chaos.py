@@ -36,8 +36,8 @@ from distributed.core import rpc
 import areal_flow
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.recovery.checkpoints import list_checkpoints, read_forks
-from areal_flow.recovery.replay import replay_step
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.policy.checkpoints import list_checkpoints, read_forks
 from tests.struck_run import DriverEnded, StruckRun
 from tests.unrepeatable_trainer import write_patch
 

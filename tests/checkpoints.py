@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.checkpoints import CheckpointState, checkpoint_path
 
 
 def write_fake_checkpoint(layout: RunLayout, step: int, *, weights_hash: str) -> None:

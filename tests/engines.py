@@ -17,17 +17,17 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-from areal_flow.generation.protocol import (
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.rollout.engines.protocol import (
     EngineCore,
     GenerationSettings,
     Interruption,
     StopSettings,
 )
-from areal_flow.generation.sampling import adjust_logits, processed_logprobs
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import policy_tensors
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.rollout.engines.sampling import adjust_logits, processed_logprobs
+from areal_flow.rollout.engines.torch_engine import TorchEngine
 from tests.fakes import BigramEngine
 from tests.policies import small_policy
 
@@ -100,7 +100,7 @@ def letters() -> Tokenizer:
 
 def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
     """All engines that it makes share one core of vLLM, which takes seconds to start."""
-    from areal_flow.generation.vllm import engine as vllm_engine
+    from areal_flow.rollout.engines.vllm import engine as vllm_engine
 
     core, served = shared_core(in_process=in_process, tied=tied)
 
@@ -125,9 +125,9 @@ def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
 @cache
 def shared_core(*, in_process: bool, tied: bool) -> tuple[Any, Any]:
     """Return vLLM's core with the small policy, and what it is served with."""
-    from areal_flow.generation.vllm import engine as vllm_engine
-    from areal_flow.generation.vllm.core import CoreProcess, InProcessCore, engine_config
-    from areal_flow.generation.vllm.weights import ServedTensors
+    from areal_flow.rollout.engines.vllm import engine as vllm_engine
+    from areal_flow.rollout.engines.vllm.core import CoreProcess, InProcessCore, engine_config
+    from areal_flow.rollout.engines.vllm.weights import ServedTensors
 
     settings = GenerationSettings(
         max_num_seqs=512,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.types import (
+from areal_flow.core.types import (
     Completion,
     Episode,
     GroupRequest,
@@ -18,7 +17,8 @@ from areal_flow.types import (
     Tokens,
     as_tokens,
 )
-from areal_flow.workflows.context import Message
+from areal_flow.log.ledger_row import group_seeds
+from areal_flow.rollout.workflows.context import Message
 from tests.fakes import BigramEngine
 
 STOP = 0

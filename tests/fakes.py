@@ -12,11 +12,11 @@ from math import exp, inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_flow.errors import WeightsError
-from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
+from areal_flow.core.errors import WeightsError
+from areal_flow.core.types import Completion, GroupRequest, Sampling
+from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler
 from areal_flow.tracking.model_registry import BEST, CURRENT
 from areal_flow.tracking.protocol import PASS_RATE_TAG, RunDescription
-from areal_flow.types import Completion, GroupRequest, Sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -130,7 +130,7 @@ class MemoryWriter:
         self._newest: tuple[int, dict[str, Any]] | None = None
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
-        from areal_flow.models.hashing import hash_tensors
+        from areal_flow.policy.models.hashing import hash_tensors
 
         self._staged[version] = {name: tensors[name].clone() for name in sorted(tensors)}
         return hash_tensors(self._staged[version])

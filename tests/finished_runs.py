@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.evaluation.pass_rates import HELD_OUT, PASS_RATE
-from areal_flow.run.directory import State, create_run, hold_run, leave_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.committed import append_evaluation, create_logs
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.types import trajectory_id
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.pass_rates import HELD_OUT, PASS_RATE
+from areal_flow.core.types import trajectory_id
+from areal_flow.log.committed import append_evaluation, create_logs
+from areal_flow.log.directory import State, create_run, hold_run, leave_run
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.trajectories import TrajectoryCommitter
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import written_group
 from tests.tracked_runs import BEGAN, step_row

@@ -13,9 +13,9 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.config.controller import ControllerSettings
-from areal_flow.errors import EngineError
-from areal_flow.step_metrics import NOTHING_TRAINED
-from areal_flow.types import (
+from areal_flow.core.errors import EngineError
+from areal_flow.core.step_metrics import NOTHING_TRAINED
+from areal_flow.core.types import (
     Episode,
     GroupReceipt,
     PolicyHashes,

@@ -8,18 +8,18 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.ledger_row import Provenance
-from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.types import (
+from areal_flow.core.types import (
     Episode,
     GroupReceipt,
     TrajectoryReceipt,
     VersionSpan,
     trajectory_id,
 )
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.log.accounting import TokenAccounting
+from areal_flow.log.ledger_row import Provenance
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 
 

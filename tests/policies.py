@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal_flow.models.attention import ATTENTION_NAME
-from areal_flow.models.linear import swap_linear_layers
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.sft import CompletionRows
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.policy.models.attention import ATTENTION_NAME
+from areal_flow.policy.models.linear import swap_linear_layers
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.sft import CompletionRows
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
 
 
@@ -61,7 +61,7 @@ def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> 
 
 def write_model_directory(directory: Path, *, seed: int = 0) -> Path:
     """Write a complete model directory: the tiny tokenizer and random weights."""
-    from areal_flow.models.policy import empty_policy
+    from areal_flow.policy.models.policy import empty_policy
 
     write_tiny_model(directory, max_model_len=2048)
     torch.manual_seed(seed)

@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import build_recipe
-from areal_flow.controller.ledger_row import (
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import StepRequest
+from areal_flow.log.committed import create_logs
+from areal_flow.log.directory import create_run
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.ledger_row import (
     Provenance,
     StepEntries,
     batch_digest,
     genesis_row,
     step_row,
 )
-from areal_flow.models.policy import load_policy
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.committed import create_logs
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import StepRequest
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.policy.models.policy import load_policy
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.rank import TrainerRank
 from tests.policies import write_model_directory
 from tests.rows import written_group
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from areal_flow.trainer.pretrained import first_model
-from areal_flow.trainer.ranked_model import RankedModel
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.settings import TrainerSettings
+from areal_flow.training.pretrained import first_model
+from areal_flow.training.ranked_model import RankedModel
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.settings import TrainerSettings
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 

@@ -9,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.store.codec import receipts, rollout_rows, scored_table
-from areal_flow.store.trajectories import write_groups
-from areal_flow.types import (
+from areal_flow.core.types import (
     Completion,
     EngineStats,
     Episode,
@@ -22,8 +19,11 @@ from areal_flow.types import (
     VersionSpan,
     as_tokens,
 )
-from areal_flow.workflows.group import RolledOutGroup
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.log.codec import receipts, rollout_rows, scored_table
+from areal_flow.log.ledger_row import group_seeds
+from areal_flow.log.trajectories import write_groups
+from areal_flow.rollout.workflows.group import RolledOutGroup
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
 from pipelines.tiny_jobs.sums import ANSWER_MARK
 
 

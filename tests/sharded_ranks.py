@@ -26,35 +26,35 @@ from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import build_recipe
-from areal_flow.errors import TrainerLost
-from areal_flow.models.lora import add_adapter
-from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.checkpoint import (
+from areal_flow.core.errors import TrainerLost
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import Rendezvous
+from areal_flow.policy.checkpoints import CheckpointState
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import (
     complete_checkpoint,
     read_checkpoint,
     take_snapshot,
     write_part,
 )
-from areal_flow.trainer.optimizers import make_optimizer
-from areal_flow.trainer.pretrained import first_model
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
-from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.settings import (
+from areal_flow.training.optimizers import make_optimizer
+from areal_flow.training.pretrained import first_model
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
+from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.settings import (
     AdamWSettings,
     SftSettings,
     SupervisedObjective,
     TrainerSettings,
 )
-from areal_flow.trainer.sft import SftTrainer
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.supervised import OBJECTIVES
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Rendezvous
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.training.sft import SftTrainer
+from areal_flow.training.step import train_step
+from areal_flow.training.supervised import OBJECTIVES
+from areal_flow.training.updates import StepSettings
 from tests.policies import completion_rows, served_weights, small_policy
 from tests.unit.test_trainer import make_sequences
 

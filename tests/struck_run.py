@@ -15,10 +15,10 @@ from time import monotonic, sleep
 import psutil
 
 import areal_flow
-from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.audit.run import check_run
 
 PATIENCE_S = 120.0
 

@@ -50,7 +50,7 @@ def _watch() -> None:
 def _strike(how: str) -> None:
     import torch
 
-    from areal_flow.trainer.passes import Passes
+    from areal_flow.training.passes import Passes
 
     backward = Passes.backward
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.directory import create_run, write_identity
-from areal_flow.run.inputs import Verifier, record_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer, hold_lease
-from areal_flow.store.dataset import create_dataset
-from areal_flow.store.ledger import STEPS, Ledger
-from areal_flow.types import PolicyHashes
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer, hold_lease
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.core.types import PolicyHashes
+from areal_flow.log.dataset import create_dataset
+from areal_flow.log.directory import create_run, write_identity
+from areal_flow.log.inputs import Verifier, record_inputs
+from areal_flow.log.ledger import STEPS, Ledger
+from areal_flow.log.ledger_row import Provenance, genesis_row
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 

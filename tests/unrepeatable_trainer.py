@@ -25,7 +25,7 @@ def write_patch(folder: Path) -> Path:
 class RankPatch(MetaPathFinder):
     """Patches the ranks' module once it is imported: most processes never import torch."""
 
-    module = "areal_flow.trainer.rank"
+    module = "areal_flow.training.rank"
 
     def install(self) -> None:
         sys.meta_path.insert(0, self)

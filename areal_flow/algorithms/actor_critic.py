@@ -14,7 +14,7 @@ from areal_flow.algorithms.advantages import gae
 from areal_flow.algorithms.clipped import ClippedTokens
 from areal_flow.algorithms.objective import Proximal
 from areal_flow.algorithms.protocol import Advantage, AdvantageInputs, PolicyLoss, mean
-from areal_flow.settings import Settings
+from areal_flow.core.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -49,7 +49,7 @@ from areal_flow.algorithms.protocol import (
     PolicyLoss,
     mean,
 )
-from areal_flow.settings import Settings, require
+from areal_flow.core.settings import Settings, require
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedA
 from areal_flow.algorithms.logprobs import bounded_exp
 from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
-from areal_flow.settings import require
+from areal_flow.core.settings import require
 
 if TYPE_CHECKING:
     from torch import Tensor

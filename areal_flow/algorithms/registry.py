@@ -9,7 +9,7 @@ from pydantic import Field
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO, ReinforcePlusPlus
 from areal_flow.algorithms.objectives import CISPO, DPPO, M2PO, SAPO
-from areal_flow.settings import unnamed_is
+from areal_flow.core.settings import unnamed_is
 
 AnyAlgorithm = (
     DecoupledPPO | PPO | GSPO | CISPO | SAPO | M2PO | DPPO | ReinforcePlusPlus | ActorCriticPPO

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

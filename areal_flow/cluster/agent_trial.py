@@ -23,11 +23,10 @@ import numpy as np
 from areal_flow.cluster import episode_requests
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import WorkerContext
-from areal_flow.failures import cause_of
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.layout import RunLayout
-from areal_flow.settings import search_here_last
-from areal_flow.types import (
+from areal_flow.core.failures import cause_of
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.settings import search_here_last
+from areal_flow.core.types import (
     Completion,
     Episode,
     GroupRequest,
@@ -38,8 +37,9 @@ from areal_flow.types import (
     answer_text,
     as_tokens,
 )
-from areal_flow.workflows.agent_session import CallRefused
-from areal_flow.workflows.context import contexts_of
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.rollout.workflows.agent_session import CallRefused
+from areal_flow.rollout.workflows.context import contexts_of
 
 LIMIT_S = 60.0
 """A longer episode is given up, which is no error of the workflow."""

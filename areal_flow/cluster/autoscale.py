@@ -11,8 +11,8 @@ from typing import Any
 from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.launchers.child import last_line
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.controller.balance import Balance
-from areal_flow.errors import ConfigError, EngineError, RunError
+from areal_flow.core.errors import ConfigError, EngineError, RunError
+from areal_flow.flow.balance import Balance
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.weights_loading import answer_of
-from areal_flow.run.card_lock import ALONE, card_lock
+from areal_flow.core.card_lock import ALONE, card_lock
 
 
 class CardTurns:

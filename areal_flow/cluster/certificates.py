@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from distributed import Security
 
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.errors import ConfigError
-from areal_flow.run.durable import write_secret
+from areal_flow.core.durable import write_secret
+from areal_flow.core.errors import ConfigError
 
 CERTIFICATES = ("ca.pem", "certificate.pem", "key.pem")
 """The authority's certificate, this run's own, and the key of that."""

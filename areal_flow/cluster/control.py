@@ -19,7 +19,7 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker_context import SERVED_METRIC
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.errors import EngineError, RunError
+from areal_flow.core.errors import EngineError, RunError
 
 HANDLER = "areal_flow_workers"
 ELASTIC_ROLES = ("generator", "reward")

@@ -22,9 +22,9 @@ from distributed import get_client
 from areal_flow.cluster.results import KillsWorkers, run_reward_task
 from areal_flow.cluster.reward_tasks import SCORING_KILLS, judge, share_memory
 from areal_flow.cluster.worker_context import worker_context
-from areal_flow.errors import ArealFlowError, EngineError, RewardError
-from areal_flow.settings import import_function
-from areal_flow.types import Prompt, Score, Tokens
+from areal_flow.core.errors import ArealFlowError, EngineError, RewardError
+from areal_flow.core.settings import import_function
+from areal_flow.core.types import Prompt, Score, Tokens
 
 MID_EPISODE_PRIORITY = 10
 """Higher than that of tasks that follow a rollout."""

@@ -19,15 +19,9 @@ from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, sco
 from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
-from areal_flow.errors import EngineError, EpisodeError
-from areal_flow.generation.protocol import Engine, GenerationSettings
-from areal_flow.generation.registry import choose_engine, engine_factory
-from areal_flow.prompts.rendering import required_chat_template
-from areal_flow.run.card_lock import TOGETHER, card_lock
-from areal_flow.store.codec import RolloutRows, rollout_rows
-from areal_flow.tokenizer.directory import stop_token_ids
-from areal_flow.tokenizer.tool_calls import PROMPT_END, begins_reasoning
-from areal_flow.types import (
+from areal_flow.core.card_lock import TOGETHER, card_lock
+from areal_flow.core.errors import EngineError, EpisodeError
+from areal_flow.core.types import (
     Completion,
     EngineStats,
     Episode,
@@ -39,11 +33,17 @@ from areal_flow.types import (
     Tokens,
     as_tokens,
 )
-from areal_flow.weights.media import ChosenChannel
-from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.context import Message
-from areal_flow.workflows.group import FAILURES, all_of, run_group
-from areal_flow.workflows.registry import load_workflow
+from areal_flow.log.codec import RolloutRows, rollout_rows
+from areal_flow.policy.tokenizer.directory import stop_token_ids
+from areal_flow.policy.tokenizer.tool_calls import PROMPT_END, begins_reasoning
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
+from areal_flow.rollout.engines.registry import choose_engine, engine_factory
+from areal_flow.rollout.prompts.rendering import required_chat_template
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.context import Message
+from areal_flow.rollout.workflows.group import FAILURES, all_of, run_group
+from areal_flow.rollout.workflows.registry import load_workflow
 
 
 class GeneratorRole:
@@ -209,7 +209,7 @@ def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
     import torch
 
     from areal_flow.planning.card_memory import planned_cache
-    from areal_flow.trainer.pretrained import shapes_of
+    from areal_flow.training.pretrained import shapes_of
 
     num_bytes = torch.cuda.get_device_properties(settings.device).total_memory
     return planned_cache(recipe, shapes_of(model), num_bytes)

@@ -40,12 +40,12 @@ from areal_flow.cluster.worker_process import (
 )
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
-from areal_flow.controller.flow import Flow
-from areal_flow.errors import ConfigError
-from areal_flow.machine import raise_open_files_limit
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.machine import raise_open_files_limit
+from areal_flow.core.workers_file import note_worker
+from areal_flow.flow.flow import Flow
+from areal_flow.log.ledger import LedgerReader
 from areal_flow.planning.cards import card_named
-from areal_flow.run.workers_file import note_worker
-from areal_flow.store.ledger import LedgerReader
 
 DRIVER_OPEN_FILES = 128
 OPEN_FILES_PER_WORKER = 5

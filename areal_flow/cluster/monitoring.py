@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 from areal_flow.cluster.control import pool_status
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.worker_context import ENGINE_METRIC
-from areal_flow.controller.flow import Flow
-from areal_flow.run.layout import RunLayout
-from areal_flow.step_metrics import TRAINED_BY_STALENESS
-from areal_flow.store.ledger import LedgerReader
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.step_metrics import TRAINED_BY_STALENESS
+from areal_flow.flow.flow import Flow
+from areal_flow.log.ledger import LedgerReader
 from areal_flow.tracking.projection import STEP_COLUMNS, step_metrics
 
 MEANING = "See docs/guides/monitoring.md."

@@ -10,8 +10,8 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.controller.flow_setup import groups_in_flight
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
+from areal_flow.flow.flow_setup import groups_in_flight
 
 WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker_process")
 """Arguments of Python for a worker; its options and its parent's process number follow."""

@@ -38,8 +38,8 @@ from areal_flow.cluster.registry import (
 )
 from areal_flow.cluster.results import give_up_at_next_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
-from areal_flow.controller.schedules import run_until_first_ends
-from areal_flow.errors import EngineError, RunError
+from areal_flow.core.errors import EngineError, RunError
+from areal_flow.flow.schedules import run_until_first_ends
 
 logger = logging.getLogger(__name__)
 

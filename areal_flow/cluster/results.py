@@ -11,7 +11,7 @@ from distributed import Client, Future, KilledWorker
 from distributed.client import FutureCancelledError
 
 from areal_flow.cluster.executions import Executions
-from areal_flow.errors import ArealFlowError, EngineError, RewardError
+from areal_flow.core.errors import ArealFlowError, EngineError, RewardError
 
 MAX_VICTIMS = 20
 """How often a task may lose its worker to other tasks before it is given up, too."""

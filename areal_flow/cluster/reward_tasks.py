@@ -12,15 +12,10 @@ from time import monotonic
 import pyarrow as pa
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
-from areal_flow.errors import InfrastructureError, SchemaError
-from areal_flow.evaluation.pass_rates import verdict_of
-from areal_flow.prompts.rendering import messages_asked
-from areal_flow.prompts.table import num_prompts
-from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
-from areal_flow.rewards.protocol import RewardInput, TrainerState
-from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.run.inputs import check_verifier
-from areal_flow.store.codec import (
+from areal_flow.core.errors import InfrastructureError, SchemaError
+from areal_flow.core.pass_rates import verdict_of
+from areal_flow.core.types import GroupReceipt, Prompt, Score, Tokens, VersionSpan
+from areal_flow.log.codec import (
     RolloutNotes,
     RolloutRows,
     array_rows,
@@ -28,9 +23,14 @@ from areal_flow.store.codec import (
     receipts,
     scored_table,
 )
-from areal_flow.tokenizer.directory import texts_of
-from areal_flow.types import GroupReceipt, Prompt, Score, Tokens, VersionSpan
-from areal_flow.workflows.group import all_of
+from areal_flow.log.inputs import check_verifier
+from areal_flow.policy.tokenizer.directory import texts_of
+from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
+from areal_flow.rewards.protocol import RewardInput, TrainerState
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rollout.prompts.rendering import messages_asked
+from areal_flow.rollout.prompts.table import num_prompts
+from areal_flow.rollout.workflows.group import all_of
 
 MAX_KILLING_ROWS = 3
 """If workers die over so many rows of a group, its first, its other rows are not scored either."""
@@ -112,7 +112,7 @@ def _write(
 
     If they are not valid as a whole, each that is valid is written in a fragment of its own.
     """
-    from areal_flow.store.trajectories import validate_groups, write_groups
+    from areal_flow.log.trajectories import validate_groups, write_groups
 
     rows = pa.concat_tables(table for table, _ in rollouts)
     rows = rows.combine_chunks()  # every chunk of every column costs time below

@@ -26,11 +26,11 @@ from tornado.ioloop import IOLoop
 
 from areal_flow.cluster import run_numbers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.controller.bottleneck import find_bottleneck
-from areal_flow.controller.flow import Flow
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import COMMIT_ORDER, read_rows
-from areal_flow.store.ledger import STEPS, LedgerReader
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.bottleneck import find_bottleneck
+from areal_flow.flow.flow import Flow
+from areal_flow.log.dataset import COMMIT_ORDER, read_rows
+from areal_flow.log.ledger import STEPS, LedgerReader
 
 PAGE = "rl"
 UPDATE_EVERY_S = 2.0

@@ -17,9 +17,9 @@ from distributed.client import FuturesCancelledError
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task, run_task
-from areal_flow.errors import ArealFlowError, InfrastructureError
-from areal_flow.types import Episode, GroupReceipt, Score
-from areal_flow.weights.channel import WeightsReader
+from areal_flow.core.errors import ArealFlowError, InfrastructureError
+from areal_flow.core.types import Episode, GroupReceipt, Score
+from areal_flow.policy.weights.channel import WeightsReader
 
 logger = logging.getLogger(__name__)
 

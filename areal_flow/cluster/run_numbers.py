@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from areal_flow.controller import bottleneck
-from areal_flow.controller.flow import Flow
-from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.flow import bottleneck
+from areal_flow.flow.flow import Flow
 
 TRAINER = "trainer"
 CURVES = ("reward_mean", PASS_RATE, "completion_tokens_mean", "staleness_mean", "staleness_max")

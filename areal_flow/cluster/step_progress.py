@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 if TYPE_CHECKING:
-    from areal_flow.trainer.replicas import ReplicaGroup
+    from areal_flow.training.replicas import ReplicaGroup
 
 MIN_PROCESSORS = 0.1
 """Threads that only wait, with what answers Dask, use less of a processor."""

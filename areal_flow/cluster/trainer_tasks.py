@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
-from areal_flow.errors import DeviceError
-from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.run.inputs import reference_directory
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.rows_ahead import RowsAhead
-from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
-from areal_flow.weights.media import ChosenChannel
+from areal_flow.core.errors import DeviceError
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import PolicyHashes, Rendezvous, StepRequest, StepResult
+from areal_flow.log.inputs import reference_directory
+from areal_flow.policy.checkpoints import checkpoint_path, list_checkpoints
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.training.rows_ahead import RowsAhead
 
 if TYPE_CHECKING:
-    from areal_flow.trainer.rank import TrainerRank
-    from areal_flow.trainer.replicas import ReplicaGroup
-    from areal_flow.trainer.sft import SftTrainer
+    from areal_flow.training.rank import TrainerRank
+    from areal_flow.training.replicas import ReplicaGroup
+    from areal_flow.training.sft import SftTrainer
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ def on_device(task: Callable[Parameters, Result]) -> Callable[Parameters, Result
         try:
             return task(*args, **kwargs)
         except RuntimeError as error:
-            from areal_flow.trainer.kernels import is_device_error
+            from areal_flow.training.kernels import is_device_error
 
             if is_device_error(error):
                 raise DeviceError(f"the trainer's device failed: {error}") from error
@@ -71,7 +71,7 @@ def read_ahead(trajectory_ids: Sequence[str]) -> None:
 @on_device
 def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[PolicyHashes, str]:
     """Stage version 0, from a fork's first checkpoint or from a pretrained policy."""
-    from areal_flow.trainer.backend import numeric_environment
+    from areal_flow.training.backend import numeric_environment
 
     rank = _connected(rendezvous, directory)
     if 0 in list_checkpoints(rank.layout.checkpoints):
@@ -116,7 +116,7 @@ def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, floa
     Returns:
         How many steps were taken in all, and the metrics of the last one.
     """
-    from areal_flow.trainer.sft import SftTrainer
+    from areal_flow.training.sft import SftTrainer
 
     context, replicas = worker_context(), _connected(rendezvous, source).replicas
     settings = context.recipe.sft
@@ -137,7 +137,7 @@ def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, floa
 
 @on_device
 def sft_checkpoint() -> None:
-    from areal_flow.trainer.sft import SftTrainer
+    from areal_flow.training.sft import SftTrainer
 
     context = worker_context()
     layout, trainer = context.layout, context.get(SftTrainer)
@@ -153,7 +153,7 @@ def _connected(rendezvous: Rendezvous, weights: Path) -> TrainerRank:
     """
     rank = _rank()
     if rendezvous.num_ranks > 1 and rank.replicas.name != rendezvous.name:
-        from areal_flow.trainer.replicas import connect_ranks
+        from areal_flow.training.replicas import connect_ranks
 
         rank.replicas.leave()
         context = worker_context()
@@ -186,7 +186,7 @@ def _leaving_card(rank: TrainerRank, result: Result) -> Result:
 
 
 def _rank() -> TrainerRank:
-    from areal_flow.trainer.rank import TrainerRank
+    from areal_flow.training.rank import TrainerRank
 
     context = worker_context()
     layout, rows = context.layout, _rows(context)
@@ -210,8 +210,8 @@ def _leave_generator_memory(recipe: Recipe) -> None:
 
     A vLLM that starts again demands its whole part, which a trainer could have grown into.
     """
-    from areal_flow.generation.registry import choose_engine
-    from areal_flow.trainer.kernels import bound_memory
+    from areal_flow.rollout.engines.registry import choose_engine
+    from areal_flow.training.kernels import bound_memory
 
     beside = recipe.shares_card and not recipe.takes_turns
     if beside and choose_engine(recipe.generation).name == "vllm":
@@ -219,7 +219,7 @@ def _leave_generator_memory(recipe: Recipe) -> None:
 
 
 def _rows(context: WorkerContext) -> RowsAhead:
-    from areal_flow.store.trajectories import TrainingRows
+    from areal_flow.log.trajectories import TrainingRows
 
     layout = context.layout
     return context.ensure(RowsAhead, lambda: RowsAhead(TrainingRows(layout)))
@@ -230,9 +230,9 @@ def _writer(context: WorkerContext) -> Writer:
 
 
 def _make_sft_trainer(context: WorkerContext, source: Path, replicas: ReplicaGroup) -> SftTrainer:
-    from areal_flow.trainer.pretrained import first_model
-    from areal_flow.trainer.sft import CompletionRows, SftTrainer
-    from areal_flow.trainer.supervised import OBJECTIVES
+    from areal_flow.training.pretrained import first_model
+    from areal_flow.training.sft import CompletionRows, SftTrainer
+    from areal_flow.training.supervised import OBJECTIVES
 
     layout, recipe = context.layout, context.recipe
     objective = OBJECTIVES[recipe.sft.objective]

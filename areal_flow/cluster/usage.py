@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.rollouts import HELD_OUT
-from areal_flow.controller.ledger_row import REWARD_TASKS, SYSTEM_AREA
+from areal_flow.log.ledger_row import REWARD_TASKS, SYSTEM_AREA
 
 
 def usage(pool: WorkerPool) -> dict[str, float]:

@@ -14,7 +14,7 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
-from areal_flow.types import ServedWeights
+from areal_flow.core.types import ServedWeights
 
 MIN_TIMEOUT_S = 30.0
 LISTEN_EVERY_S = 0.5

@@ -24,8 +24,8 @@ from distributed import Worker, WorkerPlugin, get_worker
 from areal_flow.cluster.executions import Execution, Executions
 from areal_flow.cluster.step_progress import StepClock, StepProgress
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import tokenizer_of
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.tokenizer.directory import tokenizer_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

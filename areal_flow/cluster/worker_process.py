@@ -24,9 +24,9 @@ from distributed.worker import DEFAULT_EXTENSIONS
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.machine import is_linux, raise_open_files_limit
-from areal_flow.run.code_version import VERSION
-from areal_flow.settings import search_here_last
+from areal_flow.core.code_version import VERSION
+from areal_flow.core.machine import is_linux, raise_open_files_limit
+from areal_flow.core.settings import search_here_last
 
 DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": None,  # see `health`

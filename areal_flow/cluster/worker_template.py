@@ -17,13 +17,13 @@ from importlib import import_module
 import numpy as np
 
 from areal_flow.cluster.worker_process import end_with_parent, work
-from areal_flow.machine import raise_open_files_limit
+from areal_flow.core.machine import raise_open_files_limit
 
 MODULES = (
     "areal_flow.cluster.trainer_tasks",
-    "areal_flow.generation.torch_engine",
-    "areal_flow.trainer.rank",
-    "areal_flow.trainer.sft",
+    "areal_flow.rollout.engines.torch_engine",
+    "areal_flow.training.rank",
+    "areal_flow.training.sft",
     "pandas",
     "sympy",
     "torch.fx.experimental.symbolic_shapes",

@@ -19,8 +19,8 @@ from areal_flow.config.messages import explain
 from areal_flow.config.overrides import without_replaced
 from areal_flow.config.recipe import Recipe
 from areal_flow.config.sections import EvaluationSettings, TrackingSettings
-from areal_flow.errors import ConfigError
-from areal_flow.settings import flatten, merge
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.settings import flatten, merge
 
 __all__ = [
     "EvaluationSettings",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from areal_flow.settings import Settings, require
+from areal_flow.core.settings import Settings, require
 
 SbatchOptions = Annotated[tuple[str, ...], Strict(False)]
 Workers = Literal["all", "trainer", "generator", "reward"]

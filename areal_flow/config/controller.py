@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from areal_flow.settings import Settings, require
+from areal_flow.core.settings import Settings, require
 
 
 class ControllerSettings(Settings):

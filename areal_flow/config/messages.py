@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config.listing import setting_names
-from areal_flow.settings import nest
+from areal_flow.core.settings import nest
 
 OPTION = "--{}"
 """How a setting is spelled on the command line."""

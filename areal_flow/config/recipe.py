@@ -11,19 +11,19 @@ from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.config.controller import ControllerSettings
 from areal_flow.config.sections import EvaluationSettings, TrackingSettings
-from areal_flow.digests import sha256_hex
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.prompts.plan import PromptPlan, RowSettings
-from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.pass_rates import PASS_THRESHOLD
+from areal_flow.core.settings import Settings, require
+from areal_flow.policy.weights.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.settings import Settings, require
-from areal_flow.trainer.settings import RankSettings, SftSettings, TrainerSettings
-from areal_flow.weights.settings import Medium, WeightsSettings
-from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.registry import WorkflowSettings
-from areal_flow.workflows.single_turn import SingleTurn
-from areal_flow.workflows.tool_use import ToolUse
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.prompts.plan import PromptPlan, RowSettings
+from areal_flow.rollout.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.registry import WorkflowSettings
+from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.training.settings import RankSettings, SftSettings, TrainerSettings
 
 
 class Recipe(Settings):

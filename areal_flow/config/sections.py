@@ -6,10 +6,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
-from areal_flow.prompts.settings import HeldOutSettings
-from areal_flow.settings import Settings, require
+from areal_flow.core.pass_rates import HELD_OUT
+from areal_flow.core.settings import Settings, require
+from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
+from areal_flow.rollout.prompts.settings import HeldOutSettings
 
 
 class EvaluationSettings(Settings):

@@ -8,13 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.errors import RunError
-from areal_flow.generation.prefill import TOKENS_A_STEP
+from areal_flow.core.errors import RunError
+from areal_flow.core.step_metrics import SPEED_AREA
 from areal_flow.planning.costs import Costs, Efficiencies
 from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.planner import Job
 from areal_flow.planning.simulator import Simulated, simulate
-from areal_flow.step_metrics import SPEED_AREA
+from areal_flow.rollout.engines.prefill import TOKENS_A_STEP
 
 STALL = f"{SPEED_AREA}weights_stall_s_mean"
 SKIPPED = 0.25

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from areal_flow.config import Recipe
-from areal_flow.errors import EngineError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.models.policy import DTYPES
+from areal_flow.core.errors import EngineError
 from areal_flow.planning.cards import GIB, card_bytes
 from areal_flow.planning.memory import RankMemory
-from areal_flow.trainer.kernels import RESERVED_BYTES
+from areal_flow.policy.models.policy import DTYPES
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.training.kernels import RESERVED_BYTES
 
 ENGINE_BYTES = 2 * GIB
 """What vLLM takes beside weights and cache: its context, graphs and the passes' activations."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 GIB = 2**30
 NETWORK_BYTES_PER_S = 50e9

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError
-from areal_flow.models.huggingface import on_meta_device
-from areal_flow.models.policy import policy_from_config
+from areal_flow.core.errors import ConfigError
 from areal_flow.planning.card_memory import generator_memory
 from areal_flow.planning.cards import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Card
 from areal_flow.planning.lengths import Lengths
-from areal_flow.trainer.flops import PolicyShape
+from areal_flow.policy.models.huggingface import on_meta_device
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.training.flops import PolicyShape
 
 PACKING_FILL = 0.95
 """Of `trainer.tokens_per_micro_batch`."""

@@ -35,22 +35,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError
-from areal_flow.models import reward_model, segments
-from areal_flow.models.linear import OneDnnLinear
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.policy import policy_from_config
-from areal_flow.models.settings import LoraSettings
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Rendezvous, VersionSpan
 from areal_flow.planning.passes_tracker import PassesTracker
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer import activations, critic, linear_logprobs, passes
-from areal_flow.trainer.kernels import RESERVED_BYTES
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.replicas import ConnectedRanks, ReplicaGroup
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import train_step
-from areal_flow.types import Rendezvous, VersionSpan
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.policy.models import reward_model, segments
+from areal_flow.policy.models.linear import OneDnnLinear
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training import activations, critic, linear_logprobs, passes
+from areal_flow.training.kernels import RESERVED_BYTES
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.step import train_step
 
 FRAGMENTATION = 0.05
 """Of the peak: what the caching allocator holds in parts too small to be used."""

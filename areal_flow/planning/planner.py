@@ -9,8 +9,8 @@ from math import ceil
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.controller.bottleneck import Bottleneck, judge_speed
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
+from areal_flow.flow.bottleneck import Bottleneck, judge_speed
 from areal_flow.planning.cards import Card
 from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Policy, costs_of
 from areal_flow.planning.lengths import Lengths

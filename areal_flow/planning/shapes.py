@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_flow.errors import ConfigError
-from areal_flow.models.huggingface import AutoConfig
-from areal_flow.tokenizer.directory import refuse_gguf
+from areal_flow.core.errors import ConfigError
+from areal_flow.policy.models.huggingface import AutoConfig
+from areal_flow.policy.tokenizer.directory import refuse_gguf
 
 _FIELDS = (
     "hidden_size",

@@ -15,22 +15,9 @@ from typing import Any, NamedTuple
 
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import (
-    FlowBackends,
-    InitialState,
-    groups_in_flight,
-    max_running_trajectories,
-)
-from areal_flow.controller.ledger_row import Provenance
-from areal_flow.controller.schedules import SCHEDULES
-from areal_flow.errors import EngineError
-from areal_flow.planning.costs import Costs
-from areal_flow.planning.lengths import Lengths
-from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
-from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.step_metrics import NOTHING_TRAINED
-from areal_flow.types import (
+from areal_flow.core.errors import EngineError
+from areal_flow.core.step_metrics import NOTHING_TRAINED
+from areal_flow.core.types import (
     Episode,
     GroupReceipt,
     PolicyHashes,
@@ -42,6 +29,19 @@ from areal_flow.types import (
     as_tokens,
     trajectory_id,
 )
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import (
+    FlowBackends,
+    InitialState,
+    groups_in_flight,
+    max_running_trajectories,
+)
+from areal_flow.flow.schedules import SCHEDULES
+from areal_flow.log.ledger_row import Provenance
+from areal_flow.planning.costs import Costs
+from areal_flow.planning.lengths import Lengths
+from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
+from areal_flow.planning.virtual_time import run_in_virtual_time
 
 PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 

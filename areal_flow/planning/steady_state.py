@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 
 from areal_flow.config import Recipe
-from areal_flow.controller.flow_setup import groups_in_flight
+from areal_flow.flow.flow_setup import groups_in_flight
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths
 

@@ -16,10 +16,10 @@ from itertools import count, pairwise
 from math import sqrt
 from typing import NamedTuple
 
-from areal_flow.errors import EngineError
-from areal_flow.generation.protocol import Interruption
+from areal_flow.core.errors import EngineError
+from areal_flow.core.types import VersionSpan
 from areal_flow.planning.costs import Costs
-from areal_flow.types import VersionSpan
+from areal_flow.rollout.engines.protocol import Interruption
 
 Spans = tuple[VersionSpan, ...]
 

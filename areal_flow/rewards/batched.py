@@ -19,9 +19,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from areal_flow.core.types import RewardPart, Score
 from areal_flow.rewards.calls import call_in_thread, call_on_loop
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, is_async, judged
-from areal_flow.types import RewardPart, Score
 
 BATCH_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "answer"),

@@ -22,9 +22,9 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from areal_flow.errors import RewardError
-from areal_flow.failures import FailureCounts, in_own_thread
-from areal_flow.frames import place, users_frames
+from areal_flow.core.errors import RewardError
+from areal_flow.core.failures import FailureCounts, in_own_thread
+from areal_flow.core.frames import place, users_frames
 
 FAILURES = FailureCounts("a verifier")
 """Of the verifiers of this process."""

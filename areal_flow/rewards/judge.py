@@ -15,9 +15,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
+from areal_flow.core.types import Score, answer_text
 from areal_flow.rewards.protocol import RewardInput, overlong
-from areal_flow.types import Score, answer_text
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

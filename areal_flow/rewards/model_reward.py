@@ -14,12 +14,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from areal_flow.digests import file_hash, sha256_hex
-from areal_flow.errors import ModelError, RewardError
+from areal_flow.core.digests import file_hash, sha256_hex
+from areal_flow.core.errors import ModelError, RewardError
+from areal_flow.core.types import Score
+from areal_flow.policy.tokenizer.auto_tokenizer import auto_tokenizer
+from areal_flow.policy.tokenizer.directory import prompt_tokens, resolve_model
 from areal_flow.rewards.protocol import RewardInput, overlong
-from areal_flow.tokenizer.auto_tokenizer import auto_tokenizer
-from areal_flow.tokenizer.directory import prompt_tokens, resolve_model
-from areal_flow.types import Score
 
 FILES = ("config.json", "tokenizer.json", "*.safetensors")
 _KIND = "ForSequenceClassification"
@@ -60,7 +60,7 @@ class ModelReward:
             raise RewardError(f"reward 'reward_model', path = {path!r}: {error}") from None
 
     def open(self) -> None:
-        from areal_flow.models.huggingface import (
+        from areal_flow.policy.models.huggingface import (
             AutoModelForSequenceClassification,
             without_progress_bars,
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from areal_flow.core.thinking import after_thinking
+from areal_flow.core.types import Score, answer_text
 from areal_flow.rewards.math.equality import value_of
 from areal_flow.rewards.math.quantity import quantity_of
 from areal_flow.rewards.math.reward import MADE_OF, judge, read_answer
 from areal_flow.rewards.math.text import final_answer, marked_text, reference_text
 from areal_flow.rewards.protocol import reads_completion
-from areal_flow.thinking import after_thinking
-from areal_flow.types import Score, answer_text
 
 
 @reads_completion

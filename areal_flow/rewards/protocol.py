@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from areal_flow.failures import cause_of
+from areal_flow.core.failures import cause_of
+from areal_flow.core.settings import Settings
+from areal_flow.core.types import Score
 from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop
-from areal_flow.settings import Settings
-from areal_flow.types import Score
 
 
 class RewardSettings(Settings):

@@ -14,14 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_flow import thinking
-from areal_flow.errors import RewardError
+from areal_flow.core import thinking
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.errors import RewardError
+from areal_flow.core.thinking import after_thinking
+from areal_flow.core.types import Score
 from areal_flow.rewards.math import text as math_text
 from areal_flow.rewards.math.text import marked_text
 from areal_flow.rewards.protocol import reads_completion
-from areal_flow.run.code_version import how_to_install
-from areal_flow.thinking import after_thinking
-from areal_flow.types import Score
 
 _ANSWER = ("<answer>", "</answer>")
 """The package's own mark of a final answer."""

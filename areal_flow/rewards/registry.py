@@ -15,8 +15,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from areal_flow.errors import RewardError
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
+from areal_flow.core.errors import RewardError
+from areal_flow.core.pass_rates import PASS_THRESHOLD, verdict_of
+from areal_flow.core.settings import code_hash, import_function, source_file, text_hash
+from areal_flow.core.types import RewardPart, Score
 from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code.reward import CodeReward
@@ -39,8 +41,6 @@ from areal_flow.rewards.protocol import (
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
-from areal_flow.settings import code_hash, import_function, source_file, text_hash
-from areal_flow.types import RewardPart, Score
 
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,

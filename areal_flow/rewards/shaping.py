@@ -12,9 +12,9 @@ from typing import Any
 
 import regex
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
+from areal_flow.core.types import Score, answer_text
 from areal_flow.rewards.protocol import reads_completion
-from areal_flow.types import Score, answer_text
 
 MATCH_LIMIT_S = 1.0
 

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from areal_flow.digests import sha256_hex
-from areal_flow.errors import RewardError
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.errors import RewardError
 from areal_flow.rewards.protocol import bare
 
 SHIPPED = "shipped:"

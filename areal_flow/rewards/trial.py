@@ -17,13 +17,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from areal_flow.failures import cause_of
+from areal_flow.core.failures import cause_of
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.settings import search_here_last
+from areal_flow.core.types import answer_text
+from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, TrainerState, part_names
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
-from areal_flow.run.layout import RunLayout
-from areal_flow.settings import search_here_last
-from areal_flow.tokenizer.directory import tokenizer_of
-from areal_flow.types import answer_text
 
 ANY_SOURCE = ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from areal_flow.run.durable import replace_file
+from areal_flow.core.durable import replace_file
 
 MODEL_FILE = "MLmodel"
 MAX_NEW_TOKENS = "max_new_tokens"
@@ -46,8 +46,12 @@ class Completions:
     """What MLflow calls: a prompt is a user's message where the policy has a chat template."""
 
     def __init__(self, directory: Path) -> None:
-        from areal_flow.models.policy import load_policy
-        from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, tokenizer_of
+        from areal_flow.policy.models.policy import load_policy
+        from areal_flow.policy.tokenizer.directory import (
+            chat_template_of,
+            stop_token_ids,
+            tokenizer_of,
+        )
 
         self._policy = load_policy(directory)
         self._policy.set_attn_implementation("sdpa")  # ours is for packed rows
@@ -64,7 +68,7 @@ class Completions:
     def _complete(self, prompt: str, max_new_tokens: int) -> str:
         import torch
 
-        from areal_flow.tokenizer.directory import prompt_tokens, texts_of
+        from areal_flow.policy.tokenizer.directory import prompt_tokens, texts_of
 
         if self._chat is not None:
             prompt = self._chat.render([{"role": "user", "content": prompt}])

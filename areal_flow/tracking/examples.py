@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_flow.evaluation.pass_rates import passes
-from areal_flow.store.queries import Run
+from areal_flow.core.pass_rates import passes
+from areal_flow.log.queries import Run
 
 MAX_VERSIONS, MAX_PROMPTS = 10, 8
 _SHOWN = ["policy_version", "difficulty", "prompt", "answer", "completion", "reward"]

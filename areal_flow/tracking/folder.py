@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_flow.config import TrackingSettings
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.ledger import LedgerReader
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.ledger import LedgerReader
 from areal_flow.tracking.protocol import Tracker
 
 Metrics = Mapping[str, float]

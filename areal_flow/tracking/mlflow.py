@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import TrackingSettings
-from areal_flow.run.directory import check_schema_version
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import check_schema_version
 from areal_flow.tracking.completions import write_signature
 from areal_flow.tracking.model_registry import (
     SQLITE,

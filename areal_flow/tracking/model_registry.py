@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_flow.digests import sha256_hex
-from areal_flow.errors import ModelError
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.errors import ModelError
+from areal_flow.core.layout import RunLayout
 from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
 
 SQLITE = "sqlite:///"

@@ -13,17 +13,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.config import load_recipe
-from areal_flow.controller.costs import COLUMNS as COST_COLUMNS
-from areal_flow.controller.costs import CostAccounting, by_use
-from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable, tabulate
-from areal_flow.failures import first_line
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
-from areal_flow.run.inputs import read_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.workers_file import Workers, read_workers
-from areal_flow.store.dataset import open_dataset
-from areal_flow.store.ledger import STEPS, LedgerReader
-from areal_flow.store.queries import Run
+from areal_flow.core.failures import first_line
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, tabulate
+from areal_flow.core.workers_file import Workers, read_workers
+from areal_flow.flow.costs import COLUMNS as COST_COLUMNS
+from areal_flow.flow.costs import CostAccounting, by_use
+from areal_flow.log.dataset import open_dataset
+from areal_flow.log.inputs import read_inputs
+from areal_flow.log.ledger import STEPS, LedgerReader
+from areal_flow.log.queries import Run
+from areal_flow.policy.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
 from areal_flow.tracking.examples import answers_of, evenly_spaced, read_examples
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
@@ -32,7 +32,7 @@ from areal_flow.tracking.protocol import (
     Tracker,
     describe_run,
 )
-from areal_flow.trainer.supervised import read_metrics
+from areal_flow.training.supervised import read_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_flow.command import command
 from areal_flow.config import Recipe, load_recipe
+from areal_flow.core.command import command
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Lease, newest_lease
+from areal_flow.core.settings import flatten
+from areal_flow.log.directory import recipe_name_of
+from areal_flow.log.inputs import read_inputs
 from areal_flow.rewards.protocol import part_names
-from areal_flow.run.directory import recipe_name_of
-from areal_flow.run.inputs import read_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Lease, newest_lease
-from areal_flow.settings import flatten
-from areal_flow.workflows.agent import Agent
+from areal_flow.rollout.workflows.agent import Agent
 
 TRAINED_AT_TAG = "trained_at"
 """Of a registered version: when the ledger had its step, as text that sorts by time."""

@@ -20,20 +20,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 
-from areal_flow.command import command
 from areal_flow.config import Recipe, TrackingSettings, load_recipe
-from areal_flow.errors import ConfigError, StorageError
-from areal_flow.failures import first_line
-from areal_flow.run.code_version import how_to_install
-from areal_flow.run.directory import check_schema_version, observed_state
-from areal_flow.run.durable import replace_file
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.command import command
+from areal_flow.core.durable import replace_file
+from areal_flow.core.errors import ConfigError, StorageError
+from areal_flow.core.failures import first_line
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import check_schema_version, observed_state
 from areal_flow.tracking.mlflow import MlflowTracker
 from areal_flow.tracking.projection import FineTuningProjection, Projection
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.tensorboard import TensorboardTracker
 from areal_flow.tracking.wandb import WandbTracker
-from areal_flow.trainer.supervised import OBJECTIVES
+from areal_flow.training.supervised import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 

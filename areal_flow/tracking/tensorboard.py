@@ -7,7 +7,7 @@ from time import time
 from typing import Any
 
 from areal_flow.config import TrackingSettings
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from areal_flow.tracking.folder import FolderTracker, Metrics
 from areal_flow.tracking.protocol import RunDescription
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import TrackingSettings
-from areal_flow.run.directory import check_schema_version
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import check_schema_version
 from areal_flow.tracking.folder import FolderTracker, Metrics
 from areal_flow.tracking.protocol import RunDescription
 

@@ -18,9 +18,9 @@ from typing import Any, get_args
 
 import torch
 
-from areal_flow.generation.protocol import Interruption
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import policy_from_config, policy_tensors
+from areal_flow.policy.models.policy import policy_from_config, policy_tensors
+from areal_flow.rollout.engines.protocol import Interruption
+from areal_flow.rollout.engines.torch_engine import TorchEngine
 from benchmarks import harness, tailed_load
 from benchmarks.plots import draw_bars
 from benchmarks.science.findings import Estimate, Finding, conclude

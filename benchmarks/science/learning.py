@@ -22,17 +22,17 @@ from tokenizers import Tokenizer
 from areal_flow import open_run
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Completion, GroupRequest, Sampling
+from areal_flow.log.directory import create_run
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.policy.tokenizer.directory import stop_token_ids
 from areal_flow.rewards.numeric import verify_numeric
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import stop_token_ids
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.rollout.engines.torch_engine import TorchEngine
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.schedule import make_warm_model
 from pipelines.jobs.job import DEFAULT_RECIPE

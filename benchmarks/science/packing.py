@@ -21,10 +21,10 @@ import torch
 from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import MinibatchSize
-from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.updates import Minibatch, StepSettings
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.updates import Minibatch, StepSettings
 from benchmarks import harness
 from benchmarks.plots import draw_bars
 from benchmarks.science.findings import Estimate, Finding, conclude

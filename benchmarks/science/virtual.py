@@ -8,11 +8,11 @@ from typing import Any, Literal
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.config.controller import ControllerSettings
-from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths, assumed_lengths
 from areal_flow.planning.simulator import Simulated, simulate
-from areal_flow.trainer.settings import TrainerSettings
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.training.settings import TrainerSettings
 
 MEAN_TOKENS, CUT = 8_000, 65_536
 MAX_ROWS = 64

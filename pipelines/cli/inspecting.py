@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from pydantic import TypeAdapter, ValidationError
 
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given, Prices, report_settings
 from pipelines.console.tables import Report
 from pipelines.references import chosen_step
@@ -117,7 +117,7 @@ def trajectories(
         raise ConfigError("--tokens goes with --show")
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
-    from areal_flow.store.browsing import Selection, show_trajectory
+    from areal_flow.log.browsing import Selection, show_trajectory
     from pipelines.cli import trajectory_report as reports
 
     found, at = reports.run_at(folders.find(run), at)
@@ -182,15 +182,15 @@ def replay(
         trajectories: Show so many trajectories that differ most.
         tokens: Show a trajectory's tokens, by its id.
     """
-    from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
-    from areal_flow.settings import import_function
+    from areal_flow.core.settings import import_function
+    from areal_flow.flow.recovery.replay_settings import changed_recipe, parse_changes
 
     named, changes = folders.find(run), parse_changes(set_ or [])
     layout, step = named.run, chosen_step(named, step, option="--step")
     if step is None:
         raise ConfigError(f"expected a step to compute again: {run}@STEP, or --step N")
     changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
-    from areal_flow.recovery.replay import replay_step
+    from areal_flow.flow.recovery.replay import replay_step
     from pipelines.cli.replay_report import report_replay
 
     replayed = replay_step(
@@ -209,7 +209,7 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
     Args:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
-    from areal_flow.store.queries import Run
+    from areal_flow.log.queries import Run
     from pipelines.cli.reports import report_difficulty
 
     return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))

@@ -20,8 +20,8 @@ from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOption
 
 import areal_flow
 from areal_flow.config.messages import did_you_mean, why_no_algorithm
-from areal_flow.errors import ArealFlowError, ConfigError
-from areal_flow.settings import search_here_last
+from areal_flow.core.errors import ArealFlowError, ConfigError
+from areal_flow.core.settings import search_here_last
 from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.console.tables import Report, show

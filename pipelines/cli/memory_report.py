@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from areal_flow.config import Recipe
-from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.card_memory import GeneratorMemory, MemoryPlan, plan_memory
 from areal_flow.planning.cards import GIB, card_bytes
 from areal_flow.planning.memory import FRAGMENTATION, RankMemory, trainer_memory
 from areal_flow.planning.shapes import model_config
-from areal_flow.trainer.kernels import RESERVED_BYTES
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.training.kernels import RESERVED_BYTES
 from pipelines.console.tables import Report, Table
 
 

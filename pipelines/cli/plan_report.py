@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.core.layout import RunLayout
 from areal_flow.planning.calibration import Calibration
 from areal_flow.planning.card_memory import MemoryPlan, plan_memory
 from areal_flow.planning.cards import GIB, card_named
@@ -14,7 +15,6 @@ from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import trainer_memory
 from areal_flow.planning.planner import Job, Plan, generator_gpus, make_plan
 from areal_flow.planning.shapes import model_config
-from areal_flow.run.layout import RunLayout
 from pipelines.console.tables import Report, Table
 from pipelines.jobs.run_plan import calibrate_run, job_of_run, lengths_of_run
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from areal_flow.errors import RunError
-from areal_flow.recovery.replay import Replayed
-from areal_flow.recovery.restore import ComparedStep, compared_values
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import tokenizer_of
-from areal_flow.trainer.inspection import InspectedTrajectory
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import Replayed
+from areal_flow.flow.recovery.restore import ComparedStep, compared_values
+from areal_flow.policy.tokenizer.directory import tokenizer_of
+from areal_flow.training.inspection import InspectedTrajectory
 from pipelines.console.tables import Report, Table
 
 

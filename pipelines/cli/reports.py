@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from areal_flow.audit.run import check_run
-from areal_flow.evaluation.paired import PairedComparison
-from areal_flow.evaluation.pass_rates import EvaluationScores
-from areal_flow.run.directory import list_runs, observed_state
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import newest_lease
-from areal_flow.store.lineage import HashCheck, Lineage
-from areal_flow.store.pass_rates import prompt_pass_rates
-from areal_flow.store.queries import Run
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import newest_lease
+from areal_flow.core.paired import PairedComparison
+from areal_flow.core.pass_rates import EvaluationScores
+from areal_flow.log.audit.run import check_run
+from areal_flow.log.directory import list_runs, observed_state
+from areal_flow.log.lineage import HashCheck, Lineage
+from areal_flow.log.pass_rates import prompt_pass_rates
+from areal_flow.log.queries import Run
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 

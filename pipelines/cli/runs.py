@@ -14,13 +14,13 @@ from typing import Annotated
 
 from cyclopts import App, Parameter, validators
 
-from areal_flow.command import command
 from areal_flow.config import load_recipe
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.run.code_version import how_to_install
-from areal_flow.run.directory import find_run, list_runs, observed_state
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease, is_held, newest_lease
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.command import command
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease, is_held, newest_lease
+from areal_flow.log.directory import find_run, list_runs, observed_state
 from pipelines.cli.settings import Flag, Given, Prices
 from pipelines.console.run_log import logged_lines
 from pipelines.console.tables import Report
@@ -76,8 +76,8 @@ def remove_run(layout: RunLayout) -> int:
     The registry's entries go first: if it cannot be reached, the run is still there. The directory
     is renamed before it is deleted: one that is half removed must not look like a run.
     """
+    from areal_flow.policy.weights.shared_memory import free_segments
     from areal_flow.tracking.registry import untrack
-    from areal_flow.weights.shared_memory import free_segments
 
     check_unheld(layout)
     with hold_lease(layout.writers):
@@ -209,7 +209,7 @@ def cost(
         steps: Each step, too.
         trajectories: So many of the dearest, too.
     """
-    from areal_flow.store.queries import Run
+    from areal_flow.log.queries import Run
     from pipelines.costs import parse_prices, report_costs
 
     prices = parse_prices(price)

@@ -16,8 +16,8 @@ from cyclopts import Group, Parameter
 
 from areal_flow.config.listing import Setting, all_settings, setting_names
 from areal_flow.config.messages import nearest
-from areal_flow.errors import ConfigError
-from areal_flow.settings import parse_value
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.settings import parse_value
 from pipelines.console.tables import Report, Table
 from pipelines.references import Reference, find_reference
 

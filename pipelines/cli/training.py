@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from areal_flow.config.messages import OPTION
-from areal_flow.errors import ConfigError
-from areal_flow.run.directory import find_run
-from areal_flow.run.layout import run_layout
-from areal_flow.settings import nest
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import run_layout
+from areal_flow.core.settings import nest
+from areal_flow.log.directory import find_run
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from areal_flow.store import browsing
-from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
-from areal_flow.store.queries import Run
+from areal_flow.log import browsing
+from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory
+from areal_flow.log.queries import Run
 from pipelines.console.table_file import write_table_file
 from pipelines.console.tables import Report, Table, facts, one_line, printable
 from pipelines.references import Reference, chosen_step

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter, validators
 
 from areal_flow.config.messages import OPTION
-from areal_flow.errors import ConfigError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.registry import AUTO, choose_engine
-from areal_flow.generation.vllm.support import BUILDS, installed_vllm
-from areal_flow.machine import is_linux, system_name, usable_cores
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.machine import is_linux, system_name, usable_cores
+from areal_flow.core.settings import nest
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
-from areal_flow.settings import nest
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.registry import AUTO, choose_engine
+from areal_flow.rollout.engines.vllm.support import BUILDS, installed_vllm
 from pipelines.cli.settings import Flag, Given, Overrides
 from pipelines.console.tables import Report, Table
 

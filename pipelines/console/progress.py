@@ -23,9 +23,9 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Column, Table
 
-from areal_flow.controller.bottleneck import speed_of
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.step_metrics import SKIPPED_UPDATES, SPEED_AREA
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.core.step_metrics import SKIPPED_UPDATES, SPEED_AREA
+from areal_flow.flow.bottleneck import speed_of
 from pipelines.console.run_log import log
 from pipelines.console.tables import PLAIN
 

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from rich.console import Console, RenderableType
 
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.console.tables import PIPE_WIDTH, PLAIN, make_console, rendered
 
 _TIME = "%Y-%m-%d %H:%M:%S"

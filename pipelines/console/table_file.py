@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 from pipelines.console.tables import plain
 
 LANCE = ".lance"
@@ -36,7 +36,7 @@ def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) 
     """
     check_table_file(path)
     if path.suffix == LANCE:
-        from areal_flow.store.dataset import create_dataset
+        from areal_flow.log.dataset import create_dataset
 
         return int(create_dataset(path, schema, tables).count_rows())
     partial = path.with_name(f".{path.name}.partial")

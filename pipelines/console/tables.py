@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-from areal_flow.evaluation.pass_rates import EvaluationScores
+from areal_flow.core.pass_rates import EvaluationScores
 
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, ModelError
-from areal_flow.prompts.settings import PromptSettings, SourceSettings
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.auto_tokenizer import auto_tokenizer, write_tokenizer
-from areal_flow.tokenizer.directory import (
+from areal_flow.core.errors import ConfigError, ModelError
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.tokenizer.auto_tokenizer import auto_tokenizer, write_tokenizer
+from areal_flow.policy.tokenizer.directory import (
     check_model_directory,
     check_stop_tokens,
     copy_model_description,
     resolve_model,
     tokenizer_of,
 )
-from areal_flow.trainer.supervised import OBJECTIVES
+from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
+from areal_flow.training.supervised import OBJECTIVES
 from pipelines.jobs.fetched_prompts import FETCHED, Rows
 from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
@@ -79,13 +79,15 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     else:
         source = resolve_model(recipe.model)
         check_model_directory(source)
-        from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+        from areal_flow.policy.models.probe import (
+            probe_policy,  # torch: only where there is a model
+        )
 
         probe_policy(source, max_model_len=recipe.generation.max_model_len)
         copy_model_description(source, layout.model)
         write_tokenizer(source, layout.model)
     if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
-        from areal_flow.models.policy import check_adapter  # torch, as above
+        from areal_flow.policy.models.policy import check_adapter  # torch, as above
 
         check_adapter(layout.model, recipe.trainer.lora)
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
@@ -102,7 +104,7 @@ def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
             f"{directory}: log-probabilities are compared token by token; take one with the same "
             "tokenizer"
         )
-    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+    from areal_flow.policy.models.probe import probe_policy  # torch: only where there is a model
 
     probe_policy(directory, max_model_len=recipe.generation.max_model_len)
     return directory

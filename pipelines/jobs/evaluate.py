@@ -24,29 +24,29 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
-from areal_flow.errors import ConfigError, ModelError
-from areal_flow.evaluation.answers import answer_held_out
-from areal_flow.evaluation.paired import PairedComparison, compare_answers
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
-from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
-from areal_flow.generation.registry import require_served
-from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
-from areal_flow.prompts.rendering import unused_chat_template, why_chat_template
-from areal_flow.prompts.table import PromptTable
-from areal_flow.rewards.shipping import what_is_executed
-from areal_flow.run.inputs import read_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.settings import flatten, merge
-from areal_flow.store.committed import EVALUATIONS
-from areal_flow.tokenizer.auto_tokenizer import warn_of_other_tokens, write_tokenizer
-from areal_flow.tokenizer.directory import (
+from areal_flow.core.errors import ConfigError, ModelError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.paired import PairedComparison, compare_answers
+from areal_flow.core.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
+from areal_flow.core.settings import flatten, merge
+from areal_flow.core.types import Prompt
+from areal_flow.flow.answers import answer_held_out
+from areal_flow.log.committed import EVALUATIONS
+from areal_flow.log.inputs import read_inputs
+from areal_flow.policy.tokenizer.auto_tokenizer import warn_of_other_tokens, write_tokenizer
+from areal_flow.policy.tokenizer.directory import (
     check_model_directory,
     copy_model_description,
     texts_of,
     tokenizer_of,
 )
-from areal_flow.types import Prompt
-from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from areal_flow.policy.weights.directory import DirectoryReader, publish_model_directory
+from areal_flow.rewards.shipping import what_is_executed
+from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
+from areal_flow.rollout.engines.registry import require_served
+from areal_flow.rollout.prompts.prepare import check_first_held_out_rows, prepare_held_out
+from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed
 from pipelines.jobs.open_settings import with_context_length

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, PromptError
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.errors import ConfigError, PromptError
 from areal_flow.rewards.reasoning_gym import scorer_of
-from areal_flow.run.code_version import how_to_install
 
 Row = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -85,7 +85,7 @@ def verifiers_rows(
     if settings:
         raise ConfigError(f"source 'verifiers:{environment}' takes no settings, found {settings}")
     try:
-        from areal_flow.workflows.verifiers_agent import rows
+        from areal_flow.rollout.workflows.verifiers_agent import rows
     except ImportError:
         raise _missing("verifiers", "verifiers") from None
     return rows(environment, recipe.prompts.num_prompts + recipe.prompts.num_held_out), []

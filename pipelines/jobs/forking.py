@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.settings import flatten, merge
+from areal_flow.log.dataset import read_errors
+from areal_flow.log.directory import first_num_steps, read_parent
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.rewards.shipping import what_is_executed
-from areal_flow.run.directory import first_num_steps, read_parent
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.settings import flatten, merge
-from areal_flow.store.dataset import read_errors
-from areal_flow.store.ledger import LedgerReader
-from areal_flow.trainer.settings import SftSettings
+from areal_flow.training.settings import SftSettings
 from pipelines.console.progress import line_progress
 from pipelines.console.run_log import say
 from pipelines.jobs.stop_signals import wait_for
@@ -58,7 +58,7 @@ class Fork:
 
     def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:
         """Write the new run's checkpoint 0; return its recipe, whose model that is."""
-        from areal_flow.recovery.fork import write_version_0  # torch
+        from areal_flow.flow.recovery.fork import write_version_0  # torch
 
         own = {each.verifier for each in load_recipe(self.parent.config).rewards}
         kept = (each.verifier for each in recipe.rewards if each.verifier in own)

@@ -21,19 +21,19 @@ from typing import Any
 
 from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.command import command, from_here
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
-from areal_flow.errors import ConfigError, EpisodeError, RewardError, RunError
-from areal_flow.failures import first_line
+from areal_flow.core.command import command, from_here
+from areal_flow.core.durable import replace_file
+from areal_flow.core.errors import ConfigError, EpisodeError, RewardError, RunError
+from areal_flow.core.failures import first_line
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.log.directory import State, create_run, hold_run, leave_run, removed_on_failure
+from areal_flow.log.inputs import Verifier, accept, check_inputs
 from areal_flow.rewards.shipping import what_is_executed
-from areal_flow.run.directory import State, create_run, hold_run, leave_run, removed_on_failure
-from areal_flow.run.durable import replace_file
-from areal_flow.run.inputs import Verifier, accept, check_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
 from areal_flow.tracking.registry import show_report, track
-from areal_flow.trainer.supervised import OBJECTIVES
+from areal_flow.training.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say
 from pipelines.jobs.forking import Fork
 from pipelines.jobs.preflight import check_devices, found_verifier

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.generation.pages import CACHE_SHARE, cached_numbers
-from areal_flow.generation.registry import choose_engine
-from areal_flow.machine import usable_bytes
+from areal_flow.core.machine import usable_bytes
+from areal_flow.rollout.engines.pages import CACHE_SHARE, cached_numbers
+from areal_flow.rollout.engines.registry import choose_engine
 
 LEAST = 128
 """Where memory seems to have room for less, it is tried with this many tokens."""

@@ -20,15 +20,15 @@ from functools import partial
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.controller.flow import Flow
-from areal_flow.errors import ArealFlowError
-from areal_flow.evaluation.answers import Answer, answer_held_out
-from areal_flow.evaluation.pass_rates import EvaluationTable, has_plateaued, tabulate
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.committed import append_evaluation, evaluation_names, read_evaluation
-from areal_flow.tokenizer.directory import texts_of, tokenizer_of
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.pass_rates import EvaluationTable, has_plateaued, tabulate
+from areal_flow.flow.answers import Answer, answer_held_out
+from areal_flow.flow.flow import Flow
+from areal_flow.log.committed import append_evaluation, evaluation_names, read_evaluation
+from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
+from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking
 from pipelines.console.progress import Progress, counted
 from pipelines.console.tables import with_interval

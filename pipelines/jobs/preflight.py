@@ -18,24 +18,24 @@ from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, RewardError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.registry import require_engine, require_installed
-from areal_flow.prompts.rendering import messages_asked
-from areal_flow.prompts.table import PromptTable
+from areal_flow.core.code_version import how_to_install
+from areal_flow.core.errors import ConfigError, RewardError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Prompt
+from areal_flow.log.inputs import Verifier
+from areal_flow.policy.weights.media import check_medium
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
-from areal_flow.run.code_version import how_to_install
-from areal_flow.run.inputs import Verifier
-from areal_flow.run.layout import RunLayout
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.registry import require_engine, require_installed
+from areal_flow.rollout.prompts.rendering import messages_asked
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.registry import ImportedWorkflow
+from areal_flow.rollout.workflows.tool_use import ToolUse
 from areal_flow.tracking.registry import require_sinks
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.types import Prompt
-from areal_flow.weights.media import check_medium
-from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.registry import ImportedWorkflow
-from areal_flow.workflows.tool_use import ToolUse
+from areal_flow.training.settings import TrainerSettings
 
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from textwrap import indent
 
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.errors import ConfigError
-from areal_flow.generation.registry import require_served
-from areal_flow.prompts.prepare import Prepared, check_first_rows, prepare_prompts
-from areal_flow.prompts.rendering import unused_chat_template, why_chat_template
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.inputs import record_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.committed import create_logs
-from areal_flow.store.pass_rates import record_pass_rates
-from areal_flow.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
-from areal_flow.trainer.supervised import OBJECTIVES
-from areal_flow.workflows.registry import load_workflow
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.committed import create_logs
+from areal_flow.log.inputs import record_inputs
+from areal_flow.log.pass_rates import record_pass_rates
+from areal_flow.policy.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.rollout.engines.registry import require_served
+from areal_flow.rollout.prompts.prepare import Prepared, check_first_rows, prepare_prompts
+from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.rollout.workflows.registry import load_workflow
+from areal_flow.training.supervised import OBJECTIVES
 from pipelines.console.tables import printable
 from pipelines.jobs.built_in import (
     MODELS,

@@ -14,14 +14,14 @@ from itertools import count
 from math import inf
 from pathlib import Path
 
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.queries import Run
 from areal_flow.planning.calibration import Calibration, calibrate, steady
 from areal_flow.planning.cards import card_named
 from areal_flow.planning.costs import Policy
 from areal_flow.planning.lengths import Lengths, recorded_lengths
 from areal_flow.planning.planner import Job, enough_generators, with_cluster
 from areal_flow.planning.shapes import model_config
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.queries import Run
 
 
 def lengths_of_run(layout: RunLayout) -> Lengths:

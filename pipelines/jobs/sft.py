@@ -16,19 +16,24 @@ from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, TrainerLost
-from areal_flow.prompts.completions import (
+from areal_flow.core.errors import ConfigError, TrainerLost
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.log.inputs import Verifier, record_inputs
+from areal_flow.policy.checkpoints import checkpoint_path
+from areal_flow.policy.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.policy.tokenizer.directory import (
+    chat_template_of,
+    stop_token_ids,
+    texts_of,
+    tokenizer_of,
+)
+from areal_flow.rollout.prompts.completions import (
     RowEncoder,
     check_first_completions,
     tokenise_completions,
 )
-from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.run.inputs import Verifier, record_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
-from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
-from areal_flow.trainer.supervised import OBJECTIVES
+from areal_flow.training.supervised import OBJECTIVES
 from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
 from pipelines.jobs.stop_signals import Outcome, StopSignals
@@ -93,7 +98,7 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
     check_first_sft_rows(filled)
     prepare_model(recipe, layout)
     if objective.makes_reward_model:
-        from areal_flow.models.reward_model import describe_reward_model  # torch
+        from areal_flow.policy.models.reward_model import describe_reward_model  # torch
 
         describe_reward_model(layout.model, pad_token_id=stop_token_ids(layout.model)[0])
     num_rows = prepare_sft(layout, filled)

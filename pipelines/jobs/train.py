@@ -27,28 +27,28 @@ from areal_flow.cluster.usage import usage
 from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
-from areal_flow.controller.engine_gap import GapWatch
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState, max_running_trajectories
-from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.controller.schedules import SCHEDULES, run_until_first_ends
-from areal_flow.errors import RunError
-from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.bootstrap import restore_policy, take_over
-from areal_flow.recovery.checkpointing import Checkpoints
-from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
-from areal_flow.run.code_version import CODE_VERSION
-from areal_flow.run.directory import read_state
-from areal_flow.run.inputs import read_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.committed import CommittedLogs, read_unconsumed
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrajectoryCommitter
+from areal_flow.core.code_version import CODE_VERSION
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.flow.engine_gap import GapWatch
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories
+from areal_flow.flow.recovery.bootstrap import restore_policy, take_over
+from areal_flow.flow.recovery.checkpointing import Checkpoints
+from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
+from areal_flow.flow.schedules import SCHEDULES, run_until_first_ends
+from areal_flow.log.committed import CommittedLogs, read_unconsumed
+from areal_flow.log.directory import read_state
+from areal_flow.log.inputs import read_inputs
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.policy.checkpoints import list_checkpoints
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking, start_tracking
-from areal_flow.weights.media import ChosenChannel
-from areal_flow.weights.shared_memory import free_segments
 from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy

@@ -9,11 +9,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
-from areal_flow.prompts.rows import messages_in
+from areal_flow.core.pass_rates import PASS_THRESHOLD, verdict_of
+from areal_flow.core.types import Score
 from areal_flow.rewards.protocol import Reward, RewardInput
 from areal_flow.rewards.registry import load_reward
-from areal_flow.types import Score
+from areal_flow.rollout.prompts.rows import messages_in
 
 BATCH_ROWS = 256
 BATCH_CHARS = 2**24

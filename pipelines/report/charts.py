@@ -17,9 +17,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_flow.evaluation.pass_rates import PASS_RATE, EvaluationTable
-from areal_flow.step_metrics import ENGINE_GAP
-from areal_flow.store.ledger import STEPS
+from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable
+from areal_flow.core.step_metrics import ENGINE_GAP
+from areal_flow.log.ledger import STEPS
 from pipelines.report.verdicts import WINDOW_STEPS
 
 Evaluation = tuple[int, EvaluationTable]

@@ -17,15 +17,15 @@ from typing import Any
 import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from areal_flow.errors import RunError
-from areal_flow.evaluation.pass_rates import tabulate
+from areal_flow.core.durable import replace_file
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import leases
+from areal_flow.core.pass_rates import tabulate
+from areal_flow.log.database import compared_answers
+from areal_flow.log.directory import observed_state
+from areal_flow.log.queries import Run
 from areal_flow.rewards.protocol import part_names
-from areal_flow.run.directory import observed_state
-from areal_flow.run.durable import replace_file
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import leases
-from areal_flow.store.database import compared_answers
-from areal_flow.store.queries import Run
 from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import printable, with_interval
 from pipelines.costs import amount, costs_of

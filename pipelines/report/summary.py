@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 from rich.console import RenderableType
 
-from areal_flow.command import command, from_here, python
-from areal_flow.evaluation.pass_rates import EvaluationTable
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.command import command, from_here, python
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import EvaluationTable
 from pipelines.console.run_log import say
 from pipelines.console.tables import Table, samples_text, with_interval
 
@@ -62,8 +62,8 @@ def summarise(
         held_out: evaluations by name; those "before" and "after" are summarised.
         ledger: every row, the genesis too.
     """
-    from areal_flow.store.database import empty_database
-    from areal_flow.store.ledger import flatten_metrics
+    from areal_flow.log.database import empty_database
+    from areal_flow.log.ledger import flatten_metrics
 
     ledger = flatten_metrics(ledger)
     if STALE not in ledger.column_names:  # of a run without a step

@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 from areal_flow.config import Recipe
-from areal_flow.controller.bottleneck import find_bottleneck
-from areal_flow.controller.engine_gap import REMEDIES, is_wide
-from areal_flow.evaluation.pass_rates import PASS_RATE, PassRate, wilson_interval
-from areal_flow.step_metrics import ENGINE_GAP
+from areal_flow.core.pass_rates import PASS_RATE, PassRate, wilson_interval
+from areal_flow.core.step_metrics import ENGINE_GAP
+from areal_flow.flow.bottleneck import find_bottleneck
+from areal_flow.flow.engine_gap import REMEDIES, is_wide
 
 WINDOW_STEPS = 8
 """A value at the start or now is the mean over so many steps: that of one step is mostly noise."""

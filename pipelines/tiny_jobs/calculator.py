@@ -20,9 +20,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer
 
 from areal_flow.config import Recipe
-from areal_flow.errors import PromptError
-from areal_flow.tools import calculate
-from areal_flow.workflows.tool_use import ToolUse
+from areal_flow.core.errors import PromptError
+from areal_flow.rollout.tools import calculate
+from areal_flow.rollout.workflows.tool_use import ToolUse
 from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 
 EASY, HARD = 1, 2

@@ -22,7 +22,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer
 
 from areal_flow.config import Recipe
-from areal_flow.errors import PromptError
+from areal_flow.core.errors import PromptError
 from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 
 SHOWN_INPUTS = (0, 1, 2, 3, 4)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.errors import PromptError
+from areal_flow.core.errors import PromptError
 
 SEED_SPACING = 1_000_000_000
 """Item i is drawn with seed + i: close seeds share their items."""

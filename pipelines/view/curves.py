@@ -10,8 +10,8 @@ from typing import Any
 from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from bokeh.plotting import figure
 
-from areal_flow.store.dataset import open_dataset, read_rows
-from areal_flow.store.queries import Run
+from areal_flow.log.dataset import open_dataset, read_rows
+from areal_flow.log.queries import Run
 from pipelines.report.charts import COLOURS
 from pipelines.report.page import held_out_rates
 

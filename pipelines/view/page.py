@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 import panel as pn
 
-from areal_flow.errors import ArealFlowError
-from areal_flow.run.directory import observed_state
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.browsing import QUOTE, ShownTrajectory
-from areal_flow.store.groups import ORDERS, GroupSelection, select_groups, show_group
-from areal_flow.store.queries import Run
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.browsing import QUOTE, ShownTrajectory
+from areal_flow.log.directory import observed_state
+from areal_flow.log.groups import ORDERS, GroupSelection, select_groups, show_group
+from areal_flow.log.queries import Run
 from pipelines.view import shown
 from pipelines.view.curves import FIGURES, RunCurves, draw
 from pipelines.workers import tunnel_to
@@ -200,7 +200,7 @@ class Page:
 
 def serve(layouts: Sequence[RunLayout], *, port: int) -> None:
     pn.extension("tabulator", raw_css=[_BODY])
-    Thread(target=import_module, args=["areal_flow.trainer.step"], daemon=True).start()
+    Thread(target=import_module, args=["areal_flow.training.step"], daemon=True).start()
     server = pn.serve(
         lambda: Page([Run(layout.root) for layout in layouts]).layout(),
         address=HOST,

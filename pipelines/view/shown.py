@@ -15,11 +15,11 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from areal_flow.errors import ConfigError
-from areal_flow.store.browsing import ShownToken, ShownTrajectory
-from areal_flow.store.database import compared_answers
-from areal_flow.store.groups import GroupSelection, condition
-from areal_flow.store.queries import Run
+from areal_flow.core.errors import ConfigError
+from areal_flow.log.browsing import ShownToken, ShownTrajectory
+from areal_flow.log.database import compared_answers
+from areal_flow.log.groups import GroupSelection, condition
+from areal_flow.log.queries import Run
 from pipelines.console.table_file import write_table_file
 from pipelines.report import page
 from pipelines.report.charts import COLOURS

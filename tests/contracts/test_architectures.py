@@ -12,29 +12,29 @@ import pytest
 import torch
 import transformers
 
-from areal_flow.errors import ModelError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.generation.vllm.weights import check_logprobs
-from areal_flow.models import attention
-from areal_flow.models.attention import AttentionRule
-from areal_flow.models.logits import logits_of
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import (
+from areal_flow.core.errors import ModelError
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models import attention
+from areal_flow.policy.models.attention import AttentionRule
+from areal_flow.policy.models.logits import logits_of
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.policy import (
     hidden_at,
     logits_at,
     policy_from_config,
     policy_tensors,
     policy_with,
 )
-from areal_flow.models.probe import probe_config, small_copy
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.head import token_logprobs
-from areal_flow.trainer.pretrained import pretrained_policy
-from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.tensor_rows import TensorRows
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.probe import probe_config, small_copy
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.torch_engine import TorchEngine
+from areal_flow.rollout.engines.vllm.weights import check_logprobs
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.head import token_logprobs
+from areal_flow.training.pretrained import pretrained_policy
+from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.tensor_rows import TensorRows
 from tests.unit.test_trainer import sequence_of
 
 SMALL = {

@@ -11,13 +11,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from areal_flow.audit.files import listed_weights, read_directories
-from areal_flow.audit.findings import Finding
-from areal_flow.errors import WeightsError
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.run.layout import RunLayout
-from areal_flow.weights.channel import StreamedTensors
-from areal_flow.weights.directory import (
+from areal_flow.core.errors import WeightsError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.audit.files import listed_weights, read_directories
+from areal_flow.log.audit.findings import Finding
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.weights.channel import StreamedTensors
+from areal_flow.policy.weights.directory import (
     DELTA_FILE,
     KEEP_VERSIONS,
     DirectoryReader,

@@ -7,8 +7,8 @@ import random
 import psutil
 import pytest
 
-from areal_flow.generation.protocol import EngineCore
-from areal_flow.types import Completion, GroupRequest
+from areal_flow.core.types import Completion, GroupRequest
+from areal_flow.rollout.engines.protocol import EngineCore
 from tests.engines import (
     Subject,
     assert_exact,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from areal_flow.errors import ConfigError, EngineError
-from areal_flow.generation.protocol import EngineCore, GenerationSettings
-from areal_flow.generation.registry import ENGINES, engine_factory
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
-from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from areal_flow.core.errors import ConfigError, EngineError
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.weights.directory import DirectoryReader, publish_model_directory
+from areal_flow.rollout.engines.protocol import EngineCore, GenerationSettings
+from areal_flow.rollout.engines.registry import ENGINES, engine_factory
 from tests.engines import (
     SUBJECTS,
     VOCABULARY,

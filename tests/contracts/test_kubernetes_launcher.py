@@ -13,7 +13,7 @@ import pytest
 from areal_flow.cluster import pool as pools
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.config.cluster import ClusterSettings, KubernetesSettings
-from areal_flow.errors import EngineError
+from areal_flow.core.errors import EngineError
 from tests.contracts.test_launchers import empty_pool, generator, process_of, run
 from tests.kubernetes_api import IMAGE, FakeKubernetes, running_kubernetes
 

@@ -32,7 +32,7 @@ from areal_flow.cluster.placement import (
 )
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.config.cluster import ClusterSettings, KubernetesSettings, RemoteSettings
-from areal_flow.errors import EngineError
+from areal_flow.core.errors import EngineError
 from tests.kubernetes_api import IMAGE, running_kubernetes
 from tests.slurmd import running_slurm
 from tests.sshd import HOST, running_sshd

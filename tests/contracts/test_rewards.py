@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from areal_flow.core.types import Score
 from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import choose_tier
@@ -17,7 +18,6 @@ from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.registry import REWARDS, function_reward, load_reward
 from areal_flow.rewards.shipping import ship_function
-from areal_flow.types import Score
 from tests.judges import running_judge
 from tests.reward_models import write_reward_model
 

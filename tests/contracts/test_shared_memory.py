@@ -14,31 +14,31 @@ import pytest
 import torch
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, StorageError, WeightsError
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.recovery.bootstrap import take_over
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease
-from areal_flow.store.committed import create_logs
-from areal_flow.weights import media, shared_memory
-from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader
-from areal_flow.weights.media import ChosenChannel, check_medium
-from areal_flow.weights.shared_memory import (
+from areal_flow.core.errors import ConfigError, StorageError, WeightsError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease
+from areal_flow.flow.recovery.bootstrap import take_over
+from areal_flow.log.committed import create_logs
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.weights import media, shared_memory
+from areal_flow.policy.weights.directory import KEEP_VERSIONS, DirectoryReader
+from areal_flow.policy.weights.media import ChosenChannel, check_medium
+from areal_flow.policy.weights.shared_memory import (
     SHARED_MEMORY,
     create_segments,
     free_segments,
     map_tensors,
     segments_of,
 )
-from areal_flow.weights.tensor_file import write_tensors
+from areal_flow.policy.weights.tensor_file import write_tensors
 
 NUM_VALUES = 4_000_000
 
 DIES_WHILE_IT_STAGES = f"""
 import os, signal, sys, torch
 from pathlib import Path
-from areal_flow.weights import shared_memory
-from areal_flow.weights.media import ChosenChannel
+from areal_flow.policy.weights import shared_memory
+from areal_flow.policy.weights.media import ChosenChannel
 
 class HalfWritten:
     def __init__(self, file): self.file = file

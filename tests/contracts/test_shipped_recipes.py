@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from areal_flow.config import load_recipe
-from areal_flow.models.policy import policy_from_config
 from areal_flow.planning.card_memory import plan_memory
 from areal_flow.planning.cards import GIB
 from areal_flow.planning.memory import trainer_memory
 from areal_flow.planning.shapes import model_config
+from areal_flow.policy.models.policy import policy_from_config
 from pipelines.jobs.job import recipe_path
 
 CARDS_NAMED = {

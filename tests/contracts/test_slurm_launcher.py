@@ -10,7 +10,7 @@ import pytest
 
 from areal_flow.cluster import pool as pools
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import EngineError
+from areal_flow.core.errors import EngineError
 from tests.contracts.test_launchers import empty_pool, generator, process_of, run
 from tests.slurmd import NUM_CORES, PREEMPTING, job_numbers, running_slurm
 

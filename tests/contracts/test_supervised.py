@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from areal_flow.algorithms.protocol import LossInputs
-from areal_flow.models.reward_model import describe_reward_model
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
-from areal_flow.trainer.sft import SftTrainer
-from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.policy.models.reward_model import describe_reward_model
+from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.sft import SftTrainer
+from areal_flow.training.supervised import OBJECTIVES, read_metrics
 from tests.policies import completion_rows, small_policy, write_model_directory
 from tests.reward_models import load_reward_model
 from tests.unit.test_trainer import hash_of_optimizer

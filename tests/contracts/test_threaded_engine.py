@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.errors import EngineError, WeightsError
-from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.types import Completion
+from areal_flow.core.errors import EngineError, WeightsError
+from areal_flow.core.types import Completion
+from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from tests.engines import (
     VOCABULARY,
     Subject,

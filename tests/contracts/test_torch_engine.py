@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from areal_flow.generation import torch_engine
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.sampling import sample
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.paged_prefill import Chunk, PagedCache, fill_pages
-from areal_flow.types import Completion, GroupRequest
+from areal_flow.core.types import Completion, GroupRequest
+from areal_flow.policy.models.paged_prefill import Chunk, PagedCache, fill_pages
+from areal_flow.rollout.engines import torch_engine
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.sampling import sample
+from areal_flow.rollout.engines.torch_engine import TorchEngine
 from tests.engines import (
     VOCABULARY,
     assert_exact,

@@ -20,15 +20,15 @@ import pytest
 from mlflow import MlflowClient
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
-from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.recovery.checkpoints import checkpoint_path, record_fork
-from areal_flow.run.code_version import CODE_VERSION
-from areal_flow.run.inputs import Verifier, accept
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease
-from areal_flow.store.ledger import STEPS
-from areal_flow.store.queries import Run
+from areal_flow.core.code_version import CODE_VERSION
+from areal_flow.core.errors import ConfigError, ModelError, RunError, StorageError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease
+from areal_flow.core.pass_rates import HELD_OUT
+from areal_flow.log.inputs import Verifier, accept
+from areal_flow.log.ledger import STEPS
+from areal_flow.log.queries import Run
+from areal_flow.policy.checkpoints import checkpoint_path, record_fork
 from areal_flow.tracking import track
 from areal_flow.tracking.folder import FolderTracker
 from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_flow.errors import WeightsError
-from areal_flow.models.hashing import HANDED_OVER_BYTES, hash_tensors
-from areal_flow.models.policy import assign_tensors, policy_tensors
-from areal_flow.weights.channel import (
+from areal_flow.core.errors import WeightsError
+from areal_flow.policy.models.hashing import HANDED_OVER_BYTES, hash_tensors
+from areal_flow.policy.models.policy import assign_tensors, policy_tensors
+from areal_flow.policy.weights.channel import (
     HashingWriter,
     StreamedTensors,
     WeightsReader,
@@ -21,9 +21,9 @@ from areal_flow.weights.channel import (
     converted,
     described,
 )
-from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
-from areal_flow.weights.media import ChosenChannel
-from areal_flow.weights.shared_memory import free_segments
+from areal_flow.policy.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.shared_memory import free_segments
 from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy
 

@@ -18,7 +18,7 @@ from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.machine import is_linux
+from areal_flow.core.machine import is_linux
 from tests.contracts.test_launchers import (
     check_worker_ends_with,
     client_of,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.models.attention import AttentionRule
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.segments import attend_by_flex, attend_by_varlen, choose_kernel
+from areal_flow.policy.models.attention import AttentionRule
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.segments import attend_by_flex, attend_by_varlen, choose_kernel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import policy_tensors
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.kernels import set_precision
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
-from areal_flow.weights.channel import converted
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.weights.channel import converted
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.torch_engine import TorchEngine
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.kernels import set_precision
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
 

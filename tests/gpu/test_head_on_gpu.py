@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_flow.trainer.linear_logprobs import CHUNK_NUMBERS
-from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.training.linear_logprobs import CHUNK_NUMBERS
+from areal_flow.training.sequences import pack_sequences
 from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
 from tests.unit.test_linear_logprobs import found_by, numbers_and_gradients
 from tests.unit.test_trainer import make_sequences

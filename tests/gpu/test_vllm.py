@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.generation.protocol import Engine, GenerationSettings
-from areal_flow.generation.registry import engine_factory
-from areal_flow.models.policy import load_policy, policy_tensors
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
+from areal_flow.rollout.engines.registry import engine_factory
 from tests.fakes import MemoryReader
 from tests.policies import write_model_directory
 from tests.vllm.models import published

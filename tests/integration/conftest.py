@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from filelock import FileLock
 
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.cli.main import main
 from tests.integration.runs import run_small, small_recipe
 

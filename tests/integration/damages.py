@@ -12,13 +12,13 @@ from typing import Any
 import lance
 import pyarrow as pa
 
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.run.directory import Parent, check_schema_version, record_parent
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.dataset import COMMIT_ORDER, create_dataset
-from areal_flow.store.ledger import STEPS
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.dataset import COMMIT_ORDER, create_dataset
+from areal_flow.log.directory import Parent, check_schema_version, record_parent
+from areal_flow.log.ledger import STEPS
+from areal_flow.policy.checkpoints import checkpoint_path
 
 Rows = list[dict[str, Any]]
 Change = Callable[[Rows], object]

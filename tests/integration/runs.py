@@ -18,12 +18,12 @@ import pytest
 from distributed import Client, default_client
 
 import areal_flow
-from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.controller.costs import StepCost
-from areal_flow.run.directory import create_run, hold_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.flow.costs import StepCost
+from areal_flow.log.audit.run import check_run
+from areal_flow.log.directory import create_run, hold_run
 from pipelines.costs import costs_of, trajectory_costs
 from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.stop_signals import Outcome

@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.audit import files
-from areal_flow.audit.database import rules_of
-from areal_flow.audit.findings import ADVICE, Finding
-from areal_flow.audit.rows import Batch, scan
-from areal_flow.audit.run import check_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import COMMIT_ORDER
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.audit import files
+from areal_flow.log.audit.database import rules_of
+from areal_flow.log.audit.findings import ADVICE, Finding
+from areal_flow.log.audit.rows import Batch, scan
+from areal_flow.log.audit.run import check_run
+from areal_flow.log.dataset import COMMIT_ORDER
 from pipelines.cli.main import main
 from tests.integration.damages import (
     DAMAGES,
@@ -74,7 +74,7 @@ def test_damage_of_rows_is_found(
             return scan(path, where)
         return iter([Batch(path.name, changed.append_column(COMMIT_ORDER, order))])
 
-    monkeypatch.setattr("areal_flow.audit.run.scan", scan_changed)
+    monkeypatch.setattr("areal_flow.log.audit.run.scan", scan_changed)
     found = {
         finding.rule for finding in check_run(finished).findings if finding.severity == "error"
     }

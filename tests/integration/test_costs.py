@@ -9,8 +9,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import areal_flow
-from areal_flow.controller.costs import by_use
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.costs import by_use
 from areal_flow.tracking.mlflow import IDENTITY_TAG
 from areal_flow.tracking.model_registry import default_tracking_uri
 from tests.integration.conftest import Typed

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 import areal_flow
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
 
 pytestmark = pytest.mark.slow

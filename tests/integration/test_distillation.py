@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli
 

@@ -14,8 +14,8 @@ import areal_flow
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.errors import EngineError
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import EngineError
+from areal_flow.core.layout import RunLayout
 from pipelines.workers import scheduler_of
 from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
 

@@ -14,11 +14,11 @@ import pytest
 
 import areal_flow
 from areal_flow.cluster.control import list_workers
-from areal_flow.recovery.checkpoints import list_checkpoints, read_forks
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.browsing import Selection, show_trajectory
-from areal_flow.weights.shared_memory import available_bytes, segments_of
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.log.browsing import Selection, show_trajectory
+from areal_flow.policy.checkpoints import list_checkpoints, read_forks
+from areal_flow.policy.weights.shared_memory import available_bytes, segments_of
 from pipelines.workers import scheduler_of
 from tests.chaos import SETTINGS
 from tests.integration.conftest import Typed

@@ -11,8 +11,8 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import tokenizer_of
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.tokenizer.directory import tokenizer_of
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, done, started_cli
@@ -31,7 +31,7 @@ ROWS = [
     for n in range(40)
 ]
 VERIFIER = """
-from areal_flow.types import Score
+from areal_flow.core.types import Score
 def likes_words(completion, answer, id, tests, level, source, **columns):
     types = [type(value).__name__ for value in (answer, id, tests, level, source)]
     assert types == ["int", "int", "list", "float", "dict"], types

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from areal_flow.config import Recipe, dump_recipe, load_recipe
-from areal_flow.errors import ConfigError, RewardError
-from areal_flow.run.directory import create_run
-from areal_flow.run.inputs import record_inputs
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import ConfigError, RewardError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import create_run
+from areal_flow.log.inputs import record_inputs
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.prepare import prepare_run
 from tests.chat_templates import CHATML, give_chat_template

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease
+from areal_flow.policy.checkpoints import list_checkpoints
 from tests.integration.runs import done, small_arguments, started_cli
 
 pytestmark = pytest.mark.walk

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import areal_flow
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import PASS_RATE
 from pipelines.console.run_log import logged_warnings
 from tests.integration.runs import (
     ENVIRONMENT,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import load_recipe
+from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.shipping import ship_function
-from areal_flow.run.layout import RunLayout
 from tests.integration.conftest import Typed
 
 READING = (

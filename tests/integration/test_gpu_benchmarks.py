@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.generation.protocol import VLLMSettings
+from areal_flow.rollout.engines.protocol import VLLMSettings
 from benchmarks import gpu, gpu_generation, harness
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.audit.run import check_run
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import load_policy, policy_tensors
-from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.recovery.replay import replay_step
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.log.audit.run import check_run
+from areal_flow.policy.checkpoints import checkpoint_path
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.policy import load_policy, policy_tensors
 from tests.integration.runs import run_small, small_recipe
 
 pytestmark = pytest.mark.slow

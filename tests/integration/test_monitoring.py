@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from tests.integration.runs import resume_while, run_while, small_recipe, step_reached
 
 ROOT = Path(__file__).parents[2]

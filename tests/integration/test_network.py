@@ -19,8 +19,8 @@ from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
-from areal_flow.controller.balance import SETTLING_STEPS, WINDOW_STEPS
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd
 from tests.unit.test_balance import row

@@ -18,9 +18,9 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 import areal_flow
-from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.run.directory import observed_state
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import observed_state
+from areal_flow.policy.checkpoints import list_checkpoints
 from tests.integration.runs import ENVIRONMENT, SMALL, check_accounting
 from tests.policies import write_model_directory
 

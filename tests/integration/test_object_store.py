@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import areal_flow
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import run_layout
-from areal_flow.store.dataset import open_dataset
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.layout import run_layout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.log.dataset import open_dataset
 from pipelines.jobs.job import url_of_datasets
 from tests.chaos import SETTINGS
 from tests.struck_run import StruckRun

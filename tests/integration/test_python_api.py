@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from tests.integration.runs import SMALL, check_accounting, run_script
 
 SETTINGS: dict[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 
 import areal_flow
 from areal_flow.config import load_recipe
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.cli.main import main
 from tests.cookbook import Question, questions, setup_block
 from tests.integration.runs import cli

@@ -11,8 +11,8 @@ import lance
 import pytest
 
 import areal_flow
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
 from pipelines.cli.main import main
 
 NUM_STEPS = 6

@@ -17,8 +17,8 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.lease import newest_lease
+from areal_flow.core.lease import newest_lease
+from areal_flow.flow.recovery.replay import replay_step
 from tests.chaos import SETTINGS
 from tests.struck_run import StruckRun
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 ON_ONE_CARD = """
 import os
 from areal_flow.config import Recipe
-from areal_flow.generation import threaded_engine
+from areal_flow.rollout.engines import threaded_engine
 
 Recipe.takes_turns = property(lambda recipe: recipe.schedule == "sync")
 between = threaded_engine.ThreadedEngine._between_steps

@@ -10,8 +10,8 @@ from time import sleep
 
 import pytest
 
-from areal_flow.recovery.checkpoints import list_checkpoints, read_checkpoint_state
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.checkpoints import list_checkpoints, read_checkpoint_state
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.models.hashing import hash_files, hash_tensors
-from areal_flow.models.policy import load_policy, policy_tensors
-from areal_flow.models.reward_model import describe_reward_model
-from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.checkpoint import read_checkpoint
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.settings import SupervisedObjective
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.policy.checkpoints import checkpoint_path
+from areal_flow.policy.models.hashing import hash_files, hash_tensors
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.policy.models.reward_model import describe_reward_model
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import read_checkpoint
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.settings import SupervisedObjective
 from tests import struck_trainer
 from tests.integration.runs import (
     check_accounting,

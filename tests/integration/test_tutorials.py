@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.cli.main import main
 from tests.integration.runs import typed_in_a_shell
 from tests.markdown import DOCS, difference, typed_commands, write_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from areal_flow.types import Score
+from areal_flow.core.types import Score
 
 
 def reward_length(*, prompt: str, completion: str, answer: str) -> float:

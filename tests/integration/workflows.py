@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 
-from areal_flow.types import Prompt
-from areal_flow.workflows.context import EpisodeContext
-from areal_flow.workflows.protocol import TrajectoryDraft
-from areal_flow.workflows.single_turn import SingleTurn
+from areal_flow.core.types import Prompt
+from areal_flow.rollout.workflows.context import EpisodeContext
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.single_turn import SingleTurn
 
 
 class CountsWords:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.tokenizer.directory import check_model_directory
+from areal_flow.policy.tokenizer.directory import check_model_directory
 from benchmarks.harness import machine_text, markdown
 
 NAMED = os.environ.get("REAL_MODEL", "")

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_flow.generation.protocol import EngineCore, GenerationSettings
-from areal_flow.models.policy import DTYPES, load_policy, policy_tensors
-from areal_flow.tokenizer.directory import chat_template_of, tokenizer_of
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.policy import DTYPES, load_policy, policy_tensors
+from areal_flow.policy.tokenizer.directory import chat_template_of, tokenizer_of
+from areal_flow.rollout.engines.protocol import EngineCore, GenerationSettings
 from benchmarks.harness import take_turns
 from tests.engines import logprobs_of, run_all, versions_of
 from tests.real_model.rows import SAMPLE

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.supervised import read_metrics
+from areal_flow.core.layout import RunLayout
+from areal_flow.training.supervised import read_metrics
 from tests.real_model.rows import SAMPLE, WRONG
 
 pytestmark = pytest.mark.timeout(3600)

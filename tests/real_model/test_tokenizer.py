@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from areal_flow.tokenizer.auto_tokenizer import write_tokenizer
-from areal_flow.tokenizer.chat import ChatTemplate, Message, tool_schema
-from areal_flow.tokenizer.directory import (
+from areal_flow.policy.tokenizer.auto_tokenizer import write_tokenizer
+from areal_flow.policy.tokenizer.chat import ChatTemplate, Message, tool_schema
+from areal_flow.policy.tokenizer.directory import (
     chat_template_of,
     copy_model_description,
     prompt_tokens,

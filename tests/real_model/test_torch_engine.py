@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import load_policy
+from areal_flow.policy.models.policy import load_policy
+from areal_flow.rollout.engines.torch_engine import TorchEngine
 from tests.real_model.served import (
     check_rounding,
     real_requests,

@@ -12,9 +12,9 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.policy.checkpoints import list_checkpoints
 from pipelines.cli.main import main
 from tests.integration.runs import ENVIRONMENT, check_accounting
 from tests.real_model.rows import SAMPLE

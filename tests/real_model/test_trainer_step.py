@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_flow.config import build_recipe
-from areal_flow.models.lora import PREFIX, drawn_adapter
-from areal_flow.models.settings import LoraSettings
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.pretrained import shapes_of
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.replicas import connect_ranks
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import train_step
-from areal_flow.types import Rendezvous, VersionSpan
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Rendezvous, VersionSpan
+from areal_flow.policy.models.lora import PREFIX, drawn_adapter
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.pretrained import shapes_of
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.replicas import connect_ranks
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.step import train_step
 from benchmarks import harness, memory
 from tests.policies import served_weights
 from tests.real_model.rows import SAMPLE, WRONG

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.generation.protocol import EngineCore
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.policy import load_policy
+from areal_flow.policy.models.policy import load_policy
+from areal_flow.rollout.engines.protocol import EngineCore
+from areal_flow.rollout.engines.torch_engine import TorchEngine
 from tests.real_model.served import (
     Weights,
     check_rounding,
@@ -23,9 +23,9 @@ from tests.real_model.served import (
 
 
 def vllm_engine(model: Path, dtype: str, weights: Weights) -> EngineCore:
-    from areal_flow.generation.vllm.core import InProcessCore, engine_config
-    from areal_flow.generation.vllm.engine import VLLMEngine
-    from areal_flow.generation.vllm.weights import ServedTensors, check_logprobs
+    from areal_flow.rollout.engines.vllm.core import InProcessCore, engine_config
+    from areal_flow.rollout.engines.vllm.engine import VLLMEngine
+    from areal_flow.rollout.engines.vllm.weights import ServedTensors, check_logprobs
 
     settings = settings_for(dtype, engine="vllm", kv_cache_tokens=8192)
     core = InProcessCore(engine_config(model, settings))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_flow import tools
-from areal_flow.tools import run_python
+from areal_flow.rollout import tools
+from areal_flow.rollout.tools import run_python
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,13 +19,13 @@ import aiohttp
 import openai
 import pytest
 
-from areal_flow.errors import ArealFlowError, EngineError
-from areal_flow.types import Completion, GroupRequest, Prompt, Score, Tokens, as_tokens
-from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.agent_session import ContentStream, answer_message
-from areal_flow.workflows.context import contexts_of
-from areal_flow.workflows.group import FAILURES, run_group
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.core.errors import ArealFlowError, EngineError
+from areal_flow.core.types import Completion, GroupRequest, Prompt, Score, Tokens, as_tokens
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.agent_session import ContentStream, answer_message
+from areal_flow.rollout.workflows.context import contexts_of
+from areal_flow.rollout.workflows.group import FAILURES, run_group
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.fakes import BigramEngine
 from tests.plain import plain

@@ -24,9 +24,9 @@ import areal_flow
 import pipelines.api
 import pipelines.jobs.job
 from areal_flow.config import Recipe
-from areal_flow.errors import ArealFlowError, ConfigError, PromptError
+from areal_flow.core.errors import ArealFlowError, ConfigError, PromptError
+from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.run.layout import RunLayout
 from pipelines.arguments import placed, rows_of
 from pipelines.jobs.built_in import write_jsonl
 from pipelines.jobs.job import Job

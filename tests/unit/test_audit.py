@@ -17,24 +17,24 @@ import pytest
 from lance.optimize import Compaction
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.audit.database import AuditDatabase
-from areal_flow.audit.files import leftovers, listed_checkpoints, read_directories
-from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
-from areal_flow.audit.rows import Batch, VersionGone, check_schema, scan
-from areal_flow.audit.run import MOST_READINGS, check_run
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.ledger_row import batch_digest
-from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.run.inputs import Verifier, record_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.committed import create_logs
-from areal_flow.store.dataset import open_dataset
-from areal_flow.store.ledger import STEPS
-from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.trainer.metrics import batch_metrics
-from areal_flow.types import VersionSpan
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import VersionSpan
+from areal_flow.log.audit.database import AuditDatabase
+from areal_flow.log.audit.files import leftovers, listed_checkpoints, read_directories
+from areal_flow.log.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
+from areal_flow.log.audit.rows import Batch, VersionGone, check_schema, scan
+from areal_flow.log.audit.run import MOST_READINGS, check_run
+from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.committed import create_logs
+from areal_flow.log.dataset import open_dataset
+from areal_flow.log.inputs import Verifier, record_inputs
+from areal_flow.log.ledger import STEPS
+from areal_flow.log.ledger_row import batch_digest
+from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.policy.checkpoints import checkpoint_path
+from areal_flow.training.metrics import batch_metrics
 from schemas import TrajectoryRow, content_hashes
 from tests.recorded_runs import make_recorded_run
 from tests.rows import group_table, written_group
@@ -386,7 +386,7 @@ def test_scan_says_that_its_version_was_cleaned_up_meanwhile(
     layout = RunLayout(tmp_path)
     path = layout.trajectories
     grown(layout)
-    monkeypatch.setattr("areal_flow.audit.rows.BYTES_AT_ONCE", 1)  # a batch a batch
+    monkeypatch.setattr("areal_flow.log.audit.rows.BYTES_AT_ONCE", 1)  # a batch a batch
     batches = scan(path)
     first = next(batches)
     assert isinstance(first, Batch)
@@ -425,7 +425,7 @@ def test_run_is_read_again_when_its_version_went(
                 raise VersionGone(path.name)
         yield from scan(path, where)
 
-    monkeypatch.setattr("areal_flow.audit.run.scan", overtaken)
+    monkeypatch.setattr("areal_flow.log.audit.run.scan", overtaken)
     found = check_run(layout)
     if num_gone < MOST_READINGS:
         assert found.as_json() == undisturbed.as_json()

@@ -15,24 +15,24 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ModelError
-from areal_flow.models.policy import empty_policy
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.auto_tokenizer import (
+from areal_flow.core.errors import ModelError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import create_run
+from areal_flow.policy.models.policy import empty_policy
+from areal_flow.policy.tokenizer.auto_tokenizer import (
     auto_tokenizer,
     warn_of_other_tokens,
     write_tokenizer,
 )
-from areal_flow.tokenizer.chat import tool_schema
-from areal_flow.tokenizer.directory import (
+from areal_flow.policy.tokenizer.chat import tool_schema
+from areal_flow.policy.tokenizer.directory import (
     chat_template_of,
     check_model_directory,
     copy_model_description,
     prompt_tokens,
     tokenizer_of,
 )
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.jobs.built_in import MODELS, prepare_model, reference_model
 from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.sft import prepare_sft_run

@@ -18,14 +18,14 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.settings import AdamWSettings, TrainerSettings
-from areal_flow.trainer.step import compute_advantages, train_step
-from areal_flow.trainer.updates import Minibatch, StepSettings
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.planning import plan_micro_batches
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.settings import AdamWSettings, TrainerSettings
+from areal_flow.training.step import compute_advantages, train_step
+from areal_flow.training.updates import Minibatch, StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 

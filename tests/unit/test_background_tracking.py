@@ -9,7 +9,7 @@ from time import monotonic, sleep
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from areal_flow.tracking import registry
 from areal_flow.tracking.projection import Projection
 from areal_flow.tracking.registry import RunTracking, start_tracking

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_flow.controller.balance import SETTLING_STEPS, WINDOW_STEPS, Balance
-from areal_flow.controller.ledger_row import OBSERVED
+from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS, Balance
+from areal_flow.log.ledger_row import OBSERVED
 
 
 def row(demand: float, number: int, noise: float = 1.0) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_flow.core.types import Score
+from areal_flow.log.codec import scored_table
 from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
 from areal_flow.rewards.protocol import (
     COMPLETION_ARGUMENTS,
@@ -24,8 +26,6 @@ from areal_flow.rewards.protocol import (
 )
 from areal_flow.rewards.registry import WeightedRewards, function_reward, load_reward
 from areal_flow.rewards.shipping import ship_function
-from areal_flow.store.codec import scored_table
-from areal_flow.types import Score
 from tests.rows import group_table
 
 SCORED = [*("reward", "reward_detail", "reward_parts"), *("verifier", "scored_at", "content_hash")]

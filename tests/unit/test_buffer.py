@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.controller.buffer import Batch, Buffer
-from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+from areal_flow.core.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+from areal_flow.flow.buffer import Batch, Buffer
 
 
 def make_buffer(*, groups_per_step: int, max_staleness: int, group_filter: str = "all") -> Buffer:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import ConfigError, PromptError
-from areal_flow.tokenizer.directory import tokenizer_of
-from areal_flow.tools import calculate
-from areal_flow.workflows.tool_use import ToolUse, marked_call
+from areal_flow.core.errors import ConfigError, PromptError
+from areal_flow.policy.tokenizer.directory import tokenizer_of
+from areal_flow.rollout.tools import calculate
+from areal_flow.rollout.workflows.tool_use import ToolUse, marked_call
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.job import recipe_path
 from pipelines.tiny_jobs.calculator import called, demonstrations, make_calculator

@@ -22,17 +22,17 @@ from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.trainer_tasks import _leave_generator_memory
 from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
-from areal_flow.errors import EngineError, TrainerLost
-from areal_flow.generation import registry
-from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.core.card_lock import ALONE, card_lock
+from areal_flow.core.errors import EngineError, TrainerLost
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import EngineStats, StepRequest
 from areal_flow.planning.card_memory import generator_memory
 from areal_flow.planning.cards import GIB
-from areal_flow.run.card_lock import ALONE, card_lock
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.pretrained import shapes_of
-from areal_flow.types import EngineStats, StepRequest
-from areal_flow.weights.directory import publish_model_directory
-from areal_flow.weights.media import ChosenChannel
+from areal_flow.policy.weights.directory import publish_model_directory
+from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.rollout.engines import registry
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.training.pretrained import shapes_of
 from tests.policies import write_model_directory
 
 EPOCH = 1
@@ -314,7 +314,7 @@ def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awa
 ) -> None:
     program = (
         "import asyncio, pathlib, sys\n"
-        "from areal_flow.run.card_lock import ALONE, card_lock\n"
+        "from areal_flow.core.card_lock import ALONE, card_lock\n"
         "async def hold():\n"
         "    async with card_lock(pathlib.Path(sys.argv[1]), ALONE):\n"
         "        print('held', flush=True)\n"

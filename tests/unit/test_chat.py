@@ -12,18 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.audit.files import changed_chat_template
 from areal_flow.config import Recipe, build_recipe, load_recipe
-from areal_flow.errors import ConfigError, ModelError, PromptError
-from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.rendering import why_chat_template
-from areal_flow.prompts.rows import messages_in
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.lineage import Lineage
-from areal_flow.tokenizer.directory import chat_template_of, tokenizer_of
-from areal_flow.types import Prompt
+from areal_flow.core.errors import ConfigError, ModelError, PromptError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Prompt
+from areal_flow.log.audit.files import changed_chat_template
+from areal_flow.log.directory import create_run
+from areal_flow.log.lineage import Lineage
+from areal_flow.policy.tokenizer.directory import chat_template_of, tokenizer_of
+from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.rollout.prompts.rendering import why_chat_template
+from areal_flow.rollout.prompts.rows import messages_in
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.evaluate import evaluate_model
 from pipelines.jobs.prepare import describe_prompts, prepare_run

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.errors import RunError, TrainerLost
-from areal_flow.recovery.checkpointing import Checkpoints
-from areal_flow.recovery.checkpoints import checkpoint_hashes, list_checkpoints, record_fork
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease
-from areal_flow.store.committed import create_logs
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.types import PolicyHashes
+from areal_flow.core.errors import RunError, TrainerLost
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease
+from areal_flow.core.types import PolicyHashes
+from areal_flow.flow.recovery.checkpointing import Checkpoints
+from areal_flow.log.committed import create_logs
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.policy.checkpoints import checkpoint_hashes, list_checkpoints, record_fork
+from areal_flow.training.settings import TrainerSettings
 from tests.checkpoints import write_fake_checkpoint
 
 

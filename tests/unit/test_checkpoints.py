@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.recovery.checkpoints import (
+from areal_flow.policy.checkpoints import (
     CheckpointState,
     checkpoint_hashes,
     checkpoint_path,

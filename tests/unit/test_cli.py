@@ -20,7 +20,7 @@ import pytest
 import pipelines.jobs.job
 from areal_flow.config import Recipe
 from areal_flow.config.listing import all_settings
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.cli.main import app, main
 from pipelines.cli.settings import settings_page
 from pipelines.jobs.stop_signals import Outcome

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from areal_flow.config.listing import all_settings
-from areal_flow.store.database import empty_database
+from areal_flow.log.database import empty_database
 from pipelines.cli.main import main
 from pipelines.cli.reports import report_runs
 from pipelines.cli.settings import report_settings

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
 from areal_flow.rewards.code import rows as code_rows
 from areal_flow.rewards.code.rows import NoTests, code_task, extract_code
 from areal_flow.rewards.code.sandbox.grading import grade

@@ -20,12 +20,12 @@ import pytest
 
 import pipelines.jobs.job
 import pipelines.report.page
-from areal_flow.command import command
 from areal_flow.config import Recipe, TrackingSettings, build_recipe, dump_recipe
-from areal_flow.errors import TrainingError
-from areal_flow.run.directory import hold_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.ledger import Ledger
+from areal_flow.core.command import command
+from areal_flow.core.errors import TrainingError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import hold_run
+from areal_flow.log.ledger import Ledger
 from areal_flow.tracking.protocol import describe_run
 from areal_flow.tracking.registry import RunTracking
 from pipelines.cli.main import main
@@ -172,7 +172,7 @@ def test_printed_command_runs_in_a_shell_that_does_not_find_it(
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     if not name:  # an environment without the script
-        monkeypatch.setattr("areal_flow.command.NAME", "no-such-script")
+        monkeypatch.setattr("areal_flow.core.command.NAME", "no-such-script")
     opened = next_commands(layout, "x@0", evaluated=False)[-1].splitlines()[0]
     for line, said in (
         (opened, "completion"),

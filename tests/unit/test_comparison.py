@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.recovery.replay_settings import WITHOUT_INFLUENCE, settings_of_a_step
-from areal_flow.recovery.restore import ComparedStep, compared_values, result_from_row
-from areal_flow.settings import flatten
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.types import PolicyHashes, StepResult
+from areal_flow.core.settings import flatten
+from areal_flow.core.types import PolicyHashes, StepResult
+from areal_flow.flow.recovery.replay_settings import WITHOUT_INFLUENCE, settings_of_a_step
+from areal_flow.flow.recovery.restore import ComparedStep, compared_values, result_from_row
+from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.training.settings import TrainerSettings
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 PROVENANCE = Provenance(1, "", "")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from areal_flow.trainer import activations, kernels, ranked_model
-from areal_flow.trainer.replicas import ReplicaGroup, connect_ranks, leave_ranks
-from areal_flow.types import Rendezvous
+from areal_flow.core.types import Rendezvous
+from areal_flow.training import activations, kernels, ranked_model
+from areal_flow.training.replicas import ReplicaGroup, connect_ranks, leave_ranks
 from tests.sharded_ranks import TRAININGS, Training, begin, take_step
 
 SLOW = pytest.mark.slow

@@ -12,9 +12,9 @@ from areal_flow.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.listing import all_settings, setting_names
 from areal_flow.config.messages import OPTION, nearest
-from areal_flow.errors import ConfigError
-from areal_flow.settings import Settings, nest, parse_overrides
-from areal_flow.workflows.registry import AnyWorkflow
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.settings import Settings, nest, parse_overrides
+from areal_flow.rollout.workflows.registry import AnyWorkflow
 from benchmarks import tails
 from tests import chaos
 

@@ -9,12 +9,12 @@ import lance
 import pyarrow as pa
 import pytest
 
-from areal_flow.errors import StorageError
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.committed import create_logs
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.core.errors import StorageError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.committed import create_logs
+from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
 from schemas import content_hashes
 from schemas.content import CONTENT_COLUMNS
 from tests.rows import group_table, written_group

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 from pipelines.jobs.open_settings import room_by_part, with_context_length
 from tests.policies import write_model_directory
 

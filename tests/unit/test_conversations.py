@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ModelError, PromptError
-from areal_flow.prompts.completions import RowEncoder
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import chat_template_of, stop_token_ids, tokenizer_of
-from areal_flow.trainer.sft import CompletionRows
+from areal_flow.core.errors import ModelError, PromptError
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.tokenizer.directory import chat_template_of, stop_token_ids, tokenizer_of
+from areal_flow.rollout.prompts.completions import RowEncoder
+from areal_flow.training.sft import CompletionRows
 from pipelines.jobs.sft import prepare_sft
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.chat_templates import (

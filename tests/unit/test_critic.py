@@ -12,14 +12,14 @@ import torch
 from areal_flow.algorithms.actor_critic import ActorCriticPPO, CriticSettings
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import AdvantageInputs, PolicyLoss
-from areal_flow.errors import ConfigError
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.reward_model import critic_of
-from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.critic import PREFIX, Critic
-from areal_flow.trainer.step import advantage_inputs, train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.reward_model import critic_of
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.critic import PREFIX, Critic
+from areal_flow.training.step import advantage_inputs, train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 from tests.unit.test_advantages import slow_gae
 from tests.unit.test_trainer import hash_of_optimizer, make_sequences, state

@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError, PromptError, RunError
-from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.directory import create_run, hold_run
-from areal_flow.run.inputs import Verifier, read_inputs, record_inputs
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.codec import receipts
-from areal_flow.store.committed import create_logs
-from areal_flow.store.pass_rates import record_pass_rates
-from areal_flow.store.queries import Run
-from areal_flow.store.trajectories import TrajectoryCommitter, write_groups
-from areal_flow.types import GroupReceipt
+from areal_flow.core.errors import ConfigError, PromptError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import GroupReceipt
+from areal_flow.log.codec import receipts
+from areal_flow.log.committed import create_logs
+from areal_flow.log.directory import create_run, hold_run
+from areal_flow.log.inputs import Verifier, read_inputs, record_inputs
+from areal_flow.log.pass_rates import record_pass_rates
+from areal_flow.log.queries import Run
+from areal_flow.log.trajectories import TrajectoryCommitter, write_groups
+from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.cli.reports import report_difficulty
 from pipelines.jobs.prepare import describe_prompts
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model

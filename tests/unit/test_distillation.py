@@ -13,14 +13,14 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.objectives import M2PO
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, ModelError, RunError
-from areal_flow.run.inputs import Verifier, check_inputs, record_inputs, reference_directory
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.core.errors import ConfigError, ModelError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.inputs import Verifier, check_inputs, record_inputs, reference_directory
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from pipelines.jobs.built_in import reference_model
 from tests.policies import served_weights, small_policy, write_model_directory
 from tests.unit.test_losses import inputs

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from areal_flow.config import Recipe, build_recipe, load_recipe
-from areal_flow.errors import ConfigError
-from areal_flow.generation import registry
-from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
-from areal_flow.generation.registry import choose_engine, require_installed, require_served
-from areal_flow.generation.vllm import support as vllm_support
-from areal_flow.generation.vllm.support import BUILDS, VERSION, engine_arguments
+from areal_flow.core.errors import ConfigError
+from areal_flow.rollout.engines import registry
+from areal_flow.rollout.engines.protocol import GenerationSettings, VLLMSettings
+from areal_flow.rollout.engines.registry import choose_engine, require_installed, require_served
+from areal_flow.rollout.engines.vllm import support as vllm_support
+from areal_flow.rollout.engines.vllm.support import BUILDS, VERSION, engine_arguments
 from pipelines.jobs.open_settings import with_engine
 
 ROOT = Path(__file__).parents[2]

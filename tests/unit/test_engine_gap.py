@@ -13,14 +13,14 @@ import torch
 from areal_flow.algorithms.clipped import PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.engine_gap import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
-from areal_flow.controller.engine_gap import GapWatch, is_wide
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
+from areal_flow.flow.engine_gap import GapWatch, is_wide
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from pipelines.report.verdicts import judge_engine_gap
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, state

@@ -24,20 +24,11 @@ from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
-from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.errors import EpisodeError, InfrastructureError, RewardError
-from areal_flow.prompts.prepare import prepare_prompts
-from areal_flow.prompts.table import PromptTable
-from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.settings import code_hash
-from areal_flow.store.codec import receipts, rollout_rows
-from areal_flow.store.committed import create_logs
-from areal_flow.store.dataset import read_rows
-from areal_flow.store.trajectories import TrajectoryCommitter, validate_groups
-from areal_flow.tokenizer.directory import copy_model_description, tokenizer_of
-from areal_flow.types import (
+from areal_flow.core.errors import EpisodeError, InfrastructureError, RewardError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.settings import code_hash
+from areal_flow.core.types import (
     Completion,
     EngineStats,
     Episode,
@@ -46,9 +37,18 @@ from areal_flow.types import (
     VersionSpan,
     as_tokens,
 )
-from areal_flow.weights.directory import publish_model_directory
-from areal_flow.workflows.group import RolledOutGroup
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.log.codec import receipts, rollout_rows
+from areal_flow.log.committed import create_logs
+from areal_flow.log.dataset import read_rows
+from areal_flow.log.ledger_row import group_seeds
+from areal_flow.log.trajectories import TrajectoryCommitter, validate_groups
+from areal_flow.policy.tokenizer.directory import copy_model_description, tokenizer_of
+from areal_flow.policy.weights.directory import publish_model_directory
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rollout.prompts.prepare import prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.rollout.workflows.group import RolledOutGroup
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
 from pipelines.jobs.preflight import found_verifier
 from tests.chat_templates import CHATML, HERMES, give_chat_template
 from tests.integration.runs import small_recipe

@@ -12,8 +12,8 @@ import pytest
 import pipelines.jobs.evaluate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.config import build_recipe, dump_recipe
-from areal_flow.errors import ConfigError, ModelError
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import ConfigError, ModelError
+from areal_flow.core.layout import RunLayout
 from pipelines.cli.main import main
 from pipelines.jobs.evaluate import _recipe, _require_alike, _scratch_directory, evaluate_all
 from tests.policies import write_model_directory

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import EvaluationSettings, build_recipe
-from areal_flow.controller.ledger_row import member_seed
-from areal_flow.errors import (
+from areal_flow.core.errors import (
     ArealFlowError,
     ConfigError,
     EngineError,
@@ -26,15 +25,16 @@ from areal_flow.errors import (
     StorageError,
     WeightsError,
 )
-from areal_flow.evaluation.answers import answer_held_out
-from areal_flow.evaluation.pass_rates import tabulate
-from areal_flow.store.codec import rollout_rows, scored_table
-from areal_flow.types import EngineStats, Episode, Prompt, Score
-from areal_flow.workflows.context import EpisodeContext
-from areal_flow.workflows.group import run_group
-from areal_flow.workflows.multi_turn import MultiTurn
-from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
-from areal_flow.workflows.single_turn import SingleTurn
+from areal_flow.core.pass_rates import tabulate
+from areal_flow.core.types import EngineStats, Episode, Prompt, Score
+from areal_flow.flow.answers import answer_held_out
+from areal_flow.log.codec import rollout_rows, scored_table
+from areal_flow.log.ledger_row import member_seed
+from areal_flow.rollout.workflows.context import EpisodeContext
+from areal_flow.rollout.workflows.group import run_group
+from areal_flow.rollout.workflows.multi_turn import MultiTurn
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft, Workflow
+from areal_flow.rollout.workflows.single_turn import SingleTurn
 from pipelines.jobs.evaluate import held_out_sets
 from schemas import EvaluationRow, arrow_schema, validate
 from tests.episodes import PROMPT, FakeServices

@@ -16,20 +16,20 @@ import pytest
 
 from areal_flow.algorithms import registry as algorithms
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, EngineError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.registry import ENGINES, engine_factory
-from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.core.errors import ConfigError, EngineError
+from areal_flow.core.settings import import_function
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
-from areal_flow.settings import import_function
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
-from areal_flow.weights.directory import DirectoryReader, publish_model_directory
-from areal_flow.workflows.group import RolledOutGroup, run_group
-from areal_flow.workflows.registry import load_workflow
-from areal_flow.workflows.tool_use import answer, tools_by_name
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.registry import ENGINES, engine_factory
+from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
+from areal_flow.rollout.workflows.group import RolledOutGroup, run_group
+from areal_flow.rollout.workflows.registry import load_workflow
+from areal_flow.rollout.workflows.tool_use import answer, tools_by_name
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract
@@ -305,7 +305,7 @@ async def started_engine(tmp_path: Path, **settings: Any) -> AsyncIterator[Any]:
 async def test_engine_starts_by_the_name_that_the_page_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(import_module("areal_flow.generation.registry").__file__ or "").read_text()
+    source = Path(import_module("areal_flow.rollout.engines.registry").__file__ or "").read_text()
     namespace = vars(ModuleType("changed_registry"))
     exec(compile(apply_diff(source, "ENGINES"), "registry", "exec", dont_inherit=True), namespace)
     monkeypatch.setitem(ENGINES, "plain", namespace["ENGINES"]["plain"])

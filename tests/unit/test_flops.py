@@ -14,18 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.objectives import M2PO
-from areal_flow.models import linear
-from areal_flow.models.linear import swap_linear_layers
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.settings import LoraSettings
 from areal_flow.planning.cards import CARDS
-from areal_flow.trainer import flops
-from areal_flow.trainer import sequences as training_sequences
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.flops import PolicyShape, matrix_rate, peak_rate
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.policy.models import linear
+from areal_flow.policy.models.linear import swap_linear_layers
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.training import flops
+from areal_flow.training import sequences as training_sequences
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.flops import PolicyShape, matrix_rate, peak_rate
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, sequence_of, settings
 

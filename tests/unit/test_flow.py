@@ -13,15 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.ledger_row import Provenance
-from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.errors import ArealFlowError, TrainingError
-from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.step_metrics import SKIPPED_UPDATES
-from areal_flow.types import (
+from areal_flow.core.errors import ArealFlowError, TrainingError
+from areal_flow.core.step_metrics import SKIPPED_UPDATES
+from areal_flow.core.types import (
     GroupReceipt,
     StepRequest,
     StepResult,
@@ -29,6 +23,12 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.log.accounting import TokenAccounting
+from areal_flow.log.ledger_row import Provenance
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 
 

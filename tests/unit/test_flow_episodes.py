@@ -6,21 +6,21 @@ import asyncio
 
 import pytest
 
-from areal_flow.controller.flow import RETRY_DELAY_S, Flow
-from areal_flow.controller.flow_setup import InitialState
-from areal_flow.controller.ledger_row import group_seeds
-from areal_flow.errors import (
+from areal_flow.core.errors import (
     ArealFlowError,
     EngineError,
     RewardError,
     SchemaError,
     StorageError,
 )
-from areal_flow.types import (
+from areal_flow.core.types import (
     EngineStats,
     GroupReceipt,
     submission_index_of,
 )
+from areal_flow.flow.flow import RETRY_DELAY_S, Flow
+from areal_flow.flow.flow_setup import InitialState
+from areal_flow.log.ledger_row import group_seeds
 from tests.flow_fakes import MemoryLog, prompt_at
 from tests.flow_parts import Parts, Rollouts, group, roll_out, run, train_once
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.ledger_row import Provenance, batch_digest
-from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.errors import ArealFlowError
-from areal_flow.types import (
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.types import (
     Discard,
     StepRequest,
     trajectory_id,
 )
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.log.ledger_row import Provenance, batch_digest
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.flow_parts import Parts, roll_out, run, train_once, waiting
 

@@ -13,31 +13,31 @@ from safetensors.torch import load_file
 
 import areal_flow
 import pipelines.jobs.job
-from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
-from areal_flow.controller.ledger_row import genesis_row
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.recovery.checkpoints import (
-    RNG_STATE,
-    checkpoint_path,
-    list_checkpoints,
-    read_checkpoint_state,
-    record_fork,
-)
-from areal_flow.run.directory import (
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import PolicyHashes
+from areal_flow.log.audit.run import check_run
+from areal_flow.log.committed import create_logs
+from areal_flow.log.dataset import create_dataset
+from areal_flow.log.directory import (
     Parent,
     check_schema_version,
     create_run,
     read_parent,
     record_parent,
 )
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.committed import create_logs
-from areal_flow.store.dataset import create_dataset
-from areal_flow.store.ledger import STEPS, Ledger, LedgerReader
-from areal_flow.store.queries import Run
-from areal_flow.tokenizer.directory import copy_model_description
-from areal_flow.types import PolicyHashes
+from areal_flow.log.ledger import STEPS, Ledger, LedgerReader
+from areal_flow.log.ledger_row import genesis_row
+from areal_flow.log.queries import Run
+from areal_flow.policy.checkpoints import (
+    RNG_STATE,
+    checkpoint_path,
+    list_checkpoints,
+    read_checkpoint_state,
+    record_fork,
+)
+from areal_flow.policy.tokenizer.directory import copy_model_description
 from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.jobs.job import _record_num_steps
 from pipelines.references import find_reference

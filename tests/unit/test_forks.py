@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import TrainingError
-from areal_flow.recovery.bootstrap import note_fork
-from areal_flow.recovery.restore import ComparedStep
-from areal_flow.run.layout import RunLayout
-from areal_flow.step_metrics import NOTHING_TRAINED
-from areal_flow.types import PolicyHashes, StepResult
+from areal_flow.core.errors import TrainingError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.step_metrics import NOTHING_TRAINED
+from areal_flow.core.types import PolicyHashes, StepResult
+from areal_flow.flow.recovery.bootstrap import note_fork
+from areal_flow.flow.recovery.restore import ComparedStep
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.config.controller import ControllerSettings
-from areal_flow.controller.gate import Gate
+from areal_flow.flow.gate import Gate
 
 
 def gate(max_running: int, batch_size: int, max_staleness: int, group_size: int = 1) -> Gate:

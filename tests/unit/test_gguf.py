@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import areal_flow
-from areal_flow.errors import ModelError
-from areal_flow.models.policy import load_policy, policy_tensors
-from areal_flow.tokenizer.directory import check_model_directory, resolve_model, tokenizer_of
+from areal_flow.core.errors import ModelError
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.policy.tokenizer.directory import check_model_directory, resolve_model, tokenizer_of
 from pipelines.cli.main import main
 from tests.policies import write_model_directory
 

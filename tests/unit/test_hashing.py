@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from areal_flow.models.hashing import (
+from areal_flow.policy.models.hashing import (
     HANDED_OVER_BYTES,
     TensorHash,
     hash_files,

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_flow.models import packed_layout
-from areal_flow.models.logits import logits_of
-from areal_flow.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
-from areal_flow.models.policy import logits_at
-from areal_flow.trainer import head
-from areal_flow.trainer.activations import KEPT
-from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
-from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.step import train_step
+from areal_flow.policy.models import packed_layout
+from areal_flow.policy.models.logits import logits_of
+from areal_flow.policy.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
+from areal_flow.policy.models.policy import logits_at
+from areal_flow.training import head
+from areal_flow.training.activations import KEPT
+from areal_flow.training.head import token_logprobs, token_logprobs_and_entropies
+from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 

@@ -17,7 +17,7 @@ import yaml
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import place_workers
 from areal_flow.config import Recipe
-from areal_flow.settings import nest
+from areal_flow.core.settings import nest
 from pipelines.cli.main import app
 from pipelines.jobs.job import chosen_recipe
 from tests.kubernetes_api import RELEASE

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import RewardError, RunError
-from areal_flow.run.inputs import (
+from areal_flow.core.errors import RewardError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.log.inputs import (
     Verifier,
     accept,
     check_inputs,
@@ -16,8 +18,6 @@ from areal_flow.run.inputs import (
     read_inputs,
     record_inputs,
 )
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
 from tests.checkpoints import write_fake_checkpoint
 
 FIRST, OTHER = Verifier("grade@1", ("graders.py",)), Verifier("grade@2", ("graders.py",))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from areal_flow.algorithms.clipped import PPO, DecoupledPPO
-from areal_flow.trainer.inspection import (
+from areal_flow.core.types import StepRequest, VersionSpan
+from areal_flow.training.inspection import (
     ClipWatch,
     InspectedTrajectory,
     TrajectoryOutcome,
@@ -18,9 +19,8 @@ from areal_flow.trainer.inspection import (
     inspect_trajectories,
     trajectory_outcomes,
 )
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings, UpdateNumbers
-from areal_flow.types import StepRequest, VersionSpan
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings, UpdateNumbers
 from tests.unit.test_trainer import make_sequences, settings, state
 
 

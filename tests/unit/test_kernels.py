@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.kernels import compiles_layers, set_precision
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.kernels import compiles_layers, set_precision
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences
 

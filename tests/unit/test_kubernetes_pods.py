@@ -16,7 +16,7 @@ from areal_flow.cluster.launchers.kubernetes import merged, pod_state
 from areal_flow.cluster.launchers.queued import JobState, cause_of_end
 from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError, EngineError
+from areal_flow.core.errors import ConfigError, EngineError
 from tests.kubernetes_api import IMAGE, RELEASE
 
 ALL = """

@@ -24,7 +24,7 @@ from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import build_recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.core.errors import ConfigError, RunError
 
 
 async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(

@@ -8,8 +8,8 @@ import pytest
 
 from areal_flow.algorithms.learning_rates import FLOOR, RateSchedule, scheduled_rate
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import learning_rate
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import learning_rate
 
 
 @pytest.mark.parametrize(

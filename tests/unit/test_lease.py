@@ -19,15 +19,11 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.audit.rows import Batch, scan
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import Provenance, genesis_row
-from areal_flow.errors import RunError
-from areal_flow.recovery.bootstrap import take_over
-from areal_flow.run.card_lock import ALONE, TOGETHER, card_lock
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import (
+from areal_flow.core.card_lock import ALONE, TOGETHER, card_lock
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import (
     Fence,
     Writer,
     hold_lease,
@@ -37,17 +33,21 @@ from areal_flow.run.lease import (
     read_fences,
     record_fence,
 )
-from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.committed import (
+from areal_flow.core.types import PolicyHashes
+from areal_flow.flow.recovery.bootstrap import take_over
+from areal_flow.log.audit.rows import Batch, scan
+from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.committed import (
     append_evaluation,
     create_logs,
     read_evaluation,
     read_unconsumed,
 )
-from areal_flow.store.dataset import fence_condition, open_dataset
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
-from areal_flow.types import PolicyHashes
+from areal_flow.log.dataset import fence_condition, open_dataset
+from areal_flow.log.directory import create_run
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
 from tests.rows import written_group
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.ledger_row import (
+from areal_flow.core.types import Discard, PolicyHashes, StepRequest
+from areal_flow.flow.recovery.restore import result_from_row
+from areal_flow.log.accounting import TokenAccounting
+from areal_flow.log.ledger_row import (
     Provenance,
     StepEntries,
     batch_digest,
@@ -15,8 +17,6 @@ from areal_flow.controller.ledger_row import (
     member_seed,
     step_row,
 )
-from areal_flow.recovery.restore import result_from_row
-from areal_flow.types import Discard, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")
 GENESIS = genesis_row(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from areal_flow.models import linear as module
-from areal_flow.models.linear import (
+from areal_flow.policy.models import linear as module
+from areal_flow.policy.models.linear import (
     LEAST_WIDTH,
     OneDnnLinear,
     PackedLinear,
@@ -20,7 +20,7 @@ from areal_flow.models.linear import (
     pack_linear_layers,
     swap_linear_layers,
 )
-from areal_flow.models.policy import disable_dropout_and_move
+from areal_flow.policy.models.policy import disable_dropout_and_move
 from tests.policies import small_policy
 
 pytestmark = pytest.mark.skipif(

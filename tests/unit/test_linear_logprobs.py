@@ -11,14 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_flow.models import segments
-from areal_flow.models.logits import linear_head, logits_of, logits_of_products
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.settings import LoraSettings
-from areal_flow.trainer import head, linear_logprobs
-from areal_flow.trainer.head import token_logprobs_and_entropies
-from areal_flow.trainer.linear_logprobs import LinearHead
-from areal_flow.trainer.sequences import MicroBatch, pack_sequences
+from areal_flow.policy.models import segments
+from areal_flow.policy.models.logits import linear_head, logits_of, logits_of_products
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.training import head, linear_logprobs
+from areal_flow.training.head import token_logprobs_and_entropies
+from areal_flow.training.linear_logprobs import LinearHead
+from areal_flow.training.sequences import MicroBatch, pack_sequences
 from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences

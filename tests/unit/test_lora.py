@@ -12,11 +12,13 @@ from torch import Tensor
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, ModelError, TrainingError
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.lora import add_adapter, split_adapter
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.policy import (
+from areal_flow.core.errors import ConfigError, ModelError, TrainingError
+from areal_flow.core.lease import Writer
+from areal_flow.policy.checkpoints import CheckpointState
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.lora import add_adapter, split_adapter
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.policy import (
     assign_tensors,
     check_adapter,
     empty_policy,
@@ -24,14 +26,12 @@ from areal_flow.models.policy import (
     logits_at,
     policy_tensors,
 )
-from areal_flow.models.settings import LoraSettings
-from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.run.lease import Writer
-from areal_flow.tokenizer.directory import copy_model_description
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.tokenizer.directory import copy_model_description
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
 from pipelines import models
 from pipelines.jobs import preflight
 from tests.policies import served_weights, small_policy, write_model_directory

@@ -20,7 +20,7 @@ from areal_flow.algorithms.objective import ImportanceWeightRule
 from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 LOGPROBS = [-1.0, -0.5, -2.0]
 PROXIMAL = [-1.1, -0.7, -1.6]

@@ -13,17 +13,17 @@ import torch
 
 from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.ledger_row import Provenance
-from areal_flow.controller.schedules import (
+from areal_flow.core.errors import ArealFlowError, TrainerLost, TrainingError
+from areal_flow.core.types import Episode, StepRequest, StepResult
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.schedules import (
     run_async_schedule,
     run_barrier_schedule,
     run_until_first_ends,
 )
-from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
+from areal_flow.log.ledger_row import Provenance
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.types import Episode, StepRequest, StepResult
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 
 NUM_STEPS = 3

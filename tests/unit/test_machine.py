@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow import machine
 from areal_flow.cluster.worker_process import end_with_parent
-from areal_flow.errors import ConfigError
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.registry import require_installed
+from areal_flow.core import lease, machine
+from areal_flow.core.errors import ConfigError
+from areal_flow.policy.weights import shared_memory
+from areal_flow.policy.weights.media import check_medium
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import choose_tier
 from areal_flow.rewards.math.processes import MathPool
-from areal_flow.run import lease
-from areal_flow.weights import shared_memory
-from areal_flow.weights.media import check_medium
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.registry import require_installed
 from pipelines.cli.main import main
 
 LINUX_ONLY = {

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_flow.core.types import Score
 from areal_flow.rewards.math.processes import MathLimits, MathPool, MathPoolError
 from areal_flow.rewards.math.reward import check_reference, judge
 from areal_flow.rewards.protocol import MAX_COMPLETION_CHARS
-from areal_flow.types import Score
 from pipelines.jobs.verify import verify_lines
 from tests import math_corpus
 

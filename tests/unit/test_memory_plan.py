@@ -12,18 +12,18 @@ import torch
 from torch import distributed
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError
-from areal_flow.models.huggingface import AutoConfig
-from areal_flow.models.policy import policy_from_config
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout
 from areal_flow.planning import memory
 from areal_flow.planning.card_memory import plan_memory
 from areal_flow.planning.cards import GIB, card_bytes
 from areal_flow.planning.memory import RankMemory, longest_rows, memory_of_step, trainer_memory
 from areal_flow.planning.shapes import model_config
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer import linear_logprobs
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.policy.models.huggingface import AutoConfig
+from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training import linear_logprobs
+from areal_flow.training.rank import TrainerRank
 from pipelines.cli.main import main
 
 SHAPE = {

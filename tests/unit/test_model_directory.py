@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ModelError
-from areal_flow.models.policy import load_policy, policy_from_config
-from areal_flow.models.probe import probe_policy
-from areal_flow.run.layout import RunLayout
-from areal_flow.tokenizer.directory import check_model_directory, check_stop_tokens, tokenizer_of
+from areal_flow.core.errors import ModelError
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.models.policy import load_policy, policy_from_config
+from areal_flow.policy.models.probe import probe_policy
+from areal_flow.policy.tokenizer.directory import (
+    check_model_directory,
+    check_stop_tokens,
+    tokenizer_of,
+)
 from pipelines.jobs.built_in import prepare_model
 from tests.policies import write_model_directory
 

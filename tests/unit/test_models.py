@@ -10,15 +10,15 @@ import torch
 from transformers import MixtralConfig, OPTConfig, PretrainedConfig
 
 from areal_flow.config import build_recipe
-from areal_flow.models.policy import policy_from_config, policy_tensors
-from areal_flow.models.reward_model import critic_of, is_reward_model
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.head import token_logprobs
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.sequences import pack_sequences
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
-from areal_flow.trainer.sft import SftTrainer
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.models.policy import policy_from_config, policy_tensors
+from areal_flow.policy.models.reward_model import critic_of, is_reward_model
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.head import token_logprobs
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.sft import SftTrainer
 from tests.policies import completion_rows, small_policy
 from tests.unit.test_trainer import make_sequences
 

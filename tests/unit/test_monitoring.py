@@ -15,9 +15,9 @@ from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import NUM_EARLY_DEATHS, WorkerRegistry
 from areal_flow.cluster.worker_context import ENGINE_METRIC, SERVED_METRIC
-from areal_flow.controller.ledger_row import genesis_row
-from areal_flow.run.layout import RunLayout
-from areal_flow.types import PolicyHashes
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import PolicyHashes
+from areal_flow.log.ledger_row import genesis_row
 from tests.flow_parts import Parts, run, waiting
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)

@@ -14,8 +14,8 @@ from matplotlib.colors import to_hex
 from nbclient import NotebookClient
 
 import areal_flow
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.browsing import ShownToken
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.browsing import ShownToken
 from pipelines.report.charts import COLOURS
 from schemas import PromptRow, arrow_schema
 from tests.finished_runs import HOSTILE, make_finished_run
@@ -77,7 +77,7 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
     shown = found._repr_html_()
     tokens = re.findall(r'<span title="version 0, log-probability -?\d\.\d{3}, id \d+"', shown)
     assert len(tokens) == found["num_tokens"]
-    from areal_flow.store import browsing
+    from areal_flow.log import browsing
 
     def hostile(*_: object) -> tuple[ShownToken, ...]:
         return (ShownToken(HOSTILE, 1, 3, -0.5, 1, False, True),)

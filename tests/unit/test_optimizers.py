@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.settings import LoraSettings
-from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.muon import is_of_layers
-from areal_flow.trainer.optimizers import OPTIMIZERS, PolicyOptimizer, make_optimizer
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.settings import AdamWSettings, TrainerSettings
-from areal_flow.trainer.step import train_step
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.training.adamw import PolicyAdamW
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.muon import is_of_layers
+from areal_flow.training.optimizers import OPTIMIZERS, PolicyOptimizer, make_optimizer
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.settings import AdamWSettings, TrainerSettings
+from areal_flow.training.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
 

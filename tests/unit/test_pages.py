@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from areal_flow.errors import EngineError
-from areal_flow.generation.pages import PagePool, PageTables, PromptPages
+from areal_flow.core.errors import EngineError
+from areal_flow.rollout.engines.pages import PagePool, PageTables, PromptPages
 
 
 def tables(num_pages: int) -> PageTables:

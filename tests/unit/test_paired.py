@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from areal_flow.errors import ModelError
-from areal_flow.evaluation.paired import compare_answers, sign_test
+from areal_flow.core.errors import ModelError
+from areal_flow.core.paired import compare_answers, sign_test
 
 
 def answers(*rewards: float | None, samples: int = 1) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 CHILD = """
 import os, time
-from areal_flow.generation.vllm.parent_watch import end_with_parent
+from areal_flow.rollout.engines.vllm.parent_watch import end_with_parent
 
 def run():
     print(os.getpid(), flush=True)

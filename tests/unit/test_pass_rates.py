@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.controller import ledger_row
-from areal_flow.errors import ConfigError
-from areal_flow.evaluation.pass_rates import (
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.pass_rates import (
     PASS_RATE,
     evaluation_scores,
     has_plateaued,
@@ -34,12 +33,13 @@ from areal_flow.evaluation.pass_rates import (
     tabulate,
     wilson_interval,
 )
+from areal_flow.core.types import Score, Verdict
+from areal_flow.log import ledger_row
+from areal_flow.log.database import connect, read_sql
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.shipping import ship_function
-from areal_flow.store.database import connect, read_sql
 from areal_flow.tracking.projection import held_out_metrics
-from areal_flow.types import Score, Verdict
 from pipelines.cli.reports import report_evaluation
 from pipelines.console.progress import Lines, Progress
 from pipelines.console.tables import samples_text

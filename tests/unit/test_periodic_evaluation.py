@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import EngineError
-from areal_flow.evaluation.pass_rates import (
+from areal_flow.core.errors import EngineError
+from areal_flow.core.pass_rates import (
     EvaluationScores,
     EvaluationTable,
     normal_interval,
     wilson_interval,
 )
-from areal_flow.run.directory import hold_run
-from areal_flow.store.committed import append_evaluation
+from areal_flow.log.committed import append_evaluation
+from areal_flow.log.directory import hold_run
 from pipelines.jobs.periodic_evaluation import (
     PeriodicEvaluations,
     evaluation_name,

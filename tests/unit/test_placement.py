@@ -16,7 +16,7 @@ from areal_flow.cluster.placement import (
     visible_gpus,
 )
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 
 def recipe(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.models.huggingface import AutoConfig
+from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.planning.calibration import calibrate
 from areal_flow.planning.cards import CARDS, card_named
 from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, costs_of
@@ -26,6 +25,7 @@ from areal_flow.planning.planner import (
     with_cluster,
 )
 from areal_flow.planning.shapes import model_config
+from areal_flow.policy.models.huggingface import AutoConfig
 from benchmarks.paper import HOURS, Setting
 from pipelines.cli.main import main
 from pipelines.jobs.job import chosen_recipe

@@ -14,14 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, ModelError
-from areal_flow.models.reward_model import describe_reward_model
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
-from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
-from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
+from areal_flow.core.errors import ConfigError, ModelError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.policy.models.reward_model import describe_reward_model
+from areal_flow.training.planning import plan_micro_batches
+from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.sft import BY_SEQUENCE, SftTrainer
+from areal_flow.training.supervised import dpo_loss, reward_model_loss
 from pipelines.jobs.prepare import prepare_run
 from tests.policies import completion_rows, served_weights, small_policy, write_model_directory
 from tests.reward_models import load_reward_model

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout
 from areal_flow.rewards import trial
-from areal_flow.run.layout import RunLayout
 from pipelines.jobs.preflight import _trial, check_devices
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
@@ -41,7 +41,9 @@ def test_what_this_machine_lacks_is_refused(
 ) -> None:
     found = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
     monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: found)
-    monkeypatch.setattr("areal_flow.generation.vllm.support.installed_vllm", lambda device: None)
+    monkeypatch.setattr(
+        "areal_flow.rollout.engines.vllm.support.installed_vllm", lambda device: None
+    )
     with pytest.raises(ConfigError) as raised:
         check_devices(build_recipe(table, source="test"))
     assert said in str(raised.value)

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.step_metrics import SKIPPED_UPDATES
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.core.step_metrics import SKIPPED_UPDATES
 from pipelines.console import progress as shown
 from pipelines.console.progress import (
     Lines,

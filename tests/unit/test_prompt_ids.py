@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import PromptError
-from areal_flow.prompts.prepare import prepare_prompts
-from areal_flow.prompts.table import PromptTable
-from areal_flow.run.layout import RunLayout
-from areal_flow.types import Prompt
+from areal_flow.core.errors import PromptError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Prompt
+from areal_flow.rollout.prompts.prepare import prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 Rows = list[dict[str, Any]]

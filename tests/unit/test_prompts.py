@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_recipe
-from areal_flow.errors import ConfigError, PromptError
-from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
-from areal_flow.prompts.table import PromptTable
+from areal_flow.core.errors import ConfigError, PromptError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import Prompt
 from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.run.layout import RunLayout
-from areal_flow.types import Prompt
+from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.jobs.prepare import describe_prompts, prepare_run
 from pipelines.tiny_jobs.sums import (
     CHAIN_OF_THOUGHT_FRACTION,

@@ -21,19 +21,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.store import row_columns
-from areal_flow.store.browsing import (
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.log import row_columns
+from areal_flow.log.browsing import (
     ShownToken,
     ShownTrajectory,
     TrainedBatch,
     token_texts,
 )
-from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.database import connect, consumption_table
-from areal_flow.store.ledger import STEPS
-from areal_flow.store.queries import TableFormat
+from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.database import connect, consumption_table
+from areal_flow.log.ledger import STEPS
+from areal_flow.log.queries import TableFormat
 from pipelines.cli.reports import bucketed
 from pipelines.cli.trajectory_report import listing, report_trajectory
 from pipelines.console.table_file import write_table_file

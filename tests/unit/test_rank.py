@@ -15,21 +15,21 @@ import pytest
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.controller.ledger_row import Provenance, StepEntries, step_row
-from areal_flow.errors import ConfigError, TrainerLost, TrainingError
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.models.policy import policy_tensors
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.codec import TRAJECTORIES, array_rows
-from areal_flow.store.database import connect, consumption_table
-from areal_flow.store.ledger import STEPS
+from areal_flow.core.errors import ConfigError, TrainerLost, TrainingError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.core.types import StepRequest, StepResult
+from areal_flow.log.codec import TRAJECTORIES, array_rows
+from areal_flow.log.database import connect, consumption_table
+from areal_flow.log.ledger import STEPS
+from areal_flow.log.ledger_row import Provenance, StepEntries, step_row
+from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.tracking.projection import step_metrics
-from areal_flow.trainer import rank as trainer_rank
-from areal_flow.trainer.metrics import batch_metrics
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.tensor_rows import whole_rows
-from areal_flow.types import StepRequest, StepResult
-from areal_flow.weights.channel import HashingWriter
+from areal_flow.training import rank as trainer_rank
+from areal_flow.training.metrics import batch_metrics
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.tensor_rows import whole_rows
 from pipelines.report.summary import summarise
 from schemas import StepRow, validate
 from tests.policies import small_policy

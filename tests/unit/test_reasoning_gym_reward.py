@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
+from areal_flow.core.types import Score
 from areal_flow.rewards.reasoning_gym import final_answer, verify_reasoning_gym
-from areal_flow.types import Score
 
 
 def score(completion: str, entry: dict[str, Any], **metadata: Any) -> Score:

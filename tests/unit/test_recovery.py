@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_flow.controller.accounting import CommittedGroups, TokenAccounting
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row
-from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.recovery.plan import plan_initial_state
-from areal_flow.recovery.restore import LedgerReplay
-from areal_flow.types import (
+from areal_flow.core.types import (
     Discard,
     Episode,
     PolicyHashes,
@@ -27,6 +19,14 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
+from areal_flow.flow.flow import Flow
+from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.recovery.plan import plan_initial_state
+from areal_flow.flow.recovery.restore import LedgerReplay
+from areal_flow.flow.schedules import run_async_schedule
+from areal_flow.log.accounting import CommittedGroups, TokenAccounting
+from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row
+from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 
 PROVENANCE = Provenance(1, "", "")

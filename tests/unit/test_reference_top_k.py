@@ -14,16 +14,16 @@ from torch import Tensor
 from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.logprobs import bucket_logprobs
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.policy import logits_at
-from areal_flow.models.settings import LoraSettings
-from areal_flow.trainer import head, linear_logprobs
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.head import top_logprobs
-from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.policy import logits_at
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.training import head, linear_logprobs
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.head import top_logprobs
+from areal_flow.training.sequences import TrainingSequence, pack_sequences
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences

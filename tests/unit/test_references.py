@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import ArealFlowError
-from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.checkpoints import checkpoint_path, read_checkpoint_state
 from areal_flow.tracking import model_registry
 from pipelines.cli.main import main
 from pipelines.references import find_reference
@@ -54,7 +54,7 @@ def test_run_step_and_model_are_found_by_any_reference(layout: RunLayout, refere
 HEAVY = {
     "difficulty": "pipelines.cli.reports.report_difficulty",
     "evaluate": "pipelines.jobs.evaluate.evaluate_all",
-    "replay": "areal_flow.recovery.replay.replay_step",
+    "replay": "areal_flow.flow.recovery.replay.replay_step",
     "report": "pipelines.report.page.write_report",
     "track": "areal_flow.tracking.registry.track",
 }

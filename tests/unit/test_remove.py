@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_flow.errors import RunError
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import hold_lease
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import hold_lease
 from pipelines.cli.main import main
 from pipelines.cli.runs import remove_run
 from tests.tracked_runs import make_run

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.recovery.replay import Replayed
-from areal_flow.recovery.restore import ComparedStep
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
-from areal_flow.types import StepResult
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import StepResult
+from areal_flow.flow.recovery.replay import Replayed
+from areal_flow.flow.recovery.restore import ComparedStep
+from areal_flow.training.inspection import InspectedTrajectory, TrajectoryOutcome
 from pipelines.cli.replay_report import most_different, report_replay
 from pipelines.console.tables import show
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model

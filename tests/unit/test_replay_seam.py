@@ -11,11 +11,11 @@ import pytest
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.errors import RunError
-from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.ledger import Ledger
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.log.ledger import Ledger
+from areal_flow.policy.checkpoints import checkpoint_path, read_checkpoint_state
 from tests.recorded_runs import WRITER, make_recorded_run
 
 

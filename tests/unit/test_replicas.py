@@ -18,20 +18,20 @@ from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.cluster.trainer_tasks import exchange_timeout_s
-from areal_flow.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
+from areal_flow.core.errors import ArealFlowError, DeviceError, StorageError, TrainerLost
+from areal_flow.core.types import PolicyHashes, Rendezvous
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.planning import plan_micro_batches
-from areal_flow.trainer.replicas import (
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.planning import plan_micro_batches
+from areal_flow.training.replicas import (
     ConnectedRanks,
     _listen_at,
     connect_ranks,
     leave_ranks,
 )
-from areal_flow.trainer.settings import TrainerSettings
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import PolicyHashes, Rendezvous
+from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.step import train_step
+from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 

@@ -14,10 +14,10 @@ import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
-from areal_flow.errors import RunError
-from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.run.directory import State, create_run
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.log.directory import State, create_run
 from pipelines.cli.main import main
 from pipelines.jobs import job as jobs
 from pipelines.jobs.job import TRAINING, recipe_to_resume

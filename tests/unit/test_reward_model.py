@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
+from areal_flow.core.types import Score
+from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
-from areal_flow.tokenizer.directory import tokenizer_of
-from areal_flow.types import Score
 from pipelines.jobs.verify import verify_lines
 from tests.reward_models import write_reward_model
 from tests.unit.test_auto_tokenizer import SUM, write_own_model

@@ -15,7 +15,7 @@ from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.placement import Machines
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.rl_page import RunFeed, add_page
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
 from pipelines.workers import dashboard_text, tunnel_to
 from tests.browser import WIDTHS, opened, screenshot
 from tests.finished_runs import make_finished_run

@@ -17,9 +17,9 @@ from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.rollouts import LINGER_S, DaskRollouts, ReadyGroups, Scoring
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import InfrastructureError, RewardError, SchemaError
+from areal_flow.core.errors import InfrastructureError, RewardError, SchemaError
+from areal_flow.core.types import GroupReceipt, Score
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.types import GroupReceipt, Score
 from tests.episodes import episode_of
 
 NO_EXECUTIONS = Executions(Path("nowhere"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import StorageError
-from areal_flow.trainer.rows_ahead import RowsAhead
+from areal_flow.core.errors import StorageError
+from areal_flow.training.rows_ahead import RowsAhead
 
 
 class Log:

@@ -8,17 +8,17 @@ import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
-from areal_flow.errors import RunError
-from areal_flow.recovery.replay import replay_step
-from areal_flow.run.directory import (
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import SCHEMA_VERSION, RunLayout
+from areal_flow.flow.recovery.replay import replay_step
+from areal_flow.log.dataset import create_dataset
+from areal_flow.log.directory import (
     check_schema_version,
     create_run,
     find_run,
     list_runs,
 )
-from areal_flow.run.layout import SCHEMA_VERSION, RunLayout
-from areal_flow.store.dataset import create_dataset
-from areal_flow.store.ledger import STEPS
+from areal_flow.log.ledger import STEPS
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 from areal_flow.cluster.launchers.child import OUTPUT, Child, last_line, start_process
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config import Recipe
-from areal_flow.run.directory import create_run, hold_run, leave_run
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.directory import create_run, hold_run, leave_run
 from pipelines.cli.main import main
 from pipelines.console.progress import make_progress
 from pipelines.console.run_log import log_kept, logged_lines, logged_warnings, print_as, say

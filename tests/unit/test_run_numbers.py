@@ -16,7 +16,7 @@ from areal_flow.cluster.run_numbers import (
     steps_of,
     work_spans,
 )
-from areal_flow.controller.ledger_row import OBSERVED
+from areal_flow.log.ledger_row import OBSERVED
 from tests.flow_parts import Parts, run, train_once, waiting
 from tests.tracked_runs import BEGAN, step_row
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.generation.sampling import adjust_logits, processed_logprobs, sample
-from areal_flow.types import Sampling, as_tokens
+from areal_flow.core.types import Sampling, as_tokens
+from areal_flow.rollout.engines.sampling import adjust_logits, processed_logprobs, sample
 
 
 def random_logits(num_rows: int, vocabulary: int, *, scale: float) -> torch.Tensor:

@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_flow import machine
 from areal_flow.cluster import episode_requests
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import build_recipe, dump_recipe
+from areal_flow.core import machine
+from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.code.sandbox import pool
 from areal_flow.rewards.code.sandbox.limits import Limits
 from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY, ProgramMemory, SandboxPool
 from areal_flow.rewards.code.sandbox.run import Outcome, Program
-from areal_flow.run.layout import RunLayout
 
 
 class NoZygote:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler
 from tests.plain import plain
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention, varlen
 
-from areal_flow.models import segments
-from areal_flow.models.attention import AttentionRule
-from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.paged_prefill import Chunk, PagedCache, prefill
-from areal_flow.models.probe import probe_config
-from areal_flow.models.segments import (
+from areal_flow.policy.models import segments
+from areal_flow.policy.models.attention import AttentionRule
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.paged_prefill import Chunk, PagedCache, prefill
+from areal_flow.policy.models.probe import probe_config
+from areal_flow.policy.models.segments import (
     BLOCK,
     Segments,
     attend_by_flex,
@@ -33,8 +33,8 @@ from areal_flow.models.segments import (
     choose_kernel,
     has_kernels,
 )
-from areal_flow.trainer import context, linear_logprobs
-from areal_flow.trainer.context import ContextLayout
+from areal_flow.training import context, linear_logprobs
+from areal_flow.training.context import ContextLayout
 from tests.contracts.test_architectures import SUPPORTED, config_of
 from tests.policies import small_policy
 from tests.unit.test_shared_prompts import logprobs_and_gradients, sequence

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Replace
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, PromptError, TrainingError
-from areal_flow.prompts.completions import RowEncoder, tokenise_completions
-from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
-from areal_flow.trainer.sft import CompletionRows, SftTrainer
+from areal_flow.core.errors import ConfigError, PromptError, TrainingError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.policy.checkpoints import list_checkpoints
+from areal_flow.rollout.prompts.completions import RowEncoder, tokenise_completions
+from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.sft import CompletionRows, SftTrainer
 from pipelines.jobs.built_in import with_files
 from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.sft import prepare_sft_run

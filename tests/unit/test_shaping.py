@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, RewardError
+from areal_flow.core.errors import ConfigError, RewardError
+from areal_flow.core.types import Score
 from areal_flow.rewards import judge
 from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, part_names
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
-from areal_flow.trainer.metrics import _part_means
-from areal_flow.types import Score
+from areal_flow.training.metrics import _part_means
 from tests.judges import Refused, running_judge
 
 NOWHERE = Path("nowhere")

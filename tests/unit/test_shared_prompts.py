@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_flow.models import packed_layout
-from areal_flow.models.attention import AttentionRule
-from areal_flow.models.packed_layout import PackedLayout, Unfolding
-from areal_flow.trainer.head import token_logprobs
-from areal_flow.trainer.planning import units_of
-from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
+from areal_flow.policy.models import packed_layout
+from areal_flow.policy.models.attention import AttentionRule
+from areal_flow.policy.models.packed_layout import PackedLayout, Unfolding
+from areal_flow.training.head import token_logprobs
+from areal_flow.training.planning import units_of
+from areal_flow.training.sequences import TrainingSequence, pack_sequences
 from tests.policies import small_policy
 
 VOCABULARY = 13

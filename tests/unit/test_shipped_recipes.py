@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import PromptError
-from areal_flow.prompts.prepare import prepare_prompts
-from areal_flow.prompts.table import PromptTable
+from areal_flow.core.errors import PromptError
+from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.code.rows import code_task
 from areal_flow.rewards.code.sandbox.grading import CodeTask, grade
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.run.layout import RunLayout
-from areal_flow.trainer.settings import AdamWSettings
+from areal_flow.rollout.prompts.prepare import prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.training.settings import AdamWSettings
 from pipelines.jobs.built_in import with_files
 from pipelines.jobs.job import recipe_path
 from pipelines.tiny_jobs import one_liners

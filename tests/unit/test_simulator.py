@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import group_seeds
+from areal_flow.core.types import VersionSpan
+from areal_flow.log.ledger_row import group_seeds
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import (
     NUM_DRAWN,
@@ -23,7 +24,6 @@ from areal_flow.planning.simulator import Simulated, Troubles, simulate
 from areal_flow.planning.steady_state import batch_generation_s, steady_state
 from areal_flow.planning.virtual_generator import VirtualGenerator
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.types import VersionSpan
 from tests.flow_fakes import flow_recipe
 
 COSTS = Costs(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings, build_recipe
-from areal_flow.errors import ConfigError
-from areal_flow.run.layout import RunLayout
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.layout import RunLayout
 from areal_flow.tracking import registry, track
 from areal_flow.tracking.registry import RunTracking, make_trackers, start_tracking, untrack
 from areal_flow.tracking.tensorboard import TensorboardTracker

@@ -19,7 +19,7 @@ from areal_flow.cluster.launchers.slurm import SlurmLauncher, job_states
 from areal_flow.cluster.placement import VISIBLE_GPUS, WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 LISTED = """\
 7                   RUNNING             0           None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.errors import ModelError
+from areal_flow.core.errors import ModelError
 from pipelines import smollm
 from tests.policies import write_model_directory
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import ConfigError, PromptError, RewardError
-from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.table import BLOCK, CYCLE, Mixture, PromptTable, quotas
+from areal_flow.core.errors import ConfigError, PromptError, RewardError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.dataset import create_dataset
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import create_dataset
+from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.rollout.prompts.table import BLOCK, CYCLE, Mixture, PromptTable, quotas
 from pipelines.jobs.built_in import with_files
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 

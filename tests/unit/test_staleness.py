@@ -11,7 +11,7 @@ from areal_flow.algorithms.staleness import (
     fresh_enough,
     trained_mask,
 )
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
 
 
 def test_bound_is_inclusive() -> None:

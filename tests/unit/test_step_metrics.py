@@ -13,18 +13,18 @@ from areal_flow.algorithms import logprobs
 from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.usage import usage_by_role
-from areal_flow.controller.ledger_row import (
+from areal_flow.core.step_metrics import NOTHING_TRAINED, TRAINED_BY_STALENESS
+from areal_flow.core.types import PolicyHashes, ServedWeights, StepResult
+from areal_flow.flow.recovery.restore import ComparedStep
+from areal_flow.log.ledger_row import (
     SPEED_COLUMNS,
     reward_metrics,
     speed_metrics,
     update_metrics,
 )
-from areal_flow.recovery.restore import ComparedStep
-from areal_flow.step_metrics import NOTHING_TRAINED, TRAINED_BY_STALENESS
 from areal_flow.tracking.projection import METRICS
-from areal_flow.trainer.metrics import batch_metrics, labels, masked_fractions
-from areal_flow.trainer.step import advantage_moments
-from areal_flow.types import PolicyHashes, ServedWeights, StepResult
+from areal_flow.training.metrics import batch_metrics, labels, masked_fractions
+from areal_flow.training.step import advantage_moments
 from tests.unit.test_losses import inputs
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.cluster import step_progress
 from areal_flow.cluster.step_progress import StepClock, StepProgress, hung_ranks
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.training.replicas import ReplicaGroup
 
 
 @pytest.mark.parametrize(

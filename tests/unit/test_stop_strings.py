@@ -10,10 +10,10 @@ from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as Bytes
 
-from areal_flow.errors import EngineError
-from areal_flow.generation.scheduler import SlotScheduler
-from areal_flow.generation.stop_strings import StopStringSearch
-from areal_flow.types import GroupRequest, Sampling, as_tokens
+from areal_flow.core.errors import EngineError
+from areal_flow.core.types import GroupRequest, Sampling, as_tokens
+from areal_flow.rollout.engines.scheduler import SlotScheduler
+from areal_flow.rollout.engines.stop_strings import StopStringSearch
 from tests.engines import letters
 
 MERGED = ("ab", "##")

@@ -18,25 +18,25 @@ from lance.optimize import Compaction
 
 import areal_flow
 from areal_flow.config import Recipe
-from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row, step_row
-from areal_flow.errors import RunError, SchemaError, StorageError
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.step_metrics import StepMetrics
-from areal_flow.store import trajectories
-from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
-from areal_flow.store.committed import create_logs
-from areal_flow.store.database import empty_database
-from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
-from areal_flow.store.ledger import STEPS, Ledger
-from areal_flow.store.trajectories import (
+from areal_flow.core.errors import RunError, SchemaError, StorageError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.step_metrics import StepMetrics
+from areal_flow.core.types import Discard, GroupReceipt, PolicyHashes, StepRequest, StepResult
+from areal_flow.log import trajectories
+from areal_flow.log.codec import TRAJECTORIES, member_errors, receipts
+from areal_flow.log.committed import create_logs
+from areal_flow.log.database import empty_database
+from areal_flow.log.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.log.directory import create_run
+from areal_flow.log.ledger import STEPS, Ledger
+from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row, step_row
+from areal_flow.log.trajectories import (
     TrainingRows,
     TrajectoryCommitter,
     validate_groups,
     write_groups,
 )
-from areal_flow.types import Discard, GroupReceipt, PolicyHashes, StepRequest, StepResult
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 

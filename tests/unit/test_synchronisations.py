@@ -18,18 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.models.lora import add_adapter
-from areal_flow.models.settings import LoraSettings
-from areal_flow.models.transfer import to_device
-from areal_flow.trainer import head
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.sequences import MicroBatches
-from areal_flow.trainer.settings import SftSettings, TrainerSettings
-from areal_flow.trainer.sft import SftTrainer
-from areal_flow.trainer.step import train_step
-from areal_flow.trainer.supervised import OBJECTIVES
-from areal_flow.trainer.updates import StepSettings, UpdateNumbers
-from areal_flow.types import VersionSpan
+from areal_flow.core.types import VersionSpan
+from areal_flow.policy.models.lora import add_adapter
+from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.models.transfer import to_device
+from areal_flow.training import head
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.sequences import MicroBatches
+from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.sft import SftTrainer
+from areal_flow.training.step import train_step
+from areal_flow.training.supervised import OBJECTIVES
+from areal_flow.training.updates import StepSettings, UpdateNumbers
 from tests.policies import completion_rows, small_policy
 from tests.unit.test_reference_top_k import use_head_of
 from tests.unit.test_trainer import make_sequences

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from areal_flow.models.huggingface import AutoConfig
 from areal_flow.planning import memory
 from areal_flow.planning.memory import trainer_memory
-from areal_flow.trainer import linear_logprobs
+from areal_flow.policy.models.huggingface import AutoConfig
+from areal_flow.training import linear_logprobs
 from tests.unit.test_memory_plan import SHAPE, recipe
 
 NUM_TOKENS, VOCABULARY, CHUNK_NUMBERS = 4096, 8192, 2**22

@@ -12,18 +12,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store import trajectories
-from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_rows
-from areal_flow.store.committed import create_logs
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
-from areal_flow.tokenizer import directory
-from areal_flow.tokenizer.directory import texts_of
-from areal_flow.trainer.sequences import MicroBatches, pack_sequences
-from areal_flow.types import Completion, EngineStats, VersionSpan
-from areal_flow.workflows.group import RolledOutGroup
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import Completion, EngineStats, VersionSpan
+from areal_flow.log import trajectories
+from areal_flow.log.codec import TRAJECTORIES, array_rows, rollout_rows
+from areal_flow.log.committed import create_logs
+from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.policy.tokenizer import directory
+from areal_flow.policy.tokenizer.directory import texts_of
+from areal_flow.rollout.workflows.group import RolledOutGroup
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.training.sequences import MicroBatches, pack_sequences
 from schemas.content import row_arrays
 from tests.episodes import PROMPT, episode_of
 from tests.rows import written_group

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.errors import ConfigError, RewardError
-from areal_flow.prompts.rendering import renderer
+from areal_flow.core.errors import ConfigError, RewardError
+from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
 from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.tools import calculate
-from areal_flow.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
-from areal_flow.workflows.group import RolledOutGroup, run_group
-from areal_flow.workflows.tool_use import ToolCall, ToolUse, answer, marked_call
+from areal_flow.rollout.prompts.rendering import renderer
+from areal_flow.rollout.tools import calculate
+from areal_flow.rollout.workflows.group import RolledOutGroup, run_group
+from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, answer, marked_call
 from tests.episodes import FakeServices, episode_of
 
 
@@ -77,7 +77,7 @@ def fails_by(text: str) -> str:
 
 
 def told(tool: str, text: str, *, max_characters: int = 100) -> str:
-    path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.tools:{tool}"
+    path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.rollout.tools:{tool}"
     return answer(path, text, 0.2, max_characters)
 
 

@@ -13,30 +13,30 @@ import torch
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.errors import StorageError, TrainingError
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
-from areal_flow.run.lease import Writer
-from areal_flow.step_metrics import SKIPPED_UPDATES
-from areal_flow.trainer import activations
-from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import TrainerBackend
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.metrics import masked_fraction_by_tenth
-from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import (
+from areal_flow.core.errors import StorageError, TrainingError
+from areal_flow.core.lease import Writer
+from areal_flow.core.step_metrics import SKIPPED_UPDATES
+from areal_flow.core.types import Tokens, VersionSpan, as_tokens
+from areal_flow.policy.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.training import activations
+from areal_flow.training.adamw import PolicyAdamW
+from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.training.metrics import masked_fraction_by_tenth
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.sequences import (
     TrainingSequence,
     pack_sequences,
     sequences_from_rows,
 )
-from areal_flow.trainer.settings import AdamWSettings, TrainerSettings
-from areal_flow.trainer.step import (
+from areal_flow.training.settings import AdamWSettings, TrainerSettings
+from areal_flow.training.step import (
     advantage_moments,
     compute_advantages,
     train_step,
 )
-from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import Tokens, VersionSpan, as_tokens
+from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 
 WRITER = Writer(Path("nobody"), 1)

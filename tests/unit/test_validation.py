@@ -9,8 +9,8 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from areal_flow.errors import SchemaError
-from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.core.errors import SchemaError
+from areal_flow.log.codec import TRAJECTORIES
 from schemas import EvaluationRow, TrajectoryRow, arrow_schema, validate, violations
 from tests.rows import group_table
 

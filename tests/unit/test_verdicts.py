@@ -6,7 +6,7 @@ import pytest
 
 from areal_flow.config import Recipe
 from areal_flow.config.controller import ControllerSettings
-from areal_flow.evaluation.pass_rates import PassRate
+from areal_flow.core.pass_rates import PassRate
 from pipelines.report import verdicts
 from pipelines.report.verdicts import (
     judge_entropy,

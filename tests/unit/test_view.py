@@ -13,17 +13,17 @@ import polars as pl
 import pytest
 
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.run.directory import create_run
-from areal_flow.run.layout import RunLayout
-from areal_flow.run.lease import Writer
-from areal_flow.store import groups as groups_module
-from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
-from areal_flow.store.groups import GroupSelection, select_groups, show_group
-from areal_flow.store.ledger import Ledger
-from areal_flow.store.queries import Run
-from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.types import trajectory_id
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import trajectory_id
+from areal_flow.log import groups as groups_module
+from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
+from areal_flow.log.directory import create_run
+from areal_flow.log.groups import GroupSelection, select_groups, show_group
+from areal_flow.log.ledger import Ledger
+from areal_flow.log.queries import Run
+from areal_flow.log.trajectories import TrajectoryCommitter
 from pipelines.cli import runs as commands
 from pipelines.cli.main import main
 from tests.finished_runs import HOSTILE, make_finished_run

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.weights.delta import BLOCK_SIZE, apply_delta, are_alike, make_delta
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.weights.delta import BLOCK_SIZE, apply_delta, are_alike, make_delta
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 SIZES = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 4001)

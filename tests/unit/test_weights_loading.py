@@ -13,9 +13,9 @@ from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
-from areal_flow.errors import WeightsError
+from areal_flow.core.errors import WeightsError
+from areal_flow.core.types import ServedWeights
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from areal_flow.types import ServedWeights
 from tests.fakes import MemoryWriter
 
 

@@ -18,10 +18,14 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import PLUGIN_NAME, SERVED_METRIC, WorkerContext
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.models.hashing import hash_tensors
-from areal_flow.run.layout import RunLayout
-from areal_flow.types import EngineStats, GroupRequest
-from areal_flow.weights.directory import DirectoryReader, DirectoryWriter, publish_model_directory
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import EngineStats, GroupRequest
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.weights.directory import (
+    DirectoryReader,
+    DirectoryWriter,
+    publish_model_directory,
+)
 from tests.policies import write_model_directory
 
 NO_RESOURCES = SimpleNamespace(total_resources={})

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from areal_flow.errors import ConfigError, EngineError
-from areal_flow.types import (
+from areal_flow.core.errors import ConfigError, EngineError
+from areal_flow.core.types import (
     Completion,
     GroupRequest,
     Prompt,
@@ -20,12 +20,12 @@ from areal_flow.types import (
     VersionSpan,
     as_tokens,
 )
-from areal_flow.workflows.context import Coalescer, EpisodeContext, turn_seed
-from areal_flow.workflows.group import run_group
-from areal_flow.workflows.multi_turn import MultiTurn
-from areal_flow.workflows.protocol import TrajectoryDraft
-from areal_flow.workflows.registry import ImportedWorkflow, load_workflow
-from areal_flow.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.context import Coalescer, EpisodeContext, turn_seed
+from areal_flow.rollout.workflows.group import run_group
+from areal_flow.rollout.workflows.multi_turn import MultiTurn
+from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.registry import ImportedWorkflow, load_workflow
+from areal_flow.rollout.workflows.single_turn import SingleTurn
 from tests.episodes import PROMPT, STOP, FakeServices, episode_of, wrong
 from tests.plain import plain
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.errors import ArealFlowError
-from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.context import contexts_of
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.context import contexts_of
 from tests.episodes import PROMPT, FakeServices, episode_of
 
 pytest.importorskip("verifiers")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from areal_flow.workflows.verifiers_agent import rows
+from areal_flow.rollout.workflows.verifiers_agent import rows
 
-AGENT = Agent(path="areal_flow.workflows.verifiers_agent:solve")
+AGENT = Agent(path="areal_flow.rollout.workflows.verifiers_agent:solve")
 
 
 async def test_environment_is_played_and_its_reward_is_the_trajectorys() -> None:

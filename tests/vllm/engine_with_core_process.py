@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from areal_flow.generation.vllm.core import CoreProcess
-from areal_flow.generation.vllm.engine import start_vllm_engine
+from areal_flow.rollout.engines.vllm.core import CoreProcess
+from areal_flow.rollout.engines.vllm.engine import start_vllm_engine
 from tests.fakes import MemoryReader
 from tests.vllm.models import SETTINGS, published
 

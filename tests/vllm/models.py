@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.rollout.engines.protocol import GenerationSettings
 from tests.fakes import MemoryWriter
 
 SETTINGS = GenerationSettings(engine="vllm", max_num_seqs=4, max_model_len=64, max_new_tokens=8)

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_flow.errors import EngineError, WeightsError
-from areal_flow.generation.vllm.core import CoreProcess
-from areal_flow.generation.vllm.engine import start_vllm_engine
-from areal_flow.types import GroupRequest, Sampling, as_tokens
+from areal_flow.core.errors import EngineError, WeightsError
+from areal_flow.core.types import GroupRequest, Sampling, as_tokens
+from areal_flow.rollout.engines.vllm.core import CoreProcess
+from areal_flow.rollout.engines.vllm.engine import start_vllm_engine
 from tests.fakes import MemoryReader
 from tests.policies import write_model_directory
 from tests.vllm.models import SETTINGS, published

@@ -12,12 +12,12 @@ import torch
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
-from areal_flow.generation.registry import engine_factory
-from areal_flow.generation.vllm.support import CPU_HEAD_SIZES, installed_vllm
-from areal_flow.generation.vllm.transfer import TransferEngine
-from areal_flow.generation.vllm.weights import check_logprobs
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.core.errors import ConfigError, EngineError, ModelError, WeightsError
+from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.rollout.engines.registry import engine_factory
+from areal_flow.rollout.engines.vllm.support import CPU_HEAD_SIZES, installed_vllm
+from areal_flow.rollout.engines.vllm.transfer import TransferEngine
+from areal_flow.rollout.engines.vllm.weights import check_logprobs
 from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
 from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy, write_model_directory

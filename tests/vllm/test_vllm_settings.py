@@ -8,9 +8,9 @@ import pytest
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 
-from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.vllm.core import engine_config
-from areal_flow.generation.vllm.support import BLOCK_TOKENS, engine_arguments
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.vllm.core import engine_config
+from areal_flow.rollout.engines.vllm.support import BLOCK_TOKENS, engine_arguments
 from tests.policies import write_model_directory
 from tests.vllm.models import SETTINGS
 
@@ -43,5 +43,7 @@ def test_memory_of_the_cache_is_at_most_half_of_the_machine_s(
 ) -> None:
     model = write_model_directory(tmp_path / "model")
     size = block_bytes(engine_config(model, SETTINGS))
-    monkeypatch.setattr("areal_flow.generation.vllm.core.usable_bytes", lambda: 2 * 5 * size + 1)
+    monkeypatch.setattr(
+        "areal_flow.rollout.engines.vllm.core.usable_bytes", lambda: 2 * 5 * size + 1
+    )
     assert engine_config(model, SETTINGS).cache_config.kv_cache_memory_bytes == (5 + 1) * size

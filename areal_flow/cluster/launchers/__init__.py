@@ -18,7 +18,7 @@ from areal_flow.cluster.launchers.ssh import SshLauncher
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 
 class Launcher(Protocol):

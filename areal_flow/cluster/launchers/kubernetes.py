@@ -23,7 +23,7 @@ from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 Manifest = Mapping[Any, Any]
 """A Kubernetes object or a part of one, as in JSON."""

@@ -20,7 +20,7 @@ from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import EngineError
+from areal_flow.core.errors import EngineError
 
 
 class LocalLauncher:

@@ -43,7 +43,7 @@ from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, Wo
 from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import EngineError
+from areal_flow.core.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

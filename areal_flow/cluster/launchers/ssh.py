@@ -22,7 +22,7 @@ from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.supervisor import GRACE_S, KILL
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.errors import ConfigError
+from areal_flow.core.errors import ConfigError
 
 OPTIONS = {
     "BatchMode": "yes",  # fail rather than ask for a password

@@ -13,7 +13,7 @@ from typing import IO
 
 from areal_flow.cluster.launchers.child import ForkedWorker, number_in, start_process
 from areal_flow.cluster.placement import THIS_MACHINE, WorkerPlacement
-from areal_flow.machine import is_linux
+from areal_flow.core.machine import is_linux
 
 
 class WorkerTemplate:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from areal_flow import thinking
+from areal_flow.core import thinking
+from areal_flow.core.types import Score
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.code.sandbox.grading import Judgement, grade
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.code.sandbox.pool import SandboxPool
 from areal_flow.rewards.protocol import RewardInput
-from areal_flow.types import Score
 
 HERE = Path(__file__).parent
 DEFAULT = Limits()

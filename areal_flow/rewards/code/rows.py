@@ -27,10 +27,10 @@ from collections.abc import Iterator, Mapping
 from threading import Lock
 from typing import Any, get_args
 
-from areal_flow.errors import RewardError
+from areal_flow.core.errors import RewardError
+from areal_flow.core.thinking import after_thinking
 from areal_flow.rewards.code.sandbox.grading import CodeTask, Mode
 from areal_flow.rewards.code.sandbox.inside.testing import MODULE
-from areal_flow.thinking import after_thinking
 
 Row = Mapping[str, Any]
 

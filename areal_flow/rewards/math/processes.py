@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from areal_flow.errors import RewardError
-from areal_flow.machine import usable_cores
-from areal_flow.types import Verdict
+from areal_flow.core.errors import RewardError
+from areal_flow.core.machine import usable_cores
+from areal_flow.core.types import Verdict
 
 START_S = 60.0
 """It takes a second."""

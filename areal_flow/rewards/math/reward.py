@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_flow import thinking
+from areal_flow.core import thinking
+from areal_flow.core.types import Score, Verdict
 from areal_flow.rewards.math.equality import algebraic_elements, is_same, same_text
 from areal_flow.rewards.math.processes import MathPool, MathPoolError
 from areal_flow.rewards.math.text import (
@@ -21,7 +22,6 @@ from areal_flow.rewards.math.text import (
     unbraced,
 )
 from areal_flow.rewards.protocol import RewardInput, overlong
-from areal_flow.types import Score, Verdict
 
 MAX_RAW_CHARS = 4 * MAX_CHARS
 """Of an answer that is not tidied yet."""

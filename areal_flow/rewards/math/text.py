@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from areal_flow.thinking import after_thinking
-from areal_flow.types import answer_text
+from areal_flow.core.thinking import after_thinking
+from areal_flow.core.types import answer_text
 
 MAX_CHARS = 300
 MAX_NESTING = 40

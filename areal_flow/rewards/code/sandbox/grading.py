@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from areal_flow.core.types import Verdict
 from areal_flow.rewards.code.sandbox.inside import plain, program
 from areal_flow.rewards.code.sandbox.pool import SandboxPool
 from areal_flow.rewards.code.sandbox.run import Outcome, Program
-from areal_flow.types import Verdict
 
 Mode = Literal["stdin", "call", "assert"]
 _NUMBER = re.compile(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", re.ASCII)

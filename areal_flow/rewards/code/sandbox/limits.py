@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from areal_flow.errors import InfrastructureError, RewardError
+from areal_flow.core.errors import InfrastructureError, RewardError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from areal_flow.machine import usable_bytes, usable_cores
+from areal_flow.core.machine import usable_bytes, usable_cores
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.code.sandbox.run import Outcome, Program, run_programs
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier

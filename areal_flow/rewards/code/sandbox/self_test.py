@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from areal_flow.machine import is_linux, system_name
+from areal_flow.core.machine import is_linux, system_name
 from areal_flow.rewards.code.sandbox.inside import program
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.code.sandbox.run import Program, run_programs

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_flow.machine import is_linux
+from areal_flow.core.machine import is_linux
 from areal_flow.rewards.code.sandbox.inside import zygote
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 

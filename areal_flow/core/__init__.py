@@ -1,0 +1,1 @@
+"""What every package exchanges: types, errors, settings, digests, and the layout of a run."""

@@ -1,0 +1,94 @@
+"""Every error a caller may want to catch.
+
+    ArealFlowError
+    ├── ConfigError         a setting is wrong; nothing was started
+    ├── PromptError         a prompt file or row is wrong
+    ├── ModelError          a model directory is unusable
+    ├── SchemaError         rows do not satisfy their schema
+    ├── RunError            the run directory: exists, is locked, is incomplete
+    ├── StorageError        a write failed; the last committed state is intact
+    ├── EpisodeError        a workflow failed
+    ├── EngineError         a generator cannot serve
+    ├── RewardError         a verifier cannot be loaded or keeps failing
+    │   └── InfrastructureError  no verdict here, through no fault of the completion; ask elsewhere
+    ├── TrainingError       a step cannot be computed
+    │   └── TrainerLost     the trainer is gone or not at the step's parent; it can be restored
+    │       └── DeviceError  its GPU failed or is full: a new process can restore it
+    └── WeightsError        weights are missing or are not what was published
+
+A message says what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from areal_flow.core.frames import is_users
+
+
+class ArealFlowError(Exception):
+    """Root of the tree: anything this project raises on purpose."""
+
+    def __reduce__(self) -> tuple[type[ArealFlowError], tuple[str]]:
+        return type(self), (str(self),)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: which call of the user's it was, and the message."""
+        frames = filter(is_users, traceback.extract_tb(self.__traceback__))
+        return [*traceback.format_list(frames), f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(ArealFlowError):
+    """A setting is wrong; nothing was started."""
+
+
+class PromptError(ArealFlowError):
+    """A prompt file or one of its rows is wrong."""
+
+
+class ModelError(ArealFlowError):
+    """A model directory is unusable."""
+
+
+class SchemaError(ArealFlowError):
+    """Rows do not satisfy their schema."""
+
+
+class RunError(ArealFlowError):
+    """The run directory exists already, is held by somebody else or is incomplete."""
+
+
+class StorageError(ArealFlowError):
+    """A write failed; the last committed state is intact."""
+
+
+class EpisodeError(ArealFlowError):
+    """A workflow failed for all members of a group, or for all answers of an evaluation."""
+
+
+class EngineError(ArealFlowError):
+    """A generator cannot serve."""
+
+
+class RewardError(ArealFlowError):
+    """A verifier cannot be loaded or keeps failing."""
+
+
+class InfrastructureError(RewardError):
+    """There is no verdict here, through no fault of the completion; elsewhere there may be one."""
+
+
+class TrainingError(ArealFlowError):
+    """A step cannot be computed."""
+
+
+class TrainerLost(TrainingError):
+    """The trainer is gone or not at the step's parent; it can be restored."""
+
+
+class DeviceError(TrainerLost):
+    """The GPU failed or is full; only a new process can restore the trainer."""
+
+
+class WeightsError(ArealFlowError):
+    """Weights are missing or are not what was published."""

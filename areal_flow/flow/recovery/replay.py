@@ -1,0 +1,228 @@
+"""Computes recorded steps again in this process, and what they would have been with other settings.
+
+Nothing is written: a run that is being trained can be replayed, too. How a replay is shown is left
+to the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from areal_flow.algorithms.protocol import TokenLoss
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.flow.recovery.replay_settings import (
+    changed_recipe,
+    describe_changes,
+    on_this_machine,
+)
+from areal_flow.flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
+from areal_flow.log.directory import check_schema_version
+from areal_flow.log.inputs import reference_directory
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.log.trajectories import TrainingRows
+from areal_flow.policy.checkpoints import checkpoint_hashes, forked_policies
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.inspection import (
+    ClipWatch,
+    InspectedTrajectory,
+    TrajectoryOutcome,
+    completion_logprobs,
+    inspect_trajectories,
+    trajectory_outcomes,
+)
+from areal_flow.training.rank import TrainerRank
+from areal_flow.training.sequences import TrainingSequence, sequences_from_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    checkpoint: int
+    """The step whose checkpoint the replay began with."""
+    before: tuple[ComparedStep, ...]
+    """The steps between that checkpoint and this one."""
+    compared: ComparedStep
+    changed: StepResult | None
+    changes: Mapping[str, tuple[Any, Any]]
+    """Recorded and changed value, by dotted name."""
+    trajectories: tuple[InspectedTrajectory, ...]
+    """What the step consumed, in its order."""
+
+    @property
+    def recorded(self) -> StepResult:
+        return self.compared.recorded
+
+    @property
+    def replayed(self) -> StepResult:
+        return self.compared.replayed
+
+    @property
+    def refused(self) -> tuple[ComparedStep, ...]:
+        return tuple(c for c in (*self.before, self.compared) if c.refused)
+
+
+def replay_step(
+    layout: RunLayout,
+    *,
+    step: int,
+    from_checkpoint: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    loss: TokenLoss | None = None,
+) -> Replayed:
+    """Compute a step again from a checkpoint below it, and once more with changes or a loss."""
+    recipe = changed_recipe(layout.config, changes or {})
+    local = LocalTrainer(layout, on_this_machine(load_recipe(layout.config)))
+    _check_step(layout, step, head=local.ledger.head)
+
+    async def replay() -> Replayed:
+        found = checkpoint_hashes(layout.checkpoints)
+        wanted = {at: text for at, text in found.items() if from_checkpoint in (None, at)}
+        replay = await local.begin(wanted, at_most=step - 1)
+        if replay is None:
+            raise RunError(_no_checkpoint(layout, from_checkpoint, list(found), step=step))
+        before = [await replay.advance() for _ in range(replay.step + 1, step)]
+        request = replay.next_request
+        sequences = local.sequences(request)
+        local.take_recorded_threads(request)
+        proximal = completion_logprobs(
+            local.rank.backend, sequences, temperature=local.recipe.generation.temperature
+        )
+        changed, changed_outcomes = None, None
+        if changes or loss:
+            changed, changed_outcomes = local.try_step(request, on_this_machine(recipe), loss=loss)
+        local.rank.loss = ClipWatch(local.recipe.algorithm.loss)
+        compared = await replay.advance()
+        outcomes = local.outcomes(local.rank, request)
+        return Replayed(
+            replay.checkpoint,
+            tuple(before),
+            compared,
+            changed,
+            describe_changes(load_recipe(layout.config), recipe, loss=loss),
+            inspect_trajectories(request, sequences, proximal, outcomes, changed_outcomes),
+        )
+
+    with threads_kept():
+        return asyncio.run(replay())
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads afterwards."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+class LocalTrainer:
+    """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
+
+    def __init__(self, layout: RunLayout, recipe: Recipe) -> None:
+        check_schema_version(layout)
+        self._forks = layout.forks
+        self.ledger = LedgerReader(layout)
+        self._environments = self.ledger.rows(["numeric_environment"])
+        self.recipe = recipe
+        self.rank = TrainerRank(
+            layout,
+            recipe.for_trainer(),
+            channel=HashingWriter(),
+            read_rows=TrainingRows(layout),
+            find_teacher=partial(reference_directory, layout),
+        )
+
+    async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:
+        return await restore_newest(
+            self,
+            self.ledger,
+            checkpoints,
+            forks=forked_policies(self._forks),
+            at_most=at_most,
+            max_staleness=self.recipe.controller.max_staleness,
+            on_damaged=lambda _, error: logger.warning("%s", error),
+        )
+
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        return self.rank.restore(checkpoint)
+
+    async def step(self, request: StepRequest) -> StepResult:
+        await asyncio.sleep(0)  # where Ctrl-C is noticed
+        self.take_recorded_threads(request)
+        return self.rank.step(request)
+
+    def try_step(
+        self, request: StepRequest, recipe: Recipe, *, loss: TokenLoss | None
+    ) -> tuple[StepResult, list[TrajectoryOutcome]]:
+        """Compute a step under other settings; the rank stays where it is."""
+        request = replace(request, max_staleness=recipe.controller.max_staleness)
+        random_state = torch.get_rng_state()
+        branch = self.rank.branch(
+            recipe.for_trainer(), loss=ClipWatch(loss or recipe.algorithm.loss)
+        )
+        result = branch.step(request)
+        torch.set_rng_state(random_state)
+        return result, self.outcomes(branch, request)
+
+    def outcomes(self, rank: TrainerRank, request: StepRequest) -> list[TrajectoryOutcome]:
+        return trajectory_outcomes(
+            rank.backend,
+            self.sequences(request),
+            rank.numbers,
+            rank.loss,
+            temperature=self.recipe.generation.temperature,
+        )
+
+    def sequences(self, request: StepRequest) -> list[TrainingSequence]:
+        rows = self.rank.read_rows(request.trajectory_ids)
+        return sequences_from_rows(
+            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
+
+    def take_recorded_threads(self, request: StepRequest) -> None:
+        """Use as many threads as the recorded step did: sums depend on how many share them."""
+        environment = json.loads(self._environments[request.step]["numeric_environment"])
+        torch.set_num_threads(environment["threads"])
+
+
+def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
+    if head < 1:
+        raise RunError(f"run {layout.name} has trained no step yet: there is nothing to replay")
+    if step == 0:
+        raise RunError(
+            f"step 0 of run {layout.name} is the policy before training, made by the warm start or "
+            f"taken from a model: it cannot be replayed; expected a step from 1 to {head}"
+        )
+    if not 1 <= step <= head:
+        raise RunError(f"run {layout.name} has no step {step}: expected a step from 1 to {head}")
+
+
+def _no_checkpoint(
+    layout: RunLayout, wanted: int | None, found: Sequence[int], *, step: int
+) -> str:
+    known = ", ".join(map(str, found)) or "none"
+    if wanted is not None and (wanted not in found or wanted >= step):
+        return (
+            f"--from {wanted}: expected a checkpoint of run {layout.name} below step {step}, found "
+            f"checkpoints of steps {known}"
+        )
+    which = "a checkpoint" if wanted is None else f"checkpoint {wanted}"
+    return (
+        f"run {layout.name} has no usable {which} below step {step}: expected one that can be read "
+        f"and holds the weights of its ledger row, found checkpoints of steps {known}; try --from "
+        "with an earlier one, or a later step"
+    )

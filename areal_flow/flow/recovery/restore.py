@@ -1,0 +1,222 @@
+"""The one way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
+
+A resumed run restores its trainer ranks like this, and a replay its rank in this process. Each step
+comes back beside its record; what to do about one that differs is left to the caller, and so is
+where the trainer runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from math import isclose
+from typing import Any, Protocol
+
+from areal_flow.core.errors import TrainerLost, TrainingError
+from areal_flow.core.step_metrics import ENGINE_GAP, StepMetrics
+from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.log.ledger_row import MEASURED_AREAS
+
+COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
+"""What a replay must find again besides all in the `metrics` map that is no speed."""
+
+SHARED = {"backend", "context_ranks", "shard_ranks"}
+"""What of a numeric environment says that ranks shared the policy, or its sequences."""
+
+TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 5e-2}
+"""By how much numbers of a step from equal weights may differ, relatively (and by a hundredth of it
+absolutely), where the same sums have another order: its ranks shared the policy or sequences, which
+the replay's one process has whole, or a GPU adds up as it comes. By the type of the passes."""
+
+logger = logging.getLogger(__name__)
+
+
+class RestorableTrainer(Protocol):
+    """The trainer ranks as one, in other processes or in this one."""
+
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        """Load the checkpoint of a step.
+
+        Raises:
+            TrainerLost: a rank died meanwhile.
+            TrainingError: the checkpoint cannot be read.
+        """
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """Compute one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStep:
+    """One step, recorded and replayed. After a fork it started from other weights."""
+
+    recorded: StepResult
+    replayed: StepResult
+    after_fork: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.recorded.step
+
+    @property
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """Return recorded and replayed values by name; a metric that the record lacks is none."""
+        recorded, replayed = compared_values(self.recorded), compared_values(self.replayed)
+        return _differences(recorded, {name: replayed.get(name) for name in recorded})
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def forked(self) -> bool:
+        return self.recorded.hashes != self.replayed.hashes
+
+    @property
+    def refused(self) -> bool:
+        """Return whether a step differs where it must not: in an environment that repeats its bits.
+
+        Where ranks shared the policy or sequences, by more than the tolerance.
+        """
+        same = self.environment_differences.keys() <= SHARED and self.repeats_bits
+        return same and not self.within_tolerance and not self.after_fork
+
+    @property
+    def repeats_bits(self) -> bool:
+        """Return whether sums have the same order here each time: on a CPU, or where asked for."""
+        here = json.loads(self.replayed.numeric_environment)
+        return bool(here["device"] == "cpu" or here.get("kernels") == "deterministic")
+
+    @property
+    def tolerance(self) -> float:
+        if self.repeats_bits and not self.environment_differences.keys() & SHARED:
+            return 0.0
+        return TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
+
+    @property
+    def within_tolerance(self) -> bool:
+        tolerance = self.tolerance
+        if not tolerance:
+            return self.equal
+        hashes = asdict(self.recorded.hashes)
+        return all(
+            there is not None
+            and here is not None
+            and isclose(there, here, rel_tol=tolerance, abs_tol=tolerance / 100)
+            for name, (there, here) in self.differences.items()
+            if name not in hashes and not name.startswith(ENGINE_GAP)  # it is rounding itself
+        )
+
+    @property
+    def environment_differences(self) -> dict[str, tuple[Any, Any]]:
+        return _differences(
+            json.loads(self.recorded.numeric_environment),
+            json.loads(self.replayed.numeric_environment),
+        )
+
+
+def compared_values(result: StepResult) -> dict[str, Any]:
+    metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
+    found = result.metrics.metrics.items()
+    computed = {name: value for name, value in found if not name.startswith(MEASURED_AREAS)}
+    return {**metrics, **computed, **asdict(result.hashes)}
+
+
+def _differences(
+    recorded: Mapping[str, Any], replayed: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (recorded.get(name), replayed.get(name))
+        for name in {**recorded, **replayed}
+        if recorded.get(name) != replayed.get(name)
+    }
+
+
+def result_from_row(row: Mapping[str, Any]) -> StepResult:
+    metrics = {field.name: row[field.name] for field in fields(StepMetrics)}
+    metrics["masked_fraction_by_tenth"] = tuple(metrics["masked_fraction_by_tenth"])
+    hashes = PolicyHashes(row["weights_hash"], row["served_hash"])
+    environment, parent_hash = row["numeric_environment"], row["parent_hash"]
+    return StepResult(row["step"], hashes, StepMetrics(**metrics), environment, parent_hash)
+
+
+@dataclass
+class LedgerReplay:
+    trainer: RestorableTrainer
+    rows: Sequence[Mapping[str, Any]]
+    """The ledger from the checkpoint's own row on."""
+    hashes: PolicyHashes
+    """What the trainer holds now."""
+    max_staleness: int
+    """Of the run, in versions."""
+    forked: bool = False
+    step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checkpoint: int = self.rows[0]["step"]
+        self.step = self.checkpoint
+
+    @property
+    def next_request(self) -> StepRequest:
+        row = self.rows[self.step + 1 - self.checkpoint]
+        return StepRequest(
+            step=row["step"],
+            parent_hash=self.hashes.weights_hash,
+            policy_version=row["policy_version"],
+            trajectory_ids=tuple(row["trajectory_ids"]),
+            batch_digest=row["batch_digest"],
+            max_staleness=self.max_staleness,
+        )
+
+    async def advance(self) -> ComparedStep:
+        row = self.rows[self.step + 1 - self.checkpoint]
+        after_fork = self.forked or self.hashes.weights_hash != row["parent_hash"]
+        replayed = await self.trainer.step(self.next_request)
+        compared = ComparedStep(result_from_row(row), replayed, after_fork=after_fork)
+        self.step, self.hashes = replayed.step, replayed.hashes
+        self.forked = self.forked or compared.forked
+        return compared
+
+
+async def restore_newest(
+    trainer: RestorableTrainer,
+    ledger: LedgerReader,
+    checkpoints: Mapping[int, str],
+    *,
+    forks: Mapping[int, Sequence[PolicyHashes]],
+    at_most: int,
+    max_staleness: int,
+    on_damaged: Callable[[int, TrainingError], None],
+) -> LedgerReplay | None:
+    """Restore the newest readable checkpoint of the ledger's weights, or of a recorded fork's.
+
+    Returns:
+        The replay from there, or None if there is no such checkpoint.
+    """
+    policies = {
+        row["step"]: [PolicyHashes(row["weights_hash"], row["served_hash"])]
+        for row in ledger.rows(["weights_hash", "served_hash"])[: at_most + 1]
+    }
+    for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):
+        if checkpoint not in policies:
+            continue
+        candidates = [*policies[checkpoint], *forks.get(checkpoint, ())]
+        expected = [each for each in candidates if each.weights_hash == weights_hash]
+        if not expected:
+            continue
+        try:
+            restored = await trainer.restore(checkpoint)
+        except TrainerLost:
+            raise
+        except TrainingError as error:
+            on_damaged(checkpoint, error)
+            continue
+        if restored in expected:
+            return LedgerReplay(trainer, ledger.rows(since=checkpoint), restored, max_staleness)
+        logger.warning(
+            "checkpoint %d was restored to %s, expected %s", checkpoint, restored, expected
+        )
+    return None

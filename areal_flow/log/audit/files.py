@@ -1,0 +1,288 @@
+"""Reads the files of a run directory for an audit: what cannot be read comes as a finding.
+
+Directories may vanish meanwhile, since a run that goes on prunes them: those are left out. Which
+values are right is decided by the rules, not here.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from safetensors import SafetensorError
+
+from areal_flow.config import Recipe
+from areal_flow.core.digests import file_hash
+from areal_flow.core.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import newest_lease
+from areal_flow.log.audit.findings import ADVICE, Finding, unreadable
+from areal_flow.log.dataset import read_errors, unreferenced_files
+from areal_flow.log.directory import Parent, find_parent, read_parent
+from areal_flow.log.inputs import RunInputs, read_inputs
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.policy.checkpoints import (
+    RNG_STATE,
+    checkpoint_path,
+    is_recorded,
+    list_checkpoints,
+    read_checkpoint_state,
+    weight_files,
+)
+from areal_flow.policy.tokenizer.directory import chat_template_of
+from areal_flow.policy.weights.directory import DirectoryReader
+from areal_flow.rollout.prompts.table import PromptTable
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
+
+
+def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
+    try:
+        lines = layout.forks.read_text().splitlines() if layout.forks.exists() else []
+    except (OSError, ValueError) as error:
+        yield unreadable(layout.forks.name, error)
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            fork = json.loads(line)
+            yield {
+                "step": int(fork["step"]),
+                "recorded_hash": str(fork["recorded"]["weights_hash"]),
+                "weights_hash": str(fork["replayed"]["weights_hash"]),
+                "served_hash": str(fork["replayed"]["served_hash"]),
+            }
+        except _UNREADABLE as error:
+            yield unreadable(layout.forks.name, f"line {number}: {error!r}")
+
+
+def read_parents(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
+    """Yield what a fork was made from, beside the weights hash that its parent's ledger has."""
+    try:
+        parent = read_parent(layout)
+    except _UNREADABLE as error:
+        yield unreadable(layout.identity.name, error)
+        return
+    if parent is None:
+        return
+    ledger_hash, cause = _hash_by_ledger(layout, parent)
+    if cause:
+        what = (layout.identity.name, f"{parent}, to compare weights", cause)
+        yield Finding("parent-not-compared", *what, ADVICE["orphan"], "note")
+    of = {"name": parent.name, "step": parent.step, "weights_hash": parent.weights_hash}
+    yield {**of, "ledger_hash": ledger_hash}
+
+
+def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]:
+    """Return the weights hash of the parent's step by its ledger, or why there is none."""
+    place = find_parent(layout, parent)
+    if place is None:
+        return None, f"no run of its identity in {layout.root.parent}"
+    try:
+        with read_errors(place.steps):
+            rows = LedgerReader(place).rows(["weights_hash"])
+        if is_recorded(parent.step, parent.weights_hash, rows[parent.step], place.forks):
+            return parent.weights_hash, ""
+        return str(rows[parent.step]["weights_hash"]), ""
+    except (ArealFlowError, IndexError) as error:
+        return None, str(error)
+
+
+def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
+    try:
+        _validate_arrow(layout.train_prompts)
+        return PromptTable(layout.train_prompts, seed=seed)
+    except (*_UNREADABLE, PromptError) as error:
+        return unreadable(layout.train_prompts.name, error)
+
+
+def listed_checkpoints(layout: RunLayout) -> list[Path]:
+    steps = sorted(int(path.name) for path in layout.checkpoints.glob("*") if path.name.isdigit())
+    return [checkpoint_path(layout.checkpoints, step) for step in steps]
+
+
+def listed_weights(layout: RunLayout) -> list[Path]:
+    """Return the newest writer's published versions."""
+    root = _weights_root(layout)
+    files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
+    directories = {file.parent for file in files if file.parent.name.isdigit()}
+    return sorted(directories)
+
+
+def read_directories(
+    layout: RunLayout, kind: str, paths: Sequence[Path]
+) -> Iterator[dict[str, Any] | Finding]:
+    describe = partial(_checkpoint, layout)
+    if kind == "weights":
+        describe = partial(_weights, DirectoryReader(_weights_root(layout)))
+    for path in paths:
+        found: dict[str, Any] | Finding
+        place, expected = path.relative_to(layout.root).as_posix(), "published weights"
+        if kind == "checkpoint":
+            place, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
+        try:
+            found = {"place": place, **describe(path)}
+        except (*_UNREADABLE, WeightsError) as error:
+            cause = f"{type(error).__name__}: {error}"[:300]
+            found = Finding(f"{kind}-unreadable", place, expected, cause, _advice(kind, path))
+        if kind == "checkpoint" and _fails_for_its_base(path, found):
+            what = (place, "sound weights in checkpoint 0, which it adapts", "damaged ones")
+            found = Finding("not-judged", *what, ADVICE["unjudged"], "note")
+        if path.exists():
+            yield found
+
+
+def _advice(kind: str, path: Path) -> str:
+    """Return what to do about a directory that cannot be read: one that is closed may be sound.
+
+    The error does not tell: safetensors says of a file that it may not open that there is none.
+    """
+    try:
+        with suppress(FileNotFoundError):  # pruned meanwhile
+            for file in path.iterdir():
+                with file.open("rb") as opened:
+                    opened.read(1)
+    except OSError:
+        return ADVICE["closed"]
+    return ADVICE[kind]
+
+
+def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
+    base = weight_files(path)[0].parent
+    is_sound = isinstance(found, dict) and found["found_weights_hash"] == found["weights_hash"]
+    if base == path or is_sound:
+        return False
+    from areal_flow.policy.models.hashing import hash_files
+
+    try:
+        return hash_files(*weight_files(base)) != read_checkpoint_state(base).weights_hash
+    except _UNREADABLE:
+        return True
+
+
+def not_prepared(layout: RunLayout) -> bool:
+    made = (layout.inputs, layout.steps, layout.weights)
+    return not any(path.exists() for path in made)
+
+
+def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
+    found = "not begun to train" if layout.steps.exists() else ""
+    if layout.sft_rows.is_file():
+        taken = max(list_checkpoints(layout.sft_checkpoints), default=0)
+        fine_tuning = f"fine-tuning at step {taken:,} of {recipe.sft.num_steps:,}"
+        found = "; ".join(filter(None, (fine_tuning, found)))
+    what = (layout.steps.name, "a policy", found)
+    return Finding("before-training", *what, ADVICE["before"], "note")
+
+
+def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
+    model = layout.model
+    descriptions = (layout.state, model / "config.json", model / "tokenizer.json")
+    for path in (*descriptions, layout.held_out_prompts):
+        try:
+            if path == layout.held_out_prompts:
+                _validate_arrow(path)
+            elif not isinstance(json.loads(path.read_text()), dict):
+                yield unreadable(path.name, "not a JSON object")
+        except _UNREADABLE as error:
+            yield unreadable(path.name, error)
+
+
+def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
+    where = layout.chat_template.relative_to(layout.root).as_posix()
+    if not layout.chat_template.exists():
+        return
+    try:
+        recorded = json.loads(layout.chat_template.read_text())["sha256"]
+        template = chat_template_of(layout.model)
+    except (*_UNREADABLE, ModelError) as error:
+        yield unreadable(where, error)
+        return
+    found = template.sha256 if template else "none"
+    if found != recorded:
+        yield Finding("chat-template", "model", recorded, found, ADVICE["file"])
+
+
+def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
+    for name, known in recorded.files.items():
+        path = layout.root / name
+        if path.is_file() and (found := file_hash(path)) != known:
+            expected = f"the content {known}, by {layout.inputs.name}"
+            yield Finding("input-changed", name, expected, found, ADVICE["file"])
+
+
+def leftovers(layout: RunLayout) -> Iterator[Finding]:
+    found = "leftover of an interrupted write"
+    for rule, pattern in (
+        ("staged-weights", "weights/*/.staged-*"),
+        ("partial-checkpoint", "checkpoints/.partial-*"),
+        ("pruned-checkpoint", "checkpoints/.pruned-*"),
+    ):
+        # Not `Path.glob`, which ends with an error where a directory goes while it is listed.
+        for where in sorted(glob(pattern, root_dir=layout.root)):  # noqa: PTH207
+            yield Finding(rule, where, "a finished directory", found, ADVICE["harmless"], "note")
+    for path in (layout.trajectories, layout.steps, layout.evaluations):
+        yield from _orphan_fragments(path)
+
+
+def _weights_root(layout: RunLayout) -> Path:
+    lease = newest_lease(layout.writers)
+    return layout.weights_of(lease.writer_epoch if lease else 0)
+
+
+def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
+    from areal_flow.policy.models.hashing import hash_files
+
+    names = [file.name for file in _intact(layout)]
+    _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
+    return {
+        "listed_step": int(path.name),
+        **asdict(read_checkpoint_state(path)),
+        "found_weights_hash": hash_files(*weight_files(path)),
+        "found_optimizer_hash": hash_files(path / "optimizer.safetensors", without=(RNG_STATE,)),
+        "other_files": ", ".join((*different, *missing)),
+    }
+
+
+def _intact(layout: RunLayout) -> list[Path]:
+    """Return the run's model files that are as prepared; a changed one is a finding of its own."""
+    try:
+        recorded = read_inputs(layout).files
+    except RunError:
+        return []
+    known = {
+        layout.root / name: content
+        for name, content in recorded.items()
+        if name.startswith(f"{layout.model.name}/")
+    }
+    return [file for file in known if file.is_file() and file_hash(file) == known[file]]
+
+
+def _weights(reader: DirectoryReader, path: Path) -> dict[str, Any]:
+    step = int(path.name)
+    _, recorded, found = reader.read(step)
+    return {"step": step, "recorded_hash": recorded, "tensors_hash": found}
+
+
+def _validate_arrow(path: Path) -> None:
+    with pa.memory_map(str(path)) as file:
+        pa.ipc.open_file(file).read_all().validate(full=True)
+
+
+def _orphan_fragments(path: Path) -> Iterator[Finding]:
+    try:
+        orphans = unreferenced_files(path) if path.is_dir() else []
+    except ArealFlowError as error:
+        yield unreadable(path.name, error)._replace(severity="note", advice=ADVICE["harmless"])
+        return
+    if orphans:
+        found = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
+        where, expected = f"{path.name}/data", "files of committed fragments"
+        yield Finding("orphan-fragments", where, expected, found, ADVICE["harmless"], "note")

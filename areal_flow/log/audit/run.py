@@ -1,0 +1,230 @@
+"""Audits a run from its directory alone: reads everything once, changes nothing.
+
+A run that goes on, or that crashed, can be audited as well. What follows ledger rows (checkpoints,
+weights) is listed before the ledger is read, and what precedes them (trajectories) is read after
+it, so that each row finds what it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandera.polars as pa_polars
+import pyarrow as pa
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.core.code_version import CODE_VERSION
+from areal_flow.core.errors import ArealFlowError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.log.audit import files
+from areal_flow.log.audit.database import AuditDatabase
+from areal_flow.log.audit.findings import ADVICE, Finding, Report, unreadable
+from areal_flow.log.audit.rows import VersionGone, check_schema, scan
+from areal_flow.log.dataset import Log, fence_condition, open_dataset
+from areal_flow.log.inputs import read_inputs
+from areal_flow.log.ledger import STEPS
+from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.rollout.workflows.agent import Agent
+from schemas import EvaluationRow, StepRow, TrajectoryRow
+
+KINDS = (
+    "steps",
+    "prompts",
+    "trajectories",
+    "checkpoints",
+    "published weights",
+    "evaluation answers",
+)
+MOST_READINGS = 5
+"""A run that goes on may commit faster than it is read."""
+
+
+def check_run(layout: RunLayout) -> Report:
+    report = Report(layout.name, KINDS)
+    if not layout.config.is_file():
+        advice = "restore it from a copy: nothing was checked without it"
+        report.add(unreadable(layout.config.name, "no such file", advice))
+    elif files.not_prepared(layout):
+        what = (layout.steps.name, "a prepared run", "no ledger and no policy yet")
+        report.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
+    else:
+        return _read(layout)
+    return report
+
+
+def _read(layout: RunLayout) -> Report:
+    """Read the run, again if a version that was being read was cleaned up."""
+    for _ in range(MOST_READINGS):
+        report = Report(layout.name, KINDS)
+        try:
+            with closing(AuditDatabase()) as database:
+                _Audit(layout, database, report).read()
+        except VersionGone as gone:
+            overtaken = str(gone)
+            continue
+        except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
+            damaged = unreadable(layout.steps.name, error, ADVICE["both"])
+            report.add(damaged._replace(expected="numbers that can be counted again"))
+        return report
+    report = Report(layout.name, KINDS)
+    found = f"it was cleaned up before it was read, {MOST_READINGS} times"
+    what = (overtaken, "a version that stays while it is read", found)
+    report.add(Finding("not-judged", *what, ADVICE["overtaken"]))
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    layout: RunLayout
+    database: AuditDatabase
+    report: Report
+
+    def read(self) -> None:
+        layout, database = self.layout, self.database
+        recipe = self._recipe()
+        self._inputs()
+        if not (layout.steps.exists() or layout.trajectories.exists()):
+            self._before_training(recipe)
+            return
+        checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)
+        for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
+            database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
+        has_ledger = self._ledger()
+        database.add("forks", self._kept(files.read_forks(layout)))
+        database.add("parents", self._kept(files.read_parents(layout)))
+        has_log = self._log(recipe)
+        if has_ledger and not self.report.checked["steps"]:
+            self._before_training(recipe)
+        self._judge("trajectories")
+        if has_ledger:
+            self._judge("ledger")
+        if has_ledger and has_log:
+            database.add("dataset", [{"num_rows": open_dataset(layout.trajectories).count_rows()}])
+            database.recount()
+            self._judge("log")
+        self._files(checkpoints, published)
+        if layout.evaluations.exists():
+            list(self._rows("evaluations", EvaluationRow, "evaluation answers", "evaluations"))
+        self.report.add(*files.broken_descriptions(layout))
+        self.report.add(*files.changed_chat_template(layout))
+        self.report.add(*files.leftovers(layout))
+
+    def _before_training(self, recipe: Recipe | None) -> None:
+        if recipe is not None:
+            self.report.add(files.before_training(self.layout, recipe))
+
+    def _judge(self, rules: str) -> None:
+        for finding in self.database.broken(rules):
+            self.report.add(finding)
+
+    def _kept(
+        self, values: Iterable[dict[str, Any] | Finding], counted: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what could be read; report the rest."""
+        for value in values:
+            if counted:
+                self.report.checked[counted] += 1
+            if isinstance(value, Finding):
+                self.report.add(value)
+            else:
+                yield value
+
+    def _rows(
+        self, log: Log, model: type[pa_polars.DataFrameModel], counted: str, kind: str
+    ) -> Iterator[pa.Table | None]:
+        """Check a dataset's rows; yield those that rules can use, None for others."""
+        for batch in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
+            rows = None
+            if isinstance(batch, Finding):
+                self.report.add(batch)
+            else:
+                self.report.checked[counted] += len(batch.rows)
+                findings, rows = check_schema(batch, model, kind=kind)
+                self.report.add(*findings)
+            yield rows
+
+    def _recipe(self) -> Recipe | None:
+        try:
+            recipe = load_recipe(self.layout.config)
+        except (ArealFlowError, OSError) as error:
+            self.report.add(unreadable(self.layout.config.name, error))
+            return None
+        row = {
+            "config_hash": recipe.digest(),
+            "code_version": CODE_VERSION,
+            "seed": recipe.seed,
+            "group_size": recipe.controller.group_size,
+            "groups_per_step": recipe.groups_per_step,
+            "max_staleness": recipe.controller.max_staleness,
+            "pass_threshold": recipe.pass_threshold,
+        }
+        self.database.add("recipe", [row])
+        return recipe
+
+    def _inputs(self) -> None:
+        try:
+            recorded = read_inputs(self.layout)
+        except RunError as error:
+            self.report.add(unreadable(self.layout.inputs.name, error))
+            return
+        named = recorded.verifiers
+        rows = ({"since_epoch": epoch, "verifier": verifier} for epoch, verifier in named)
+        self.database.add("verifiers", rows)
+        self.report.add(*files.changed_inputs(self.layout, recorded))
+
+    def _ledger(self) -> bool:
+        read = list(self._rows("steps", StepRow, "steps", "ledger"))
+        tables = [table for table in read if table is not None]
+        has_ledger = len(tables) == len(read)
+        rows = pa.concat_tables(tables) if tables and has_ledger else STEPS.empty_table()
+        self.database.add_ledger(rows)
+        return has_ledger
+
+    def _log(self, recipe: Recipe | None) -> bool:
+        prompts = self._prompts(recipe)
+        all_read = True
+        for rows in self._rows("trajectories", TrajectoryRow, "trajectories", "log"):
+            if rows is None:
+                all_read = False
+                continue
+            indices = rows["submission_index"].to_pylist()
+            expected = prompts.rows_at(indices) if prompts else None
+            if expected and recipe and isinstance(recipe.workflow, Agent):  # it asks as it likes
+                column = expected.schema.get_field_index("prompt_tokens")
+                expected = expected.set_column(column, "prompt_tokens", rows["prompt_tokens"])
+            self.database.add_trajectories(rows, expected)
+        if not all_read:
+            found = "some cannot be read: ledger and trajectories were not compared"
+            what = (self.layout.trajectories.name, "every trajectory", found)
+            self.report.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
+        return all_read
+
+    def _prompts(self, recipe: Recipe | None) -> PromptTable | None:
+        if recipe is None:
+            return None
+        prompts = files.read_prompts(self.layout, seed=recipe.seed)
+        if isinstance(prompts, Finding):
+            self.report.add(prompts)
+            return None
+        self.report.checked["prompts"] = len(prompts)
+        for path in (self.layout.train_prompts, self.layout.held_out_prompts):
+            with suppress(OSError, pa.ArrowException):  # the table itself is judged elsewhere
+                table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+                self.database.add_prompts(path.name, table)
+        self._judge("prompts")
+        return prompts
+
+    def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
+        found = files.read_directories(self.layout, "checkpoint", checkpoints)
+        self.database.add("checkpoints", self._kept(found, "checkpoints"))
+        found = files.read_directories(self.layout, "weights", published)
+        self.database.add("published", self._kept(found, "published weights"))
+        # A replay that forked since the ledger was judged has published its weights again.
+        forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
+        self.database.add("forks", forks)
+        self._judge("files")

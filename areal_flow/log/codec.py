@@ -1,0 +1,173 @@
+"""Episodes as trajectory rows, first generated, then scored; rows as receipts and as arrays for
+training. It does not import Lance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_flow.core.layout import SCHEMA_VERSION
+from areal_flow.core.types import (
+    EngineStats,
+    Episode,
+    Prompt,
+    Score,
+    TrajectoryReceipt,
+    VersionSpan,
+    trajectory_id,
+)
+from areal_flow.rollout.workflows.group import RolledOutGroup
+from schemas import TrajectoryRow, arrow_schema, content_hashes
+from schemas.content import row_arrays
+
+TRAJECTORIES = arrow_schema(TrajectoryRow)
+
+RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
+"""All that `receipts` needs to be read."""
+
+_TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
+"""Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutNotes:
+    """What is known of generated rows beside their columns."""
+
+    prompts: Mapping[int, Prompt]
+    """By submission index."""
+    engine_stats: EngineStats
+    scores: tuple[Score | None, ...]
+    """Of each row: what its workflow has given already, or its failure."""
+
+
+RolloutRows = tuple[pa.Table, RolloutNotes]
+"""Rows without scores. A plain tuple, the table first: Dask then sends the table without a copy."""
+
+
+def rollout_rows(
+    groups: Sequence[tuple[Episode, RolledOutGroup]],
+    *,
+    generator: str,
+    started_at: datetime,
+    engine_stats: EngineStats,
+) -> RolloutRows:
+    """Return the groups' rows, all columns but the scores."""
+    finished_at = datetime.now(UTC)
+    rows = [
+        {
+            "trajectory_id": trajectory_id(episode.submission_index, member, draft.branch),
+            "group_id": episode.group_id,
+            "submission_index": episode.submission_index,
+            "member": member,
+            "branch": draft.branch,
+            "attempt": episode.attempt,
+            "seed": episode.seeds[member],
+            "writer_epoch": episode.writer_epoch,
+            "prompt_id": episode.prompt.prompt_id,
+            "source": episode.prompt.source,
+            "difficulty": episode.prompt.difficulty,
+            "version_spans": [span._asdict() for span in draft.version_spans],
+            "finish_reason": draft.finish_reason,
+            "generator": generator,
+            "submitted_at": episode.submitted_at,
+            "started_at": started_at,
+            "finished_at": finished_at,
+            "schema_version": SCHEMA_VERSION,
+        }
+        for episode, group in groups
+        for member, draft in group.drafts
+    ]
+    drafts = [draft for _, group in groups for _, draft in group.drafts]
+    notes = RolloutNotes(
+        {episode.submission_index: episode.prompt for episode, _ in groups},
+        engine_stats,
+        scores=tuple(draft.score for draft in drafts),
+    )
+    table = pa.Table.from_pylist(rows, pa.schema([TRAJECTORIES.field(name) for name in rows[0]]))
+    for name in _TOKEN_COLUMNS:
+        column = _ragged([getattr(draft, name) for draft in drafts], TRAJECTORIES.field(name).type)
+        table = table.append_column(TRAJECTORIES.field(name), column)
+    return table, notes
+
+
+def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows), of.value_type), of)
+
+
+def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> pa.Table:
+    """Return the rows with their scores, columns in the schema's order."""
+    scored_at = datetime.now(UTC)
+    columns = {
+        "reward": [score.reward for score in scores],
+        "reward_detail": [_detail(score) for score in scores],
+        "reward_parts": [[part._asdict() for part in score.parts] for score in scores],
+        "verifier": [verifier] * len(scores),
+        "scored_at": [scored_at] * len(scores),
+    }
+    for name, values in columns.items():
+        field = TRAJECTORIES.field(name)
+        table = table.append_column(field, pa.array(values, field.type))
+    table = table.append_column(
+        TRAJECTORIES.field("content_hash"), pa.array(content_hashes(table), pa.string())
+    )
+    return table.select(TRAJECTORIES.names).cast(TRAJECTORIES)
+
+
+def _detail(score: Score) -> str:
+    names = ("verdict", "extracted", "error", "message", "extra")
+    detail = {name: found for name in names if (found := getattr(score, name))}
+    text = json.dumps(detail, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no JSON to a reader
+
+
+def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
+    return tuple(
+        TrajectoryReceipt(
+            trajectory_id=row["trajectory_id"],
+            version_spans=tuple(
+                VersionSpan(span["version"], span["length"]) for span in row["version_spans"]
+            ),
+            reward=row["reward"],
+            finish_reason=row["finish_reason"],
+        )
+        for row in table.select(RECEIPT_COLUMNS).to_pylist()
+    )
+
+
+def array_rows(table: pa.Table) -> list[dict[str, Any]]:
+    names = table.column_names  # made anew whenever it is asked for
+    return [
+        dict(zip(names, row, strict=True))
+        for batch in table.to_batches()
+        for row in zip(*map(_values_of_rows, names, batch.columns), strict=True)
+    ]
+
+
+def _values_of_rows(name: str, column: pa.Array) -> Iterable[Any]:
+    if name == "version_spans":
+        return _spans_of_rows(column)
+    if name in _TOKEN_COLUMNS:
+        return row_arrays(column)
+    return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _spans_of_rows(column: pa.ListArray) -> Iterator[tuple[VersionSpan, ...]]:
+    spans = list(map(VersionSpan, *(field.to_pylist() for field in column.flatten().flatten())))
+    offsets = column.offsets.to_numpy()
+    for begin, end in pairwise((offsets - offsets[0]).tolist()):
+        yield tuple(spans[begin:end])
+
+
+def member_errors(table: pa.Table) -> tuple[str, ...]:
+    failed = table.filter(pc.is_null(table["reward"]))["reward_detail"].to_pylist()
+    return tuple(json.loads(detail).get("error", "unknown") for detail in failed)

@@ -1,0 +1,164 @@
+"""What a run is made of beside its recipe: recorded once it is prepared, compared at each resume.
+
+A run reads its own copies of prompts, rows of fine-tuning, configuration and tokenizer, and refuses
+changed ones. The files that they were copied from may change. The model directory counts until
+version 0 is made of it, that of a reference for good. A verifier is not copied, because its code
+may import anything: a changed one is refused, or accepted for what follows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from areal_flow.config import Recipe
+from areal_flow.core.digests import file_hash
+from areal_flow.core.durable import replace_file
+from areal_flow.core.errors import RewardError, RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.log.directory import find_run
+from areal_flow.policy.checkpoints import list_checkpoints
+
+FIRST_EPOCH = 1
+ACCEPT = (
+    "restore it, or go on with --accept-verifier: ledger, lineage and evaluations then say which "
+    "one scored what, and the summary compares nothing across the change"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    identity: str = ""
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    verifiers: Sequence[tuple[int, str]]
+    """The identity of the first, then of each that was accepted, after its first writer epoch."""
+    files: Mapping[str, str]
+    """What the run reads, by path in its directory."""
+    model: Mapping[str, str]
+    """The model directory's files, of which version 0 is made; none if the model is made here."""
+    sources: Mapping[str, str]
+    """Files that the run has copies of."""
+    reference: Mapping[str, str] = field(default_factory=dict)
+    """The files of the model directory that is the reference; none if it is the first policy."""
+
+    @property
+    def verifier(self) -> str:
+        return self.verifiers[-1][1]
+
+
+def record_inputs(
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    verifier: Verifier,
+    model: Path,
+    reference: Path | None = None,
+) -> None:
+    prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
+    copies = (*prompts, layout.sft_rows)
+    held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.held_out))
+    earlier = recipe.prompts.difficulty.run
+    chosen_by = find_run(layout.root.parent, earlier).identity if earlier else None
+    several = (path for of in recipe.sources for path in (of.path, of.held_out_path))
+    sources = (recipe.prompts.path, *held_out, *several, recipe.sft.path, chosen_by)
+    inputs = RunInputs(
+        verifiers=[(FIRST_EPOCH, verifier.identity)],
+        files={
+            path.relative_to(layout.root).as_posix(): file_hash(path)
+            for path in (*copies, *sorted(layout.model.iterdir()))
+            if path.is_file()
+        },
+        model=_hashes(model.resolve().iterdir()) if model != layout.model else {},
+        sources=_hashes(path.resolve() for path in sources if path),
+        reference=_hashes(reference.resolve().iterdir()) if reference else {},
+    )
+    _write(layout, inputs)
+
+
+def read_inputs(layout: RunLayout) -> RunInputs:
+    try:
+        found = json.loads(layout.inputs.read_text())
+        named = [(int(epoch), str(verifier)) for epoch, verifier in found["verifiers"]]
+        return RunInputs(**{**found, "verifiers": named})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(
+            f"expected {layout.inputs}, which says what run {layout.name} is made of: {error}. "
+            "Restore it from a copy"
+        ) from None
+
+
+def reference_directory(layout: RunLayout) -> Path | None:
+    recorded = read_inputs(layout).reference if layout.inputs.is_file() else {}
+    if changed := [*_changes(recorded)]:
+        raise RunError(f"the reference of run {layout.name} changed, restore it: {changed[0]}")
+    return next((Path(name).parent for name in recorded), None)
+
+
+def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool) -> list[str]:
+    """Refuse changed inputs; return what there is to say of changes that do not matter."""
+    recorded = read_inputs(layout)
+    changed = [*changed_files(layout, recorded)]
+    changed += [
+        f"{change}; restore it: the loss reads it" for change in _changes(recorded.reference)
+    ]
+    if not list_checkpoints(layout.checkpoints):
+        advice = "version 0 is not made yet: restore it, or start a new run"
+        changed += [f"{change}; {advice}" for change in _changes(recorded.model)]
+    if verifier.identity != recorded.verifier and not accept_verifier:
+        where = f" in {', '.join(verifier.files)}" if verifier.files else ""
+        changed.append(
+            f"the verifier: expected {recorded.verifier}, found {verifier.identity}{where}; "
+            f"{ACCEPT}"
+        )
+    if changed:
+        listed = "\n  ".join(changed)
+        raise RunError(f"run {layout.name} cannot go on: what it is made of changed\n  {listed}")
+    return [
+        f"{path} changed since run {layout.name} was prepared; the run goes on with its own copy"
+        for path, known in recorded.sources.items()
+        if Path(path).is_file() and file_hash(Path(path)) != known
+    ]
+
+
+def changed_files(layout: RunLayout, recorded: RunInputs) -> Iterator[str]:
+    files = {str(layout.root / name): known for name, known in recorded.files.items()}
+    yield from (f"{change}; restore it from a copy" for change in _changes(files))
+
+
+def accept(layout: RunLayout, verifier: Verifier, writer: Writer) -> None:
+    """Record that a verifier scores what this driver and later ones write."""
+    recorded = read_inputs(layout)
+    if verifier.identity != recorded.verifier:
+        named = [*recorded.verifiers, (writer.writer_epoch, verifier.identity)]
+        _write(layout, replace(recorded, verifiers=named))
+
+
+def check_verifier(layout: RunLayout, identity: str) -> None:
+    """Refuse code that was edited meanwhile; a directory that is no run's takes any."""
+    if layout.inputs.is_file() and identity != (known := read_inputs(layout).verifier):
+        raise RewardError(
+            f"expected the verifier {known}, found {identity} while run {layout.name} goes on: "
+            "restore it, or stop the run and resume it with --accept-verifier"
+        )
+
+
+def _hashes(paths: Iterable[Path]) -> dict[str, str]:
+    return {str(path): file_hash(path) for path in sorted(paths) if path.is_file()}
+
+
+def _changes(recorded: Mapping[str, str]) -> Iterator[str]:
+    for name, known in recorded.items():
+        found = file_hash(Path(name)) if Path(name).is_file() else "no such file"
+        if found != known:
+            yield f"{name}: expected the content {known}, found {found}"
+
+
+def _write(layout: RunLayout, inputs: RunInputs) -> None:
+    replace_file(layout.inputs, json.dumps(asdict(inputs), indent=2) + "\n")

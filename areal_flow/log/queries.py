@@ -1,0 +1,295 @@
+"""Reads a run directory as tables: pandas, polars, Arrow or DuckDB, also while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pyarrow as pa
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.core.errors import RunError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.types import as_tokens
+from areal_flow.log.database import (
+    LEDGER_COLUMNS,
+    LOG_COLUMNS,
+    TableFormat,
+    connect,
+    consumption_table,
+    convert,
+    empty_database,
+)
+from areal_flow.log.dataset import (
+    COMMIT_ORDER,
+    Log,
+    conjunction,
+    fence_condition,
+    open_dataset,
+    read_rows,
+)
+from areal_flow.log.directory import check_schema_version
+from areal_flow.log.ledger import STEPS, read_steps
+from areal_flow.log.lineage import Lineage
+from areal_flow.log.row_columns import names_row_columns, refuse_row_columns, with_row_columns
+from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
+from schemas.content import row_arrays
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BY_LANCE = "Invalid user input: "
+_PLACE_IN_LANCE = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
+
+
+class Run:
+    """Reads a run; never writes. Every call sees the newest committed state."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.layout = RunLayout(Path(path).resolve())
+        if not self.layout.config.is_file():
+            raise RunError(f"expected a run directory at {path}, found no config.toml there")
+        check_schema_version(self.layout)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.layout.root)!r})"
+
+    def trajectories(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        at: int | None = None,
+        text: bool = False,
+    ) -> Any:
+        """Return the trajectories, one row each.
+
+        Args:
+            format: "pandas" (Arrow-backed), "polars", "arrow" (a `pyarrow.Table`) or "duckdb" (a
+                lazy relation that pushes filters and projections down into the dataset).
+            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
+            where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
+            at: time travel: only what was in the log when this step's row was written.
+            text: with prompt and completion as text, what became of each trajectory (`status`,
+                `step`, `reason`) and the other columns of `database`'s view, which `columns` and
+                `where`, evaluated by DuckDB then, may name.
+
+        Raises:
+            RunError: there is no step `at`, or with `text` no such column.
+        """
+        if names_row_columns(columns):
+            read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
+            prompts = self.layout.train_prompts
+            table = with_row_columns(read, columns or (), prompts, source="source")
+            return convert(table, format)
+        if text:
+            return self._read_view(format, columns, where, at)
+        if at is not None:
+            where = conjunction(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._read("trajectories", format, columns, where)
+
+    def steps(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Any:
+        """Return the step ledger, row 0 the genesis; arguments as `trajectories`.
+
+        Each metric of the algorithm is a column, too, which `where` does not know.
+        """
+        with _explained("steps", columns, where, STEPS.names):
+            steps = read_steps(self.layout, columns, where)
+        return convert(steps, format)
+
+    def evaluations(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Any:
+        """Return held-out answers, one row each; arguments as `trajectories`."""
+        if names_row_columns(columns):
+            read = partial(self.evaluations, "arrow", where=where)
+            prompts = self.layout.held_out_prompts
+            table = with_row_columns(read, columns or (), prompts, source="held_out")
+            return convert(table, format)
+        return self._read("evaluations", format, columns, where)
+
+    def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
+        """Return what became of every trajectory: trained, discarded or waiting.
+
+        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (whose row says so),
+        `policy_version` (that the step started from) and `reason` (of a discard).
+
+        Args:
+            at: as it stood when this step's row was written.
+
+        Raises:
+            RunError: there is no step `at`.
+        """
+        steps = self.steps("arrow", columns=LEDGER_COLUMNS, where=_until(at))
+        log = self.trajectories("arrow", columns=LOG_COLUMNS, at=at)
+        return convert(consumption_table(steps, log), format)
+
+    def trajectory(self, trajectory_id: str) -> dict[str, Any]:
+        """Return one trajectory: every column of `database`'s view.
+
+        Raises:
+            RunError: it is not in the log.
+        """
+        with self.database() as database:
+            return self.find_row(database, trajectory_id)
+
+    def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
+        """As `trajectory`, in a connection that `database` made."""
+        found = database.sql(
+            "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[str(trajectory_id)]
+        )
+        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+        if not rows:
+            raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
+        return rows[0]
+
+    def lineage(self, version: int) -> Lineage:
+        """Return everything that a policy version was made from; a version is a step.
+
+        Raises:
+            RunError: there is no such step.
+        """
+        self._watermark(version)
+        return Lineage(self, version)
+
+    def database(self, *, at: int | None = None) -> Any:
+        """Return a DuckDB connection: `trajectories` with derived columns, `steps`, and the rest.
+
+        `areal_flow.log.database` lists the columns; `docs/cookbook.md` has examples.
+
+        Args:
+            at: time travel, as in `trajectories`; of the ledger, rows up to this step.
+        """
+        tables = {
+            "stored": open_dataset(self.layout.trajectories),
+            "consumption": self.consumption("arrow", at=at),
+            "steps": self.steps("arrow", where=_until(at)),
+            "prompts": self.prompts(),
+        }
+        if self.layout.evaluations.exists():
+            tables["stored_evaluations"] = self.evaluations("arrow")
+        return self.connect(tables)
+
+    def connect(self, tables: Mapping[str, Any]) -> Any:
+        """As `database`, over these tables: of `stored` alone, only `logged`."""
+        recipe = self.recipe
+        return connect(
+            tables,
+            decode=self.decode,
+            max_staleness=recipe.controller.max_staleness,
+            pass_threshold=recipe.pass_threshold,
+        )
+
+    def prompts(self) -> pa.Table:
+        """Return the prompts of training, mapped into memory; none where they are not there."""
+        if not self.layout.train_prompts.is_file():
+            names = ("source", "prompt_id", "prompt", "answer")
+            return pa.table(dict.fromkeys(names, pa.array([], "str")))
+        return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it is now: a resumed run may have changed it."""
+        return load_recipe(self.layout.config)
+
+    @property
+    def pass_threshold(self) -> float:
+        """The recipe's: a completion passes if its reward is above it."""
+        return self.recipe.pass_threshold
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.layout.model)
+
+    def decode(self, tokens: Any) -> pa.Array:
+        """Return the texts of a column of token ids, without special tokens."""
+        is_arrow = isinstance(tokens, pa.Array | pa.ChunkedArray)
+        rows = row_arrays(tokens) if is_arrow else map(as_tokens, tokens)
+        return pa.array(texts_of(self.tokenizer, [*rows]), pa.string())
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the run printed at its end.
+
+        Raises:
+            RunError: it has not ended.
+        """
+        if not self.layout.summary.is_file():
+            raise RunError(f"{self.layout.name} has no summary yet")
+        summary: dict[str, Any] = json.loads(self.layout.summary.read_text())
+        return summary
+
+    def _watermark(self, step: int) -> int:
+        found = self.steps("arrow", columns=["trajectory_watermark"], where=f"step = {step}")
+        if not len(found):
+            raise RunError(f"{self.layout.name} has no step {step} yet")
+        return int(found["trajectory_watermark"][0].as_py())
+
+    def _read(
+        self, log: Log, format: TableFormat, columns: Sequence[str] | None, where: str | None
+    ) -> Any:
+        refuse_row_columns(where)
+        by_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
+        stored = open_dataset(getattr(self.layout, log))
+        with _explained(log, columns, where, stored.schema.names):
+            if format == "duckdb" and not by_lance:
+                relation = empty_database().from_arrow(stored)
+                relation = relation.filter(where) if where else relation
+                return relation.select(*columns) if columns else relation
+            rows = read_rows(self.layout, log, columns, where)
+        return convert(rows, format)
+
+    def _read_view(
+        self,
+        format: TableFormat,
+        columns: Sequence[str] | None,
+        where: str | None,
+        at: int | None,
+    ) -> Any:
+        relation = self.database(at=at).table("trajectories")
+        with _explained("", columns, where, sorted(relation.columns)):
+            found = relation.filter(where) if where else relation
+            found = found.select(*columns) if columns else found
+            if format == "duckdb":
+                return found
+            rows = found.to_arrow_table()
+        return convert(rows, format)
+
+
+@contextmanager
+def _explained(
+    log: str, columns: Sequence[str] | None, where: str | None, column_names: Sequence[str]
+) -> Iterator[None]:
+    """Explain a wrong column or condition; `log` is empty of the view of trajectories."""
+    try:
+        yield
+    except (duckdb.Error, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith(_BY_LANCE):
+            raise
+        reason = str(error).splitlines()[0].removeprefix(_BY_LANCE)
+        reason = _PLACE_IN_LANCE.sub("", reason.removeprefix("Schema error: "))
+        more = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
+        raise RunError(
+            f"expected columns and a condition over {log or 'trajectories'}, found {columns} and "
+            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(column_names)}{more}"
+        ) from None
+
+
+def _until(step: int | None) -> str | None:
+    return None if step is None else f"step <= {step}"

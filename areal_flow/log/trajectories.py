@@ -1,0 +1,189 @@
+"""The trajectory dataset: workers write fragments, one committer makes them visible.
+
+Appended once, never changed. The first commit of a trajectory id wins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance import LanceDataset, LanceOperation
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
+
+from areal_flow.core.errors import StorageError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import GroupReceipt, submission_index_of
+from areal_flow.log.codec import TRAJECTORIES, array_rows
+from areal_flow.log.dataset import (
+    Maintenance,
+    conjunction,
+    fence_condition,
+    located,
+    open_dataset,
+    read_rows,
+    storage_errors,
+)
+from schemas import TrajectoryRow, content_hashes, validate
+from schemas.content import CONTENT_COLUMNS
+
+BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
+"""Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
+NEWEST_FRAGMENTS = 64
+"""Where a step's rows are looked for first."""
+
+
+def validate_groups(table: pa.Table) -> None:
+    validate(table.replace_schema_metadata(None), TrajectoryRow)
+
+
+def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
+    """Write validated groups, to be committed together; until then their rows are invisible."""
+    rows = table.replace_schema_metadata(None)
+    with storage_errors(path):
+        fragments = write_fragments(rows, located(path), schema=TRAJECTORIES, mode="append")
+    return tuple(json.dumps(fragment.to_json()) for fragment in fragments)
+
+
+class TrajectoryCommitter:
+    """The one writer of versions. Not for concurrent use: the controller commits one at a time."""
+
+    def __init__(self, layout: RunLayout, writer: Writer) -> None:
+        self._writer = writer
+        self._dataset = open_dataset(layout.trajectories)
+        num_fragments = len(self._dataset.get_fragments())
+        self.maintenance = Maintenance(layout.trajectories, num_fragments=num_fragments)
+        self._committed = bytearray()
+        stored = read_rows(layout, "trajectories", ["submission_index"])
+        for index in pc.unique(stored["submission_index"]).to_pylist():
+            self._mark(index)
+
+    @property
+    def watermark(self) -> int:
+        return int(self._dataset.count_rows())
+
+    def commit(self, receipts: Sequence[GroupReceipt]) -> int:
+        """Append the groups' fragments in one version, but for groups that are there already."""
+        new = [r for r in receipts if not self._is_committed(r.submission_index)]
+        descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
+        fragments = [*map(FragmentMetadata.from_json, descriptions)]
+        if not fragments:
+            return self.watermark
+        _refuse_other_rows(fragments, new)
+        self._writer.check_current()
+        with self.maintenance.commit():
+            self._dataset = LanceDataset.commit(
+                self._dataset,
+                LanceOperation.Append(fragments),
+                read_version=self._dataset.version,
+            )
+        for receipt in new:
+            self._mark(receipt.submission_index)
+        return self.watermark
+
+    def _is_committed(self, submission_index: int) -> bool:
+        return submission_index < len(self._committed) and bool(self._committed[submission_index])
+
+    def _mark(self, submission_index: int) -> None:
+        """Remember a group: a byte each, since a long run has millions."""
+        self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
+        self._committed[submission_index] = 1
+
+
+def _refuse_other_rows(
+    fragments: Sequence[FragmentMetadata], groups: Sequence[GroupReceipt]
+) -> None:
+    num_rows = sum(fragment.num_rows for fragment in fragments)
+    expected = sum(len(group.trajectories) for group in groups)
+    if num_rows != expected:
+        raise StorageError(
+            f"expected fragments of {expected} rows, those of groups "
+            f"{[group.submission_index for group in groups]}, found {num_rows}: groups that were "
+            "written together are committed together, once"
+        )
+
+
+class TrainingRows:
+    """Reads trajectories by id, for training and replay: every row is compared with its hash."""
+
+    COLUMNS = (
+        *("submission_index", "source", "difficulty", "finish_reason", "reward_parts"),
+        *CONTENT_COLUMNS,
+        "content_hash",
+    )
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._rows_at_once = 32
+        """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
+
+    @cached_property
+    def _dataset(self) -> LanceDataset:
+        return open_dataset(self._layout.trajectories)
+
+    @cached_property
+    def _counted(self) -> str | None:
+        return fence_condition(self._layout, "trajectories")
+
+    def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+        """Return exactly these rows, in this order, as `array_rows`."""
+        found, places = self._find(trajectory_ids)
+        if places.null_count:
+            missing = trajectory_ids[places.is_null().index(True).as_py()]
+            raise StorageError(
+                f"expected {len(trajectory_ids)} trajectories in the log, {places.null_count} are "
+                f"missing, the first is {missing}"
+            )
+        rows, hashes = array_rows(found), content_hashes(found)
+        for place in places.to_pylist():
+            if rows[place]["content_hash"] != hashes[place]:
+                raise StorageError(
+                    f"trajectory {rows[place]['trajectory_id']} is not what was written: expected "
+                    f"content_hash {rows[place]['content_hash']}, found {hashes[place]}. Restore "
+                    f"{self._layout.trajectories.name} from a copy"
+                )
+        return [rows[place] for place in places.to_pylist()]
+
+    def _find(self, trajectory_ids: Sequence[str]) -> tuple[pa.Table, pa.Array]:
+        """Return a table that has these rows, and the place of each; null where it has none.
+
+        The newest fragments are searched first: a step's rows are new, and a log may have a
+        thousand.
+        """
+        identifiers = pa.array(trajectory_ids, pa.string())
+        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
+        self._dataset.checkout_latest()
+        portions = []
+        for fragments in _portions(self._dataset.get_fragments()):
+            scanner = self._dataset.scanner(
+                columns=list(self.COLUMNS),
+                filter=conjunction(wanted, self._counted),
+                batch_size=self._rows_at_once,
+                io_buffer_size=IO_BUFFER_BYTES,
+                fragments=fragments,
+            )
+            portions.append(scanner.to_table())
+            found = pa.concat_tables(portions)
+            places = pc.index_in(identifiers, found["trajectory_id"])
+            if not places.null_count:
+                break
+        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
+        return found, places
+
+
+def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
+    """Yield fragments from the newest on, each portion eight times as large as the last."""
+    size = NEWEST_FRAGMENTS
+    while True:
+        yield fragments[-size:]
+        fragments = fragments[:-size]
+        size *= 8
+        if not fragments:
+            return

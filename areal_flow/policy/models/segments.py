@@ -1,0 +1,234 @@
+"""Attention on a GPU: no scores in memory, no keys repeated for the heads that share them.
+
+A segment is a run of queries that are the last tokens of a run of keys, each sees itself and what
+is before it. A packed row of sequences, completions of a shared prompt and chunks that follow what
+pages have are all segments, side by side in one row of queries and one of keys.
+
+Letters: N segments, Q queries of all segments, K keys of all segments, T tokens of a row, H heads,
+G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
+from areal_flow.policy.models.attention import AttentionRule, pass_dtype
+from areal_flow.policy.models.transfer import to_device
+
+BLOCK = 128
+"""Queries, and keys, that FlexAttention skips or computes together."""
+
+FLEX_LEAST_WIDTH = 16
+"""Of heads; narrower ones are filled up with zeros."""
+
+FLEX_KERNEL = {"BACKEND": "TRITON"}
+"""Of FlexAttention: that for few queries (`TRITON_DECODE`) has no configuration for float32."""
+
+MAX_FLEX_GRAPHS = 64
+"""Beyond these torch.compile gives up, and FlexAttention has all scores in memory."""
+
+VARLEN_MOST_WIDTH = 256
+
+Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""Returns values `[Q, H, D]` for `query [Q, H, D]`, `key, value [K, G, D]`."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether a device attends without scores in memory, and multiplies into float32.
+
+    Called by the module's name: who plans a GPU's memory on a CPU replaces it.
+    """
+    return device.type == "cuda"
+
+
+class Segments:
+    def __init__(
+        self,
+        query_lengths: Sequence[int],
+        key_lengths: Sequence[int],
+        device: torch.device | str,
+        *,
+        keys: GatherIndex | None = None,
+    ) -> None:
+        """`keys` has the place in the row of each segment's keys; None: they lie as they are."""
+        self.keys = keys
+        self.most_queries, self.most_keys = max(query_lengths), max(key_lengths)
+        query_ends, key_ends = (np.cumsum([0, *of]) for of in (query_lengths, key_lengths))
+        self.query_ends, self.key_ends = (
+            to_device(ends.astype(np.int32), device) for ends in (query_ends, key_ends)
+        )
+        self._first_Q = np.repeat(key_ends[:-1], query_lengths)
+        self._last_Q = np.arange(query_ends[-1]) + np.repeat(
+            key_ends[1:] - query_ends[1:], query_lengths
+        )
+        self._block_masks: dict[int | None, Any] = {}
+
+    @classmethod
+    def of(cls, places: Sequence[NDArray[np.int64]], device: torch.device | str) -> Segments:
+        """Return the segments of a row with a sequence's tokens at each of `places`.
+
+        Sequences may begin with tokens that an earlier one has. What a sequence has alone follows
+        in the row what the one before it has.
+        """
+        query_lengths, key_lengths, found, end = [], [], [], 0
+        for places_L in places:
+            num_own = len(places_L) - int(np.searchsorted(places_L, end))
+            if num_own:
+                query_lengths.append(num_own)
+                key_lengths.append(len(places_L))
+                found.append(places_L)
+            end += num_own
+        if query_lengths == key_lengths:
+            return cls(query_lengths, key_lengths, device)
+        index_K = to_device(np.concatenate(found), device)
+        return cls(query_lengths, key_lengths, device, keys=GatherIndex.of(index_K, end))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Return values `[Q, H, D]` for `query [Q, H, D]`, and for keys and values `[T, G, D]`."""
+        dtype = pass_dtype(value)  # rotary positions leave queries and keys in float32
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        if self.keys is not None:
+            key, value = (deterministic_gather(each, self.keys) for each in (key, value))
+        kernel = choose_kernel(dtype, (query.shape[-1], value.shape[-1]), rule)
+        return kernel(self, query, key, value, rule)
+
+    def block_mask(self, window: int | None) -> Any:
+        """Return FlexAttention's mask, made of blocks: nothing of Q times K entries."""
+        if window not in self._block_masks:
+            first_Q, last_Q = self._first_Q, self._last_Q
+            if window is not None:
+                first_Q = np.maximum(first_Q, last_Q - (window - 1))
+            self._block_masks[window] = _block_mask(first_Q, last_Q, self.query_ends.device)
+        return self._block_masks[window]
+
+
+def choose_kernel(dtype: torch.dtype, widths: tuple[int, int], rule: AttentionRule) -> Kernel:
+    """Return what computes attention on a GPU; `widths` are a head's of keys and of values.
+
+    Flash attention knows neither soft-caps nor sinks (its gradients leave out those of the
+    log-sum-exp that sinks need), no float32, and few widths. FlexAttention does the rest.
+    """
+    flash = (
+        dtype in (torch.bfloat16, torch.float16)
+        and widths[0] == widths[1] <= VARLEN_MOST_WIDTH
+        and widths[0] % 8 == 0
+        and rule.is_plain
+    )
+    return attend_by_varlen if flash else attend_by_flex
+
+
+def attend_by_varlen(
+    segments: Segments, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Its backward pass is deterministic under `torch.use_deterministic_algorithms`."""
+    from torch.nn.attention.varlen import varlen_attn  # here: it loads torch's compiler
+
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        segments.query_ends,
+        segments.key_ends,
+        segments.most_queries,
+        segments.most_keys,
+        scale=rule.scale,
+        window_size=(-1 if rule.window is None else rule.window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def attend_by_flex(
+    segments: Segments, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Sinks take their part of the weights afterwards, by the log-sum-exp of the others."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    width = value.shape[-1]
+    columns = (_widened(each).transpose(0, 1)[None] for each in (query, key, value))
+    attended: Tensor
+    attended, found = flex_attention(query.device.type)(
+        *columns,
+        score_mod=None if rule.softcap is None else _soft_capped(rule.softcap),
+        block_mask=segments.block_mask(rule.window),
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+        kernel_options=FLEX_KERNEL,
+    )
+    if rule.sinks is not None:
+        kept = torch.sigmoid(found.lse - rule.sinks.float()[:, None])
+        attended = (attended * kept[..., None]).to(attended.dtype)
+    return attended[0, ..., :width].transpose(0, 1)
+
+
+@lru_cache
+def flex_attention(device: str) -> Any:
+    """Return FlexAttention, on a GPU compiled for rows of any length.
+
+    It is compiled once for each scale and soft-cap, since its gradient fails where the compiler
+    takes the soft-cap for a variable, as it does with numbers that change between calls.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device != "cuda":
+        return flex_attention  # without the compiler it computes all scores
+    limits = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_FLEX_GRAPHS)
+    return limits(torch.compile(flex_attention, dynamic=True))
+
+
+def _widened(heads_THD: Tensor) -> Tensor:
+    missing = FLEX_LEAST_WIDTH - heads_THD.shape[-1]
+    return pad(heads_THD, (0, missing)) if missing > 0 else heads_THD
+
+
+def _soft_capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return capped
+
+
+def _block_mask(first_Q: NDArray[np.int64], last_Q: NDArray[np.int64], device: torch.device) -> Any:
+    """Return a mask of queries that see the keys from their first to their last one.
+
+    A block of queries and keys counts if a query may see a key of it, and counts as full, and needs
+    no look at single keys, if each query sees each key of it.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_keys = int(last_Q[-1]) + 1
+    at, begins = np.arange(0, len(first_Q), BLOCK), np.arange(0, num_keys, BLOCK)
+    first_seen, last_seen = np.minimum.reduceat(first_Q, at), np.maximum.reduceat(last_Q, at)
+    seen = (begins + BLOCK > first_seen[:, None]) & (begins <= last_seen[:, None])
+    first_full, last_full = np.maximum.reduceat(first_Q, at), np.minimum.reduceat(last_Q, at)
+    full = (begins >= first_full[:, None]) & (begins + BLOCK <= last_full[:, None] + 1)
+    first, last = (to_device(of.astype(np.int32), device) for of in (first_Q, last_Q))
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first[query]) & (key <= last[query])
+
+    return BlockMask.from_kv_blocks(
+        *_blocks(seen & ~full, device),
+        *_blocks(full, device),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(len(first_Q), num_keys),
+    )
+
+
+def _blocks(mask: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row has, and their numbers, those that it has first."""
+    arrays = mask.sum(axis=1), np.argsort(~mask, axis=1, kind="stable")
+    counts, numbers = (to_device(each.astype(np.int32), device) for each in arrays)
+    return counts[None, None], numbers[None, None]

@@ -1,0 +1,27 @@
+"""The settings of a low-rank adapter."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from areal_flow.core.settings import Settings
+
+
+class LoraSettings(Settings):
+    """A low-rank adapter, trained instead of the policy's weights and merged into what is served.
+
+    Supervised fine-tuning before reinforcement learning trains the weights themselves.
+    """
+
+    rank: int = Field(0, ge=0)
+    """0: no adapter, all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product is added times alpha / rank."""
+    target_modules: str = "all-linear"
+    """The last parts of matrix names (`q_proj,v_proj`), or `all-linear`: all but embedding and
+    head."""
+
+    @property
+    def modules(self) -> str | list[str]:
+        names = [name.strip() for name in self.target_modules.split(",")]
+        return names[0] if names == ["all-linear"] else names

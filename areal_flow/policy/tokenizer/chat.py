@@ -1,0 +1,174 @@
+"""Chat templates: messages as the text that a model was trained to read. Reads no files.
+
+Templates render conversations whole, while here a policy's tokens are only ever appended to. So the
+turn that follows an answer is cut out of a rendered conversation, and a template that would show
+the policy another answer than the one it gave is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.thinking import BEGIN, END
+from areal_flow.policy.tokenizer.tool_calls import arguments_of, blank_reasoning
+
+Message = Mapping[str, Any]
+"""`role` and `content`; an assistant's calls of tools."""
+Tool = Mapping[str, Any]
+"""A JSON schema, as chat templates take it."""
+
+_ANSWER = "areal-flow's answer"
+_TOOL = "areal-flow-tool"
+_ANSWERS = (_ANSWER, f"{BEGIN}\nSteps.\n{END}\n\n{_ANSWER}")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str
+    special_tokens: Mapping[str, str]
+    tool_use: str = ""
+    """Another template, for conversations with tools; empty: the same."""
+
+    @property
+    def sha256(self) -> str:
+        return sha256_hex(self.source + self.tool_use)
+
+    @cached_property
+    def _with_tools(self) -> ChatTemplate:
+        return replace(self, source=self.tool_use, tool_use="") if self.tool_use else self
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
+        """Return the conversation up to where the policy's answer begins."""
+        if tools and self.tool_use:
+            return self._with_tools.render(messages, tools=tools)
+        from areal_flow.policy.models.huggingface import render_jinja_template
+
+        try:
+            (rendered,), _ = render_jinja_template(
+                [messages],
+                tools=[*tools] or None,
+                chat_template=self.source,
+                add_generation_prompt=True,
+                **self.special_tokens,
+            )
+        except Exception as error:  # a template is a program of its own
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the chat template does not render messages of {roles}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        return str(rendered)
+
+    def next_turn(self, *contents: str, ended_by: str, role: str = "user") -> str:
+        """Return the text between two answers: messages of the user, or of tools."""
+        exchange = _said("user", "?"), _said("assistant", _ANSWER)
+        messages = [*exchange, *(_said(role, content) for content in contents)]
+        template = self._with_tools if role == "tool" else self
+        return template.following(messages, 1, ended_by=ended_by)
+
+    def following(
+        self, messages: Sequence[Message], at: int, *, ended_by: str, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Return the text between the answer at `at`, which is not read, and the next one.
+
+        `ended_by` is the text of the token that ended the answer, which is not repeated; empty if
+        none did.
+        """
+        if rewrites := (self._with_tools if tools else self)._rewrites:
+            raise ValueError(rewrites)
+        shown = [*messages[:at], _said("assistant", _ANSWER), *messages[at + 1 :]]
+        _, _, following = self.render(shown, tools=tools).partition(_ANSWER)
+        before, _, rest = following.partition(ended_by) if ended_by else ("?", "", "")
+        return following if before.strip() else rest
+
+    def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """Return the last message as the policy would say it, and the text after it."""
+        before, last = self.render(messages[:-1]), messages[-1]
+        content = last["content"].strip()
+        _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
+        shown = self.render(messages)
+        answer = shown.removeprefix(before).removesuffix(after)
+        is_kept = content in answer if last.get("tool_calls") else answer.rstrip().endswith(content)
+        if before + answer + after != shown or not is_kept:
+            raise ValueError(
+                "the chat template rewrites the answer, or what stands before it: expected "
+                f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"
+            )
+        return answer, after
+
+    @cached_property
+    def _rewrites(self) -> str:
+        """How an answer is shown once another message follows, if not as it was given."""
+        asked = _said("user", "?")
+        first = self.render([asked])
+        for answer in _ANSWERS:
+            whole = self.render([asked, _said("assistant", answer), _said("user", "??")])
+            if not whole.removeprefix(first).lstrip().startswith(answer):
+                return (
+                    "the chat template rewrites earlier answers, and the policy must read what it "
+                    f"wrote: expected {first + answer!r} before another message, found {whole!r}"
+                )
+        return ""
+
+    @cached_property
+    def call_start(self) -> str:
+        """The text before the JSON of a tool's call, such as `<tool_call>`."""
+        if self.tool_use:
+            return self._with_tools.call_start
+        first = self.render([_said("user", "?")])
+        function = {"name": _TOOL, "arguments": {"input": "?"}}
+        calls = [{"type": "function", "function": function}]
+        called = {**_said("assistant", ""), "tool_calls": calls}
+        shown = self.render([_said("user", "?"), called, _said("user", "??")]).removeprefix(first)
+        start, brace, rest = shown.partition("{")
+        told = self.render([_said("user", "?")], tools=[tool_schema(_TOOL, "?")])
+        if _TOOL not in told or _json_call(brace + rest) != (_TOOL, "?"):
+            raise ValueError(
+                "the chat template does not tell the policy of tools, or does not show their calls "
+                "as JSON with name and arguments"
+            )
+        return start.strip()
+
+    def calls_in(self, answer: str, *, is_thinking: bool = False) -> list[tuple[str, str]]:
+        """Return name and input of each call in an answer; both are empty where it is not JSON.
+
+        One within `<think>...</think>` is none; `is_thinking` says that the prompt ends with
+        `<think>`.
+        """
+        start = self.call_start
+        answer = blank_reasoning(answer, has_begun=is_thinking).replace("\0", "")
+        if not start:
+            return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []
+        return [_json_call(text.lstrip()) for text in answer.split(start)[1:]]
+
+
+def tool_schema(name: str, description: str) -> Tool:
+    parameters = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": description}},
+        "required": ["input"],
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _json_call(text: str) -> tuple[str, str]:
+    """Return name and input of the call with which a text begins; two empty texts without one.
+
+    A call without arguments has an empty input.
+    """
+    try:
+        call, _ = json.JSONDecoder().raw_decode(text)
+        (given,) = arguments_of(call).values() or ("",)
+        return str(call["name"]), str(given)
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return "", ""
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

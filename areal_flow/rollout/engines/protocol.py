@@ -1,0 +1,239 @@
+"""What every engine promises. `tests/contracts/test_engines.py` holds each implementation to it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from areal_flow.core.settings import Settings, require
+from areal_flow.core.types import Completion, EngineStats, GroupRequest
+from areal_flow.policy.weights.channel import WeightsReader
+
+Interruption = Literal["interrupt", "keep", "drain"]
+"""What new weights do to running completions.
+
+- `interrupt`: their keys and values are computed again with the new weights, and they go on.
+- `keep`: they go on with the keys and values that they have. Each of their later tokens counts as
+  sampled by the oldest version in its cache, so that the bound on staleness holds for everything
+  that a token was computed from; its log-probability is the one of the mixture that it was drawn
+  from.
+- `drain`: they finish on the old weights first.
+"""
+
+
+WHOLE_DISTRIBUTION: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""What of `Sampling` gives tokens other probabilities than the trainer does, and at which values it
+does not. Only evaluations have settings of these names."""
+
+
+class StopSettings(Settings):
+    """What ends a completion beside the model's own end-of-sequence tokens; it is kept and trained.
+
+    Both hold in training and in evaluations.
+    """
+
+    strings: tuple[str, ...] = Field((), strict=False)
+    """Each ends a completion; it may span tokens."""
+    token_ids: tuple[int, ...] = Field((), strict=False)
+    """Each ends a completion."""
+
+    @model_validator(mode="after")
+    def _can_end(self) -> StopSettings:
+        require("" not in self.strings, "generation.stop.strings must have no empty string")
+        require(
+            min(self.token_ids, default=0) >= 0,
+            f"generation.stop.token_ids ({[*self.token_ids]}) must be tokens of the model, from 0",
+        )
+        return self
+
+
+class VLLMSettings(Settings):
+    """What vLLM alone can do."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that share each generator's model."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """The share of a GPU's memory for weights and cache, if `kv_cache_tokens` is 0. Where a trainer
+    has the same GPU, the cache's size is computed from it, else measured, and the trainer keeps to
+    the rest, whatever `kv_cache_tokens` is."""
+    quantization: Literal["fp8"] | None = None
+    """Generators round weights to 8 bits; the trainer does not."""
+    enable_sleep_mode: bool = False
+    """The engine can leave its GPU's memory to the trainer; so it is where both take turns on one
+    GPU (`schedule = "sync"`)."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: faster start, slower decoding. Always so on a CPU."""
+
+
+class GenerationSettings(Settings):
+    """The engine of each generator, and how completions are drawn."""
+
+    engine: str = "auto"
+    """`vllm`, `torch` (the CPU's, and the reference), or `auto`: vLLM on a GPU where it is
+    installed, else torch; a run keeps what it began with."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits before sampling."""
+    max_new_tokens: int = Field(64, ge=1)
+    """The longest completion, in tokens."""
+    stop: StopSettings = StopSettings()
+    """What ends a completion beside the model's end-of-sequence tokens."""
+    max_model_len: int = Field(0, ge=0)
+    """The longest prompt with its completion, in tokens; 0: the model's, limited by
+    `trainer.tokens_per_micro_batch` and memory."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences that one generator decodes at a time."""
+    kv_cache_tokens: int = Field(0, ge=0)
+    """Tokens whose keys and values one generator keeps; 0: enough for all its sequences, or what
+    memory has room for. When they run out, the newest sequence waits and is prefilled again."""
+    batch_invariant: bool = False
+    """Identical completions of a seed, whatever else the generator does; slower."""
+    interruption: Interruption = "interrupt"
+    """On new weights: prefill again and continue, keep the old cache, or finish first."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the engine and its weights."""
+    device: str = "cpu"
+    """`cpu` or `cuda`, of the engine; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    vllm: VLLMSettings = VLLMSettings()
+    """Settings of vLLM only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_truncation(cls, given: Any) -> Any:
+        """Refuse what is for evaluations; recipes of earlier runs name some of it, at no effect."""
+        if not isinstance(given, dict):
+            return given
+        for name, value in given.items():
+            require(
+                name not in WHOLE_DISTRIBUTION or value == WHOLE_DISTRIBUTION[name],
+                f"generation.{name} ({value}): training samples from the whole distribution. "
+                "Behaviour log-probabilities would be those of another one than the trainer's, "
+                "and importance weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9): "
+                f"set evaluation.{name}, which is for held-out answers",
+            )
+        return {name: value for name, value in given.items() if name not in WHOLE_DISTRIBUTION}
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerationSettings:
+        require(
+            not self.max_model_len or self.max_new_tokens < self.max_model_len,
+            f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
+            f"max_model_len ({self.max_model_len})",
+        )
+        require(
+            not self.kv_cache_tokens or self.kv_cache_tokens >= self.max_model_len,
+            f"generation.kv_cache_tokens ({self.kv_cache_tokens}) must be 0 or at least "
+            f"max_model_len ({self.max_model_len}): one sequence must fit",
+        )
+        for name, value in self.vllm.model_dump(exclude_defaults=True).items():
+            setting = f"generation.vllm.{name} ({value})"
+            require(
+                self.engine != "torch",
+                f"{setting} is of vLLM alone; set generation.engine to 'vllm', or leave it out",
+            )
+            require(
+                self.device == "cuda" or name == "enforce_eager",
+                f"{setting} needs generation.device = 'cuda', found {self.device!r}",
+            )
+        return self
+
+    def num_pages(self, page_tokens: int, *, room: float) -> int:
+        """Return an engine's pages; memory has room for `room`, and one sequence's must fit."""
+        # Its prompt may end in a page of its own.
+        longest = -(-self.max_model_len // page_tokens) + 1
+        if self.kv_cache_tokens:
+            return max(longest, -(-self.kv_cache_tokens // page_tokens))
+        return max(longest, int(min(longest * self.max_num_seqs, room)))
+
+
+class EngineCore(Protocol):
+    """An engine driven one decode step at a time, by one thread; see `ThreadedEngine`."""
+
+    version: int
+    """The policy version that samples the next token."""
+
+    def add(self, request: GroupRequest) -> None:
+        """Queue a group.
+
+        Raises:
+            EngineError: the request can never fit, or one of its id is running.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a group, at once; unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Return whether `step` would do anything."""
+
+    def occupancy(self) -> dict[str, float]:
+        """Return what it holds now, by names that monitoring shows; called by another thread."""
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        """Sample one token for every running completion; return the groups that are complete."""
+
+    def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
+        """Serve these weights from the next token on, by the engine's interruption rule."""
+
+
+class Engine(Protocol):
+    """What a rollout sees. Its worker owns it, and closes it before it is replaced or ends."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples new tokens."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether it can serve no more and must be closed and replaced."""
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        """Return one completion a seed, in the seeds' order; cancelling this frees the slots.
+
+        Raises:
+            EngineError: the request can never fit, or the engine is broken or closed.
+        """
+
+    async def load_weights(self, version: int, reader: WeightsReader) -> None:
+        """Load `version` where the engine is; return once it samples every new token.
+
+        Raises:
+            WeightsError: the reader does not have this version; the engine serves on as before.
+            EngineError: the engine broke while it switched, or was closed.
+        """
+
+    async def sleep(self) -> None:
+        """Leave a device's memory to others, after the current decode step.
+
+        Requests stay, and go on by `wake`. Until then no weights may be loaded.
+
+        Raises:
+            EngineError: the engine broke, or was closed.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights as they were."""
+
+    def stats(self) -> EngineStats:
+        """Return totals since the engine was made, also after it was closed."""
+
+    def occupancy(self) -> dict[str, float]:
+        """Return what it holds now: `batch_size`, `queue_length`, `cache_fraction`, if known.
+
+        `draining` is 1 while loaded weights wait for running completions.
+        """
+
+    def close(self) -> None:
+        """Free what it holds; requests that still wait get an `EngineError`. Again is fine."""
+
+
+EngineFactory = Callable[[Path, GenerationSettings, WeightsReader], Awaitable[Engine]]
+"""Starts an engine on this worker that serves the newest version of the reader: the value of a name
+in the registry. The directory has the model's configuration; its weights come from the reader."""

@@ -1,0 +1,165 @@
+"""Decides which completion decodes in which slot, and keeps what each of them has so far.
+
+It does not know how tokens are sampled: no torch, no threads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_flow.core.errors import EngineError
+from areal_flow.core.types import Completion, FinishReason, GroupRequest, Sampling, VersionSpan
+from areal_flow.rollout.engines.stop_strings import StopStringSearch
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(slots=True)
+class SampledSequence:
+    """One completion of a group while it is sampled: arrays that grow at their ends."""
+
+    request: GroupRequest
+    index: int
+    distribution: Sampling
+    """What its tokens are drawn from: the same object for all sequences that are drawn alike."""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    spans: list[list[int]] = field(default_factory=list)
+    """Version and length of each stretch of tokens that one policy version sampled."""
+    finish_reason: FinishReason | None = None
+    """Why it has ended, if it has."""
+    stop_strings: StopStringSearch | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values the next decode step expects in a cache."""
+        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+    def prefix(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return tokens of prompt and completion, by their places in both together."""
+        prompt = self.request.prompt_tokens
+        length, own = len(prompt), np.frombuffer(self.tokens, np.int32)
+        parts = prompt[start:end], own[max(0, start - length) : max(0, end - length)]
+        return np.concatenate(parts, dtype=np.int64)
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        if self.request.on_token:
+            self.request.on_token(self.index, token)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += 1
+        else:
+            self.spans.append([version, 1])
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (
+            self.stop_strings and self.stop_strings.ends_with(token)
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        spans = tuple(VersionSpan(version, length) for version, length in self.spans)
+        tokens, logprobs = np.array(self.tokens), np.array(self.logprobs)
+        return Completion(tokens, logprobs, spans, self.finish_reason)
+
+
+def _anywhere(slot: int, member: SampledSequence) -> bool:
+    return True
+
+
+def require_room(request: GroupRequest, max_model_len: int) -> None:
+    num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
+    if num_prompt + num_new > max_model_len:
+        raise EngineError(
+            f"expected at most {max_model_len} tokens of context, found {num_prompt} of prompt and "
+            f"{num_new} new ones: raise generation.max_model_len or shorten the prompt"
+        )
+
+
+class SlotScheduler:
+    """Continuous batching over a fixed number of slots, first come first served."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        tokenizer: Tokenizer | None = None,
+        *,
+        finds_stop_strings: bool = True,
+    ) -> None:
+        """Without `finds_stop_strings` the engine itself ends completions at them."""
+        self._tokenizer = tokenizer
+        self._finds_stop_strings = finds_stop_strings
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._waiting: deque[SampledSequence] = deque()
+        self._distributions: dict[Sampling, Sampling] = {}
+        self._groups: dict[str, list[SampledSequence]] = {}
+        self.running: dict[int, SampledSequence] = {}
+        """By slot."""
+
+    def add(self, request: GroupRequest) -> None:
+        if not len(request.prompt_tokens):
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        if request.request_id in self._groups:
+            raise EngineError(f"request {request.request_id} is running already")
+        drawn = request.sampling.distribution
+        drawn = self._distributions.setdefault(drawn, drawn)
+        members = [SampledSequence(request, index, drawn) for index in range(len(request.seeds))]
+        if request.sampling.stop_strings and self._finds_stop_strings:
+            if self._tokenizer is None:
+                raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")
+            for member in members:
+                member.stop_strings = StopStringSearch(self._tokenizer, request)
+        self._groups[request.request_id] = members
+        self._waiting.extend(members)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self.running)
+
+    def occupancy(self) -> dict[str, float]:
+        return {"batch_size": len(self.running), "queue_length": len(self._waiting)}
+
+    def has_started(self) -> bool:
+        """Return whether a member has begun and not ended, whether it has a slot or not."""
+        return bool(self.running or (self._waiting and self._waiting[0].tokens))
+
+    def admit(self, place: Callable[[int, SampledSequence], bool] = _anywhere) -> None:
+        """Give free slots to waiting members, in order, until `place` returns False."""
+        while self._free and self._waiting and place(self._free[-1], self._waiting[0]):
+            self.running[self._free.pop()] = self._waiting.popleft()
+
+    def preempt(self, slot: int) -> None:
+        """Free a slot; its member goes on before any that waits, with the tokens that it has."""
+        self._waiting.appendleft(self._vacate(slot))
+
+    def still_waiting(self, request_id: str) -> bool:
+        """Return whether a member of this group has never had a slot."""
+        return any(m.request.request_id == request_id and not m.tokens for m in self._waiting)
+
+    def finish(self) -> list[tuple[str, list[Completion]]]:
+        """Free the slots of members that have ended; return the groups that are complete."""
+        ended = [slot for slot, member in self.running.items() if member.finish_reason]
+        touched = dict.fromkeys(self._vacate(slot).request.request_id for slot in ended)
+        complete = [i for i in touched if all(m.finish_reason for m in self._groups[i])]
+        return [(i, [m.completion() for m in self._groups.pop(i)]) for i in complete]
+
+    def cancel(self, request_id: str) -> None:
+        self._groups.pop(request_id, None)
+        self._waiting = deque(m for m in self._waiting if m.request.request_id != request_id)
+        for slot, member in list(self.running.items()):
+            if member.request.request_id == request_id:
+                self._vacate(slot)
+
+    def _vacate(self, slot: int) -> SampledSequence:
+        self._free.append(slot)
+        return self.running.pop(slot)

@@ -1,0 +1,307 @@
+"""A torch engine with continuous batching: the CPU's, and the reference of every other engine.
+
+Requests join and leave at any decode step, which prefills what is new and samples one token for
+every sequence that is ready. Prompts of several groups are prefilled together, each once and in
+chunks, and their whole pages are shared. When pages run out, the sequence that came last gives its
+own up and is prefilled again later. New weights interrupt between two tokens: prefixes are
+prefilled with them, and then sampling continues. Letters: S sequences, N chunks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_flow.core.types import Completion, GroupRequest
+from areal_flow.policy.models.linear import pack_linear_layers
+from areal_flow.policy.models.paged_decode import decode
+from areal_flow.policy.models.paged_prefill import PagedCache, fill_pages, page_tokens_for, prefill
+from areal_flow.policy.models.policy import assign_tensors, policy_with
+from areal_flow.policy.tokenizer.directory import tokenizer_of
+from areal_flow.policy.weights.channel import WeightsReader
+from areal_flow.rollout.engines.pages import CACHE_SHARE, PageTables, PromptPages, cached_numbers
+from areal_flow.rollout.engines.prefill import CPU_TOKENS_A_PASS, PrefillPlan
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.sampling import adjust_logits, sample, uniforms
+from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler, require_room
+from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TorchEngine:
+    def __init__(
+        self,
+        policy: Any,
+        settings: GenerationSettings,
+        *,
+        version: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Take a policy that serves `version`, and what makes text of tokens, for stop strings."""
+        self.policy = policy
+        self.settings = settings
+        self.version = version
+        self._alone = settings.batch_invariant
+        page_tokens = page_tokens_for(settings.max_model_len)
+        num_pages = settings.num_pages(page_tokens, room=_room(policy, page_tokens))
+        self._idle_page = num_pages
+        self._scheduler = SlotScheduler(settings.max_num_seqs, tokenizer)
+        self._pages = PageTables(
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+        )
+        self.prefill = PrefillPlan(
+            self._scheduler.running,
+            self._pages,
+            tokens_a_pass=CPU_TOKENS_A_PASS if policy.device.type == "cpu" else math.inf,
+            alone=self._alone,
+        )
+        self._prompts: dict[str, PromptPages] = {}
+        """Of groups with members that have not started."""
+        self._prompt_logits: dict[PromptPages, Tensor] = {}
+        """What follows each of them, `[V]`, once it is computed."""
+        self._oldest_versions = [version] * settings.max_num_seqs
+        """Of the keys and values of each slot: what its next token counts as sampled by."""
+        self._pending: tuple[Mapping[str, Tensor], int] | None = None
+        self._pack()
+        with torch.inference_mode():
+            self._cache = PagedCache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
+
+    def add(self, request: GroupRequest) -> None:
+        require_room(request, self.settings.max_model_len)
+        self._scheduler.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._scheduler.cancel(request_id)
+        self._release_ended()
+        self._close_prompt(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or self._pending is not None
+
+    def occupancy(self) -> dict[str, float]:
+        taken = 1 - self._pages.num_free / self._idle_page
+        return {**self._scheduler.occupancy(), "cache_fraction": taken}
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        if self._pending and not self._scheduler.has_started():
+            self._switch_weights()
+        self._scheduler.admit(self._place)
+        self._prefill()
+        complete = self._finish() if self._start_members() else []
+        if slots := self._slots_to_decode():
+            self._decode(slots)
+            complete += self._finish()
+        return complete
+
+    def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        self._pending = (tensors, version)
+        if self.settings.interruption != "drain":
+            self._switch_weights()
+
+    def _finish(self) -> list[tuple[str, list[Completion]]]:
+        complete = self._scheduler.finish()
+        self._release_ended()
+        return complete
+
+    def _release_ended(self) -> None:
+        for slot in self._pages.slots.keys() - self._scheduler.running.keys():
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self._pages.release(slot)
+        self.prefill.lacking.pop(slot, None)
+
+    def _place(self, slot: int, member: SampledSequence) -> bool:
+        """Take pages for a member that would have this slot; return whether there are enough."""
+        if member.tokens:
+            num_tokens = member.num_cached + 1
+            has_pages = self._pages.resume(slot, num_tokens) or (
+                self._close_idle_prompts() and self._pages.resume(slot, num_tokens)
+            )
+        else:
+            has_pages = self._pending is None and self._place_new(slot, member.request)
+        if has_pages:
+            self._oldest_versions[slot] = self.version
+            self.prefill.lacking[slot] = None
+        return has_pages
+
+    def _place_new(self, slot: int, request: GroupRequest) -> bool:
+        if request.request_id not in self._prompts:
+            num_tokens = len(request.prompt_tokens)
+            prompt = self._pages.open_prompt(num_tokens)
+            if prompt is None and self._close_idle_prompts():
+                prompt = self._pages.open_prompt(num_tokens)
+            if prompt is None:
+                return False
+            self._prompts[request.request_id] = prompt
+        return self._pages.start(slot, self._prompts[request.request_id])
+
+    def _prefill(self) -> None:
+        for planned in self.prefill.passes():
+            chunks = [chunk for chunk, _ in planned]
+            prompts = {
+                row: part
+                for row, (chunk, part) in enumerate(planned)
+                if isinstance(part, PromptPages) and chunk.end == part.num_tokens
+            }
+            if not prompts:
+                fill_pages(self.policy, self._cache, chunks)
+                continue
+            logits_NV = prefill(self.policy, self._cache, chunks)
+            self._prompt_logits |= {prompt: logits_NV[row] for row, prompt in prompts.items()}
+
+    def _start_members(self) -> bool:
+        """Sample the first tokens of members whose prompt is computed; return whether one has."""
+        starting: dict[PromptPages, list[int]] = {}
+        if self._prompt_logits:
+            for slot, member in self._scheduler.running.items():
+                prompt = self._pages.slots[slot].prompt
+                if not member.tokens and prompt in self._prompt_logits:
+                    starting.setdefault(prompt, []).append(slot)
+        if not starting:
+            return False
+        slots = [slot for members in starting.values() for slot in members]
+        self._copy_ends(starting)
+        logits = [
+            self._prompt_logits[p].expand(len(members), -1) for p, members in starting.items()
+        ]
+        self._sample(torch.cat(logits), slots)
+        for first, *_ in starting.values():
+            request_id = self._scheduler.running[first].request.request_id
+            if not self._scheduler.still_waiting(request_id):
+                self._close_prompt(request_id)
+        return True
+
+    def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
+        """Give each member its own copy of the page in which its prompt ends."""
+        for prompt, slots in starting.items():
+            if num_tokens := prompt.num_tokens - prompt.num_shared:
+                targets = self._pages.tables_SW[slots, len(prompt.pages) - 1]
+                self._cache.copy_page(prompt.pages[-1], targets.tolist(), num_tokens)
+
+    def _close_prompt(self, request_id: str) -> None:
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._prompt_logits.pop(prompt, None)
+            self._pages.close_prompt(prompt)
+
+    def _close_idle_prompts(self) -> bool:
+        """Give up prompts that nobody is starting from; return whether there were any."""
+        starting = {m.request.request_id for m in self._scheduler.running.values() if not m.tokens}
+        idle = [request_id for request_id in self._prompts if request_id not in starting]
+        for request_id in idle:
+            self._close_prompt(request_id)
+        return bool(idle)
+
+    def _slots_to_decode(self) -> list[int]:
+        """Return the slots whose prefix is computed, each with a page for its next token."""
+        running = self._scheduler.running
+        ready = [slot for slot in running if slot not in self.prefill.lacking]
+        for slot in ready:
+            while slot in running and not self._pages.reach(slot, running[slot].num_cached):
+                if not self._close_idle_prompts():
+                    self._preempt_last()
+        return sorted(slot for slot in ready if slot in running)
+
+    def _preempt_last(self) -> None:
+        slot = list(self._scheduler.running)[-1]
+        self._scheduler.preempt(slot)
+        self._release(slot)
+
+    def _decode(self, slots: list[int]) -> None:
+        running = self._scheduler.running
+        num_rows = self.settings.max_num_seqs if self._alone else len(slots)
+        tokens_S, positions_S = np.zeros((2, num_rows), np.int64)
+        tables_SW = np.full((num_rows, self._pages.tables_SW.shape[1]), self._idle_page)
+        rows = slots if self._alone else range(num_rows)
+        for row, slot in zip(rows, slots, strict=True):
+            tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
+        tables_SW[rows] = self._pages.tables_SW[slots]
+        logits_SV = decode(
+            self.policy, self._cache, tokens_S, positions_S, tables_SW, share_pages=not self._alone
+        )
+        self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
+
+    def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
+        members = [self._scheduler.running[slot] for slot in slots]
+        by_distribution: dict[int, list[int]] = {}
+        for row, member in enumerate(members):
+            by_distribution.setdefault(id(member.distribution), []).append(row)
+        for rows in by_distribution.values():
+            sequences = [members[row] for row in rows]
+            sampling = sequences[0].distribution
+            drawn_S = uniforms(
+                [sequence.request.seeds[sequence.index] for sequence in sequences],
+                [len(sequence.tokens) for sequence in sequences],
+            )
+            chosen_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
+            if sampling.depends_on_prefix:
+                prompts = [sequence.request.prompt_tokens for sequence in sequences]
+                own = [np.array(sequence.tokens) for sequence in sequences]
+                chosen_SV = adjust_logits(chosen_SV, sampling, prompts, own)
+            tokens_S, logprobs_S = sample(chosen_SV, drawn_S.to(logits_SV.device), sampling)
+            versions = [self._oldest_versions[slots[row]] for row in rows]
+            for sequence, *sampled in zip(
+                sequences, tokens_S.tolist(), logprobs_S.tolist(), versions, strict=True
+            ):
+                sequence.append(*sampled)
+
+    def _pack(self) -> None:
+        pack_linear_layers(self.policy, num_rows=self.settings.max_num_seqs)
+
+    @torch.inference_mode()
+    def _switch_weights(self) -> None:
+        assert self._pending is not None
+        tensors, self.version = self._pending
+        self._pending = None
+        assign_tensors(self.policy, tensors)
+        self._pack()
+        self._close_idle_prompts()
+        for prompt in self._prompts.values():
+            prompt.num_computed = 0
+        running = self._scheduler.running
+        if self.settings.interruption == "interrupt":
+            started = [slot for slot, member in running.items() if member.tokens]
+            self._pages.forget_computed(started)
+            self.prefill.lacking |= dict.fromkeys(started)
+        for slot, member in running.items():
+            if self.settings.interruption == "interrupt" or not member.tokens:
+                self._oldest_versions[slot] = self.version
+
+
+def _room(policy: Any, page_tokens: int) -> float:
+    """Return how many pages a GPU has room for; a CPU's memory is taken when a page is used."""
+    if policy.device.type != "cuda":
+        return math.inf
+    free_bytes, _ = torch.cuda.mem_get_info(policy.device)
+    page_bytes = page_tokens * cached_numbers(policy.config.get_text_config())
+    return float(CACHE_SHARE * free_bytes // (page_bytes * policy.dtype.itemsize))
+
+
+async def start_torch_engine(
+    model: Path, settings: GenerationSettings, reader: WeightsReader
+) -> ThreadedEngine:
+    return ThreadedEngine(await asyncio.to_thread(_load_core, model, settings, reader))
+
+
+def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> TorchEngine:
+    version = reader.newest()
+    weights = reader.load(version).items()
+    # New versions are copied into these tensors, and the reader's are its own.
+    own = {name: tensor.to(settings.device, copy=True) for name, tensor in weights}
+    policy = policy_with(model, own, dtype=settings.dtype).to(settings.device)
+    tokenizer = tokenizer_of(model) if settings.stop.strings else None
+    return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

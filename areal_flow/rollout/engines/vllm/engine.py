@@ -1,0 +1,212 @@
+"""vLLM's engine, driven as any `EngineCore`: one `LLMEngine.step` a decode step.
+
+It decides which completions vLLM runs (so that `drain` can hold the others back), and what new
+weights do to them; the rest is vLLM's. A prompt's prefix is shared only by completions that start
+on one policy version: the version salts vLLM's prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from areal_flow.core.types import Completion, GroupRequest, Sampling
+from areal_flow.policy.weights.channel import WeightsReader
+from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler, require_room
+from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
+from areal_flow.rollout.engines.vllm.core import (
+    CoreProcess,
+    InProcessCore,
+    VLLMCore,
+    engine_config,
+    find_stop_strings,
+)
+from areal_flow.rollout.engines.vllm.support import require_vllm_serves
+from areal_flow.rollout.engines.vllm.weights import ServedTensors, check_logprobs
+
+# isort: split
+# Only now: `core` has set what vLLM reads when it is imported.
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+SLEEP_LEVEL = 1
+"""vLLM keeps the weights in main memory: at 2 they are gone, also where no new ones come, as after
+a trainer that was lost."""
+
+
+class VLLMEngine:
+    def __init__(
+        self,
+        core: VLLMCore,
+        served: ServedTensors,
+        settings: GenerationSettings,
+        tensors: Mapping[str, Tensor],
+        *,
+        version: int,
+    ) -> None:
+        self.settings = settings
+        self._core, self._llm = core, core.llm
+        self._served = served
+        self._scheduler = SlotScheduler(settings.max_num_seqs, finds_stop_strings=False)
+        self._pending: tuple[Mapping[str, Tensor], int] | None = (tensors, version)
+        self._switch_weights()
+
+    def add(self, request: GroupRequest) -> None:
+        require_room(request, self.settings.max_model_len)
+        self._scheduler.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        running = self._scheduler.running.items()
+        names = [str(slot) for slot, each in running if each.request.request_id == request_id]
+        self._scheduler.cancel(request_id)
+        self._llm.abort_request(names)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or self._pending is not None
+
+    def occupancy(self) -> dict[str, float]:
+        return self._scheduler.occupancy()
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        running = self._scheduler.running
+        if self._pending and not running:
+            self._switch_weights()
+        if not self._pending:
+            self._scheduler.admit(self._start)
+        if not running:
+            return []
+        for output in self._llm.step():
+            member = running[int(output.request_id)]
+            self._take_tokens(output.outputs[0], member)
+            if output.finished:
+                self._end(output.outputs[0], member)
+        return self._scheduler.finish()
+
+    def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        self._pending = (tensors, version)
+        if self.settings.interruption != "drain":
+            self._switch_weights()
+
+    def suspend(self) -> None:
+        """Leave the card: weights go to main memory, keys and values are computed again later."""
+        self._core.call("sleep", SLEEP_LEVEL, "keep")  # running requests stay
+
+    def resume(self) -> None:
+        self._core.call("wake_up", None)
+
+    def _start(self, slot: int, member: SampledSequence) -> bool:
+        request = member.request
+        prompt = {
+            "prompt_token_ids": request.prompt_tokens.tolist(),
+            "cache_salt": str(self.version),
+        }
+        member.spans = [[self.version, 0]]
+        parameters = _parameters(request.sampling, request.seeds[member.index])
+        if request.on_token:
+            parameters.output_kind = RequestOutputKind.CUMULATIVE
+        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes names unique itself
+        return True
+
+    def _switch_weights(self) -> None:
+        """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
+        assert self._pending is not None
+        weights, version = self._pending
+        call, clear_cache = self._core.call, self.settings.interruption != "keep"
+        with self._core.offered(self._served.checkpoint(weights)) as tensors:
+            # Running requests stay; without the cache they prefill again.
+            call("pause_scheduler", "keep", clear_cache)
+            self._call_workers("start_weight_update")
+            self._call_workers("update_weights", {"tensors": tensors, "tied": self._served.tied})
+            self._call_workers("finish_weight_update")
+            call("set_weight_version", str(version))
+            call("resume_scheduler")
+        self.version, self._pending = version, None
+
+    def _call_workers(self, method: str, *arguments: Any) -> None:
+        self._core.call("collective_rpc", method, None, arguments)
+
+    def _take_tokens(self, output: CompletionOutput, member: SampledSequence) -> None:
+        for token in output.token_ids[len(member.tokens) :]:
+            if member.request.on_token:
+                member.request.on_token(member.index, token)
+            member.tokens.append(token)
+
+    def _end(self, output: CompletionOutput, member: SampledSequence) -> None:
+        is_certain = member.distribution.temperature == 0  # then vLLM's are those of temperature 1
+        logprobs = [0.0] * len(member.tokens) if is_certain else output.logprobs.logprobs
+        member.logprobs = array("f", logprobs)
+        if self.settings.interruption == "keep":
+            member.spans[0][1] = len(member.tokens)
+        else:
+            spans = output.weight_versions
+            member.spans = [[int(span.version), span.end - span.start] for span in spans]
+        member.finish_reason = output.finish_reason
+
+
+def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
+    return SamplingParams(
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the stop tokens are all there are
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        stop=list(sampling.stop_strings),
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def start_vllm_engine(
+    model: Path,
+    settings: GenerationSettings,
+    reader: WeightsReader,
+    *,
+    make_core: Callable[[VllmConfig], VLLMCore] | None = None,
+) -> ThreadedEngine:
+    require_vllm_serves(model, settings)
+    make_core = make_core or (CoreProcess if settings.device == "cuda" else InProcessCore)
+    core = await asyncio.to_thread(_make_core, model, settings, make_core)
+    try:
+        engine = await asyncio.to_thread(_load_weights, core, model, settings, reader)
+    except BaseException:
+        core.close()
+        raise
+    return ThreadedEngine(engine, end=core.close, suspend=engine.suspend, resume=engine.resume)
+
+
+def _make_core(
+    model: Path, settings: GenerationSettings, make_core: Callable[[VllmConfig], VLLMCore]
+) -> VLLMCore:
+    gc.collect()  # a broken predecessor's memory
+    core = make_core(engine_config(model, settings))
+    if settings.stop.strings:
+        find_stop_strings(core.llm, model)
+    return core
+
+
+def _load_weights(
+    core: VLLMCore, model: Path, settings: GenerationSettings, reader: WeightsReader
+) -> VLLMEngine:
+    version = reader.newest()
+    tensors = reader.load(version)
+    engine = VLLMEngine(core, ServedTensors(model), settings, tensors, version=version)
+    check_logprobs(engine, model, tensors, settings)
+    return engine

@@ -1,0 +1,218 @@
+"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line.
+
+A file with bad rows is refused, and the first ten kinds of them are named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from areal_flow.core.digests import sha256_hex
+from areal_flow.core.errors import PromptError
+from areal_flow.rollout.prompts.rows import Row, given_id
+
+LANCE = ".lance"
+MAX_LINE_BYTES = 64 << 20
+BATCH_ROWS = 256
+MAX_NAMED = 10
+"""Kinds of bad rows in a message."""
+
+Made = TypeVar("Made")
+Place = tuple[Path, int]
+"""A file, and the place of a row in it, from 0."""
+
+
+def read_prompts(
+    path: Path,
+    make: Callable[[Row], Made],
+    *,
+    on_bad: Callable[[Place, PromptError], None],
+    keeps: Callable[[int], bool] = lambda place: True,
+    refused: Mapping[int, str] = MappingProxyType({}),
+    once: bool = False,
+) -> Iterator[Made]:
+    """Yield what is made of each row of a file.
+
+    Args:
+        make: raises ValueError for a bad row.
+        on_bad: called with each bad row, which is left out.
+        keeps: whether the row at a place, from 0, is read at all.
+        refused: places of rows that are bad beside others of the file, with the reason.
+        once: whether equal lines of JSONL, such as a curriculum's, share what is made of them.
+    """
+
+    def of_line(line: bytes) -> Made:
+        return make(_parsed(line))
+
+    of_line = cache(of_line) if once else of_line
+    for place, (origin, entry) in enumerate(read_rows(path)):
+        if not keeps(place):
+            continue
+        try:
+            if place in refused:
+                raise ValueError(refused[place])
+            made = make(entry) if isinstance(entry, dict) else of_line(entry)
+        except ValueError as error:
+            on_bad((path, place), PromptError(f"{origin}: {error}"))
+        else:
+            yield made
+
+
+def repeated_ids(path: Path) -> dict[int, str]:
+    """Return why rows are bad, by place: a row before them has the same id and other content.
+
+    Rows that are equal throughout may share an id. 8 bytes a row are in memory.
+    """
+    ids = array("Q")
+    for _, entry in read_rows(path):
+        identifier = _id_of(entry)
+        ids.append(xxhash.xxh3_64_intdigest(identifier.encode()) if identifier else 0)
+    hashes = np.frombuffer(ids, np.uint64)
+    values, counts = np.unique(hashes, return_counts=True)
+    if not (repeated := {*values[counts > 1].tolist()} - {0}):
+        return {}
+    first: dict[str, tuple[str, str]] = {}
+    reasons: dict[int, str] = {}
+    for place, (origin, entry) in enumerate(read_rows(path)):
+        if int(hashes[place]) not in repeated:
+            continue
+        row = _parsed(entry)
+        identifier = given_id(row)
+        content = sha256_hex(json.dumps(row, sort_keys=True, default=str))
+        first_origin, first_content = first.setdefault(identifier, (origin, content))
+        if content != first_content:
+            reasons[place] = (
+                f"duplicate id {identifier!r}: a different row at {first_origin} has it. Give each "
+                "row a unique id, or omit ids."
+            )
+    return reasons
+
+
+def _id_of(entry: Row | bytes) -> str:
+    """Return a row's id; empty for a line that is no row, which is refused when it is read."""
+    try:
+        return given_id(_parsed(entry))
+    except ValueError:
+        return ""
+
+
+def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
+    """Name bad rows in their order, in one line those whose reasons differ in numbers alone."""
+    if not errors:
+        return
+    of_reason: dict[str, list[str]] = {}
+    for place in sorted(errors):
+        text = str(errors[place])
+        reason = re.sub(r"\d+", "0", text.partition(": ")[2])
+        of_reason.setdefault(reason, []).append(text)
+    lines = [
+        texts[0] + (f" (and {len(texts) - 1} more such rows)" if len(texts) > 1 else "")
+        for texts in of_reason.values()
+    ]
+    if len(errors) == 1:
+        raise PromptError(f"{lines[0]}. Fix it{advice}")
+    first = f", the first {MAX_NAMED} kinds" if len(lines) > MAX_NAMED else ""
+    named = "".join(f"\n  {line}" for line in lines[:MAX_NAMED])
+    raise PromptError(f"{len(errors)} rows are bad{first}:{named}\nFix them{advice}")
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
+    """Yield the origin of each row, file and line, and the row; of JSONL the line as it is."""
+    rows = _read_any(path)
+    if (first := next(rows, None)) is None:
+        raise PromptError(f"{path} is empty: expected one row or more")
+    yield first
+    yield from rows
+
+
+def _read_any(path: Path) -> Iterator[tuple[str, Row | bytes]]:
+    if path.suffix != LANCE and not path.is_file():
+        raise PromptError(f"expected a prompt file at {path}, found none")
+    match path.suffix:
+        case ".lance":
+            yield from _read_lance(path)
+        case ".jsonl" | ".json":
+            yield from _read_jsonl(path)
+        case ".parquet":
+            yield from _read_parquet(path)
+        case suffix:
+            raise PromptError(
+                f"{path}: expected .jsonl, .parquet or .lance, found {suffix or 'no suffix'}"
+            )
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as lines:
+        number = 0
+        while line := lines.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            rest = line
+            while len(rest) >= MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = lines.readline(MAX_LINE_BYTES)
+            if line.strip():
+                yield f"{path}, line {number}", line
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield from _numbered(path, file.iter_batches(batch_size=BATCH_ROWS))
+    except pa.ArrowInvalid as error:
+        raise PromptError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
+    import lance  # only where there is such a source
+
+    try:
+        dataset = lance.dataset(path)
+    except (OSError, ValueError) as error:
+        raise PromptError(f"{path} is not a readable Lance dataset: {error}") from None
+    yield from _numbered(path, dataset.to_batches(batch_size=BATCH_ROWS, scan_in_order=True))
+
+
+def _numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, Row]]:
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _parsed(line: Row | bytes) -> Row:
+    if isinstance(line, dict):
+        return line
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+    try:
+        row = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise ValueError("a key appears twice")
+    return row
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+"""`json.loads` would make one a line, as slowly as it parses it."""

@@ -1,0 +1,130 @@
+"""How a question becomes the text that the policy reads: by `prompts.template`, and as a chat."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from areal_flow.core.errors import ConfigError, ModelError
+from areal_flow.core.settings import import_function
+from areal_flow.core.types import Prompt
+from areal_flow.policy.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
+from areal_flow.policy.tokenizer.directory import chat_template_of
+from areal_flow.rollout.prompts.files import read_prompts
+from areal_flow.rollout.prompts.plan import PromptPlan
+from areal_flow.rollout.prompts.rows import messages_in
+from areal_flow.rollout.prompts.settings import PromptSettings
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.multi_turn import MultiTurn
+from areal_flow.rollout.workflows.registry import WorkflowSettings
+from areal_flow.rollout.workflows.tool_use import ToolUse, tools_by_name
+
+Render = Callable[[Sequence[Message]], str]
+
+
+def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
+    """Return what renders the messages of a row, the last of which asks the question."""
+    chat = _required(plan, settings, model)
+    tools = _tool_schemas(plan.workflow)
+
+    def render(messages: Sequence[Message]) -> str:
+        *earlier, last = messages
+        content = settings.template.replace("{question}", last["content"])
+        if chat is None:
+            return content
+        asked = [*earlier, {**last, "content": content}]
+        return chat.render(with_system_message(asked, settings.system), tools=tools)
+
+    return render
+
+
+def required_chat_template(plan: PromptPlan, model: Path) -> ChatTemplate | None:
+    return _required(plan, plan.rows.prompts, model)
+
+
+def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTemplate | None:
+    if not settings.chat_template:
+        return None
+    chat = chat_template_of(model)
+    if chat is None:
+        raise ModelError(
+            f"prompts.chat_template = true: the tokenizer of model {plan.model!r} has no chat "
+            "template, neither a file chat_template.jinja nor chat_template in "
+            "tokenizer_config.json: use a chat model's tokenizer, or write what marks a turn into "
+            "prompts.template"
+        )
+    try:
+        chat.render([*_system_message(settings.system), {"role": "user", "content": "?"}])
+        if isinstance(plan.workflow, MultiTurn) and plan.workflow.max_turns > 1:
+            chat.next_turn("?", ended_by="\n")
+        if isinstance(plan.workflow, ToolUse):
+            chat.calls_in("")
+            chat.next_turn("?", ended_by="\n", role="tool")
+    except ValueError as error:
+        raise ModelError(
+            f"model {plan.model!r}: {error}. Give it a chat_template.jinja that does, or change "
+            "prompts.system or the workflow"
+        ) from error
+    return chat
+
+
+def why_chat_template(plan: PromptPlan) -> str:
+    """Return why a chat template is needed; empty where the recipe says so or nothing is a message.
+
+    The first good row of each file counts, held-out ones included.
+    """
+    settings = plan.rows.prompts
+    if settings.chat_template is not None:
+        return ""
+    if isinstance(plan.workflow, Agent):
+        return "an agent asks in messages"
+    if settings.system:
+        return "prompts.system is a message"
+    for path, rows in plan.files():
+        if path.exists() and _has_messages(path, rows.prompts.question_field):
+            return f"the rows of {path.name} are messages"
+    return ""
+
+
+def unused_chat_template(settings: PromptSettings, model: Path) -> str:
+    """Return a line about a model's chat template that prompts do not use; empty if that is chosen.
+
+    Call it once `why_chat_template` has been heeded.
+    """
+    if settings.chat_template is not None or chat_template_of(model) is None:
+        return ""
+    return (
+        "This model has a chat template, but prompts are sent as plain text. Set "
+        "prompts.chat_template = true to use it, or = false to silence this message."
+    )
+
+
+def _has_messages(path: Path, field: str) -> bool:
+    rows = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
+    return any(messages_in(row, field) for row in islice(rows, 1))
+
+
+def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
+    return messages_in(prompt.metadata, plan.rows_of(prompt.source).prompts.question_field)
+
+
+def _tool_schemas(workflow: WorkflowSettings) -> list[Tool]:
+    if not isinstance(workflow, ToolUse):
+        return []
+    schemas = []
+    for name, path in tools_by_name(workflow.tools).items():
+        tool = import_function(path, setting="workflow.tools", error=ConfigError)
+        schemas.append(tool_schema(name, (inspect.getdoc(tool) or name).partition("\n")[0]))
+    return schemas
+
+
+def with_system_message(messages: Sequence[Message], content: str) -> list[Message]:
+    """Return messages after a system message, if they have none; empty content is no message."""
+    has_own = any(message["role"] == "system" for message in messages)
+    return [*([] if has_own else _system_message(content)), *messages]
+
+
+def _system_message(content: str) -> list[Message]:
+    return [{"role": "system", "content": content}] if content else []

@@ -1,0 +1,220 @@
+"""What a row gives: the question, the right answer, how hard it is, and its columns for a verifier.
+
+Values keep the types that they have in JSON; what JSON does not know, such as a date of Parquet,
+becomes text. This module depends neither on files nor on how a question becomes a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isinf
+from typing import Any
+
+from areal_flow.core.types import answer_text
+from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.rollout.prompts.settings import PromptSettings
+
+Row = dict[str, Any]
+
+MAX_DIFFICULTY = 2**31 - 1
+QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
+ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
+"""What data sets usually call them, the most usual first."""
+RIGHT_ANSWER = "areal_flow.answer"
+"""Has the right answer in stored columns where their `answer` is something else."""
+
+
+def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
+    """Return the columns of a prompt table that follow from the row alone.
+
+    `metadata` has, as JSON, all fields of the row, those of its field `metadata` that it has not
+    itself, and the right answer with its own type, which `take_right_answer` takes out again.
+    """
+    answer = answer_of(row, settings, needs_answer=needs_answer)
+    nested = row.get("metadata")
+    columns = {**(nested if isinstance(nested, Mapping) else {}), "answer": answer, **row}
+    if columns["answer"] != answer:
+        columns[RIGHT_ANSWER] = answer
+    return {
+        "prompt_id": given_id(row),
+        "answer": answer_text(answer),
+        "difficulty": _difficulty_of(row),
+        "metadata": _as_json(columns),
+    }
+
+
+def given_id(row: Row) -> str:
+    """Return the id that a row brings along, as text; empty without one."""
+    for field in ("id", "prompt_id"):
+        if not _is_unset(value := row.get(field)) and value != "":
+            return checked_text(str(value), field)
+    return ""
+
+
+def _difficulty_of(row: Row) -> int:
+    value = row.get("difficulty")
+    if _is_unset(value) or isinstance(value, str):
+        return 0
+    if isinstance(value, float) and value.is_integer():  # pandas has no other beside a null
+        value = int(value)
+    if type(value) is not int or not 0 <= value <= MAX_DIFFICULTY:
+        raise ValueError(
+            f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, got {value!r}"
+        )
+    return value
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value != value
+
+
+def _as_json(columns: Row) -> str:
+    """Return columns as JSON, which has neither NaN, stored as null, nor infinities."""
+    try:
+        return json.dumps(columns, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(
+            {name: _without_nan(value, name) for name, value in columns.items()}, default=str
+        )
+
+
+def _without_nan(value: Any, name: str) -> Any:
+    match value:
+        case Mapping():
+            return {key: _without_nan(each, f"{name}.{key}") for key, each in value.items()}
+        case list() | tuple():
+            return [_without_nan(each, name) for each in value]
+        case float() if isinf(value):
+            raise ValueError(f"field {name!r}: expected a finite number, got {value}")
+        case _:
+            return None if _is_unset(value) else value
+
+
+def take_right_answer(columns: Row) -> Any:
+    """Take the right answer out of stored columns; a different `answer` stays."""
+    return columns.pop(RIGHT_ANSWER if RIGHT_ANSWER in columns else "answer", None)
+
+
+def question_of(row: Row, settings: PromptSettings) -> list[Message]:
+    """Return the messages that ask, the last of them the user's; a text is one message."""
+    _require_fields(row, settings, needs_answer=False)
+    field = settings.question_field
+    value = row[field]
+    if not isinstance(value, list):
+        return [{"role": "user", "content": checked_text(value, field)}]
+    if not settings.chat_template:
+        raise ValueError(
+            f"field {field!r}: expected text, found a list: messages need "
+            "prompts.chat_template = true"
+        )
+    messages = [checked_message(message, field) for message in value]
+    if not messages or messages[-1]["role"] != "user":
+        found = messages[-1]["role"] if messages else "no message"
+        raise ValueError(f"field {field!r}: expected the user's message at the end, found {found}")
+    checked_text(messages[-1]["content"], field)
+    return messages
+
+
+def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
+    value = row.get(field)
+    found = value if isinstance(value, list) else []
+    is_chat = all(isinstance(each, Mapping) and _is_message(each) for each in found)
+    return [*map(_as_rendered, found)] if is_chat else []
+
+
+def _is_message(given: Mapping[str, Any]) -> bool:
+    return "role" in given and ("content" in given or bool(given.get("tool_calls")))
+
+
+def checked_message(given: Any, field: str) -> Message:
+    message = _as_rendered(given) if isinstance(given, Mapping) else {}
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise ValueError(
+            f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
+        )
+    return message
+
+
+def _as_rendered(message: Message) -> Message:
+    """Return a message without nulls, which columnar files have for each key of another row.
+
+    Beside calls of tools the content may be null.
+    """
+    content = {"content": ""} if message.get("tool_calls") else {}
+    return {**content, **_without_nulls(message)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
+    """Return the right answer of a row, with its own type; None if there is none."""
+    _require_fields(row, settings, needs_answer=needs_answer)
+    field = settings.answer_field
+    value = row.get(field)
+    if value is None and not needs_answer:
+        return None
+    if value is None or isinstance(value, str):
+        return checked_text(value, field)
+    try:
+        return json.loads(json.dumps(value, default=str, allow_nan=False))
+    except ValueError:
+        raise ValueError(
+            f"field {field!r}: expected text, a finite number or a list, found {value!r:.40}"
+        ) from None
+
+
+def text_of(row: Row, field: str) -> str:
+    if field not in row:
+        raise ValueError(f"field {field!r} is missing; found fields: {_fields(row)}")
+    return checked_text(row[field], field)
+
+
+def texts_of_turns(row: Row, field: str) -> list[str]:
+    """Return the text in a field, or the texts of the policy and of the environment by turns."""
+    turns = row.get(field)
+    if not isinstance(turns, list):
+        return [text_of(row, field)]
+    if len(turns) % 2 == 0:
+        raise ValueError(
+            f"field {field!r}: expected texts of the policy and the environment by turns, the "
+            f"policy's first and last, found {len(turns)} texts"
+        )
+    return [checked_text(turn, field) for turn in turns]
+
+
+def checked_text(value: Any, field: str) -> str:
+    """Return a value that is text which can be tokenised and stored."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"field {field!r}: expected non-empty text, found {value!r:.40}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"field {field!r}: not encodable text: {error}") from None
+    return value
+
+
+def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
+    wanted = {"question_field": (settings.question_field, QUESTION_FIELDS)}
+    if needs_answer:
+        wanted["answer_field"] = settings.answer_field, ANSWER_FIELDS
+    missing, advice = [], []
+    for setting, (field, usual) in wanted.items():
+        if field not in row:
+            missing.append(f"field {field!r} is missing")
+            if other := next((name for name in usual if name in row), ""):
+                advice.append(f'prompts.{setting} = "{other}"')
+            is_off = settings.chat_template is False and setting == "question_field"
+            if is_off and isinstance(row.get(other), list):
+                advice.append("prompts.chat_template = true")
+    if missing:
+        said = f"; set {' and '.join(advice)}" if advice else ""
+        raise ValueError(f"{', '.join(missing)}; found fields: {_fields(row)}{said}")
+
+
+def _fields(row: Row) -> str:
+    return ", ".join(sorted(row)) or "none"

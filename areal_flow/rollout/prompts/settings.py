@@ -1,0 +1,150 @@
+"""What a recipe says of prompts: one source or several, and which of them are trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from areal_flow.core.settings import Settings, require
+
+
+class DifficultySettings(Settings):
+    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
+
+    run: str = ""
+    """The earlier run, by name or directory; empty: all prompts are trained on."""
+    pass_rates: tuple[float, float] = Field((0.05, 0.95), strict=False)
+    """Prompts with a pass rate below the first are too hard, above the second too easy."""
+    min_samples: int = Field(4, ge=1)
+    """A prompt with fewer completions there is unseen."""
+    keep_unseen: bool = True
+    """Train on unseen prompts."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DifficultySettings:
+        require(
+            0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1,
+            f"prompts.difficulty.pass_rates ({[*self.pass_rates]}) must be two numbers from 0 to "
+            "1, the larger last",
+        )
+        return self
+
+
+class RowsSettings(Settings):
+    """Where some rows are and which of their fields ask and answer; None: as `[prompts]` says."""
+
+    path: Path | None = Field(None, strict=False)
+    question_field: str | None = None
+    answer_field: str | None = None
+    template: str | None = None
+
+    def over_prompts(self) -> dict[str, Any]:
+        """Return what these rows have instead of the settings of `[prompts]`."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        shared = PromptSettings.model_fields.keys() & own.keys()
+        return {name: own[name] for name in shared if own[name] not in (None, "")}
+
+
+class SourceSettings(RowsSettings):
+    """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Its name in trajectories, metrics and rewards."""
+    weight: float = Field(1.0, gt=0)
+    """Its weight beside the other sources; at least 0.001% of all."""
+    source: str = "file"
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a reasoning-gym task; of a Hugging Face dataset `config`, `split`,
+    `held_out_split`, `revision`."""
+    held_out_path: Path | None = Field(None, strict=False)
+    num_prompts: int | None = Field(None, ge=1)
+    num_held_out: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceSettings:
+        where = f"sources {self.name!r}"
+        require(self.source != "file" or self.path is not None, f"{where}: path is needed")
+        template = self.template is None or "{question}" in self.template
+        require(template, f"{where}: template must contain {{question}}")
+        return self
+
+
+class HeldOutSettings(RowsSettings):
+    """One more held-out set, evaluated with the others and reported by its name."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
+    """Its name in reports and metrics; `rewards.sources` may name it."""
+    path: Path = Field(strict=False)
+    num_prompts: int = Field(0, ge=0)
+    """Only the first ones of the file; 0: all."""
+    num_samples: int | None = Field(None, ge=1)
+    """Answers a prompt; none: as `evaluation.num_samples`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HeldOutSettings:
+        require(
+            not self.template or "{question}" in self.template,
+            f"the template of the held-out set {self.name!r} must contain {{question}}",
+        )
+        return self
+
+
+class PromptSettings(Settings):
+    """Where prompts come from and how they are put to the policy."""
+
+    source: str = "arithmetic"
+    """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `sentences`,
+    `reasoning_gym:TASK`;
+    `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
+    path: Path | None = Field(None, strict=False)
+    """JSONL, Parquet or a Lance dataset, one prompt a row. `source` is `file` then."""
+    held_out_path: Path | None = Field(None, strict=False)
+    """A file of held-out prompts; default: drawn from `path`."""
+    question_field: str = "question"
+    """The field of the question: text, or messages with `role` and `content`, the last one the
+    user's."""
+    answer_field: str = "answer"
+    """The field of the right answer: text, a number or a list."""
+    template: str = "{question}"
+    """The prompt, or with a chat template the user's last message; `{question}` is the question."""
+    chat_template: bool | None = None
+    """Format prompts with the model's chat template; none: if the first row has messages."""
+    system: str = ""
+    """The system message of chats without one; empty: none."""
+    num_prompts: int = Field(24_000, ge=1)
+    """How many prompts a source generates; a file is read whole."""
+    num_held_out: int = Field(1024, ge=0)
+    """Prompts that are never trained on, at most a fifth of a file; 0: no evaluation, except of
+    `evaluation.held_out`."""
+    num_terms: tuple[int, int] = Field((3, 7), strict=False)
+    """The least and greatest number of terms of a sum, for the source `arithmetic`."""
+    skip_bad_rows: bool = False
+    """Skip and list bad rows instead of refusing the file."""
+    difficulty: DifficultySettings = DifficultySettings()
+    """Choose prompts by how often they passed in an earlier run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_file_is_the_source(cls, given: Any) -> Any:
+        has_only_path = isinstance(given, dict) and given.get("path") and "source" not in given
+        return {**given, "source": "file"} if has_only_path else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PromptSettings:
+        require(
+            self.source != "file" or self.path is not None,
+            "prompts.path is needed when prompts.source is 'file'; give --data FILE, in Python "
+            "prompts=...",
+        )
+        require("{question}" in self.template, "prompts.template must contain {question}")
+        require(
+            self.chat_template is not False or not self.system,
+            f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
+        )
+        require(
+            2 <= self.num_terms[0] <= self.num_terms[1],
+            f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",
+        )
+        return self

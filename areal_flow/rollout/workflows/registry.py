@@ -1,0 +1,47 @@
+"""The workflows, by the name that recipes use. The next is a file, a name here and its tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.settings import Settings, import_function, unnamed_is
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.multi_turn import MultiTurn
+from areal_flow.rollout.workflows.protocol import Workflow
+from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.tool_use import ToolUse
+
+
+class ImportedWorkflow(Settings):
+    """A workflow of one's own, beside the package."""
+
+    name: Literal["imported"] = "imported"
+    """What an episode is: a workflow that is found by its import path."""
+    path: str
+    """`package.module:Class`, or a function that returns a `Workflow`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+AnyWorkflow = SingleTurn | MultiTurn | ToolUse | Agent | ImportedWorkflow
+
+WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_is("single_turn")]
+"""What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""
+
+
+def load_workflow(settings: WorkflowSettings) -> Workflow:
+    if isinstance(settings, Agent):
+        import_function(settings.path, setting="workflow.path", error=ConfigError)
+    if not isinstance(settings, ImportedWorkflow):
+        return settings
+    make = import_function(settings.path, setting="workflow.path", error=ConfigError)
+    try:
+        workflow: Workflow = make(**settings.settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"workflow.settings = {settings.settings}: {error}") from error
+    if not callable(getattr(workflow, "run", None)):
+        raise ConfigError(f"workflow.path = {settings.path!r} makes no workflow: it has no `run`")
+    return workflow

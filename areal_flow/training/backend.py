@@ -1,0 +1,184 @@
+"""A policy and its optimizer as one rank has them, with what a step needs of them.
+
+It does not depend on which architecture the policy has, and hardly on how many ranks share it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
+from areal_flow.core.types import PolicyHashes
+from areal_flow.policy.checkpoints import RNG_STATE
+from areal_flow.policy.models.hashing import TensorHash, hash_tensors, in_main_memory
+from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faster
+from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
+from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
+from areal_flow.training.critic import PREFIX, Critic
+from areal_flow.training.kernels import set_precision
+from areal_flow.training.optimizers import PolicyOptimizer
+from areal_flow.training.passes import Passes
+from areal_flow.training.ranked_model import RankedModel, TrainedModel, whole
+from areal_flow.training.replicas import ReplicaGroup, context_ranks
+from areal_flow.training.settings import RankSettings, TrainerSettings
+from areal_flow.training.tensor_rows import Rows, TensorRows, copied_rows, own_rows
+from areal_flow.training.updates import Minibatch, UpdateNumbers
+
+SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
+"""This process's rows of the weights, and of the optimizer."""
+
+
+class TrainerBackend:
+    """A policy and its optimizer, whole or this rank's rows; not for concurrent use.
+
+    All ranks call the same methods in the same order.
+    """
+
+    def __init__(
+        self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
+    ) -> None:
+        self.settings = settings
+        self.replicas = replicas or ReplicaGroup()
+        set_precision(settings)
+        self._trained = TrainedModel(policy, settings, self.replicas)
+        run = self._trained.run
+        self.passes = Passes(run, settings, self.replicas, reference=self._run_without_adapter)
+        self.has_reference = False
+        """Whether a policy was given to `hold_reference`. With an adapter none is needed: the
+        reference is then the policy without it."""
+        self.critic: Critic | None = None
+        """What predicts values, for an algorithm that needs it."""
+
+    @property
+    def policy(self) -> Any:
+        return self._trained.model
+
+    @property
+    def optimizer(self) -> PolicyOptimizer:
+        return self._trained.optimizer
+
+    def add_critic(self, algorithm: ActorCriticPPO) -> None:
+        self.critic = Critic(self.policy, self.settings, algorithm, self.replicas)
+
+    def hold_reference(self, policy: Any, weights: Rows | None = None) -> None:
+        """Keep a policy, of any architecture with the same tokens, as the reference."""
+        held = RankedModel(policy.requires_grad_(False), self.settings, self.replicas)
+        if weights is not None:
+            held.load(weights)
+        self.passes.reference = held.run
+        vocabularies = [p.config.get_text_config().vocab_size for p in (self.policy, policy)]
+        self.passes.num_known = min(vocabularies)
+        self.has_reference = True
+
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
+        """Make one optimizer update as `TrainedModel.update` does; all ranks make the same."""
+        bound = self.passes.minibatch_bound(minibatch)
+        return self._trained.update(
+            self.passes,
+            lambda rank: self.passes.backward(minibatch, rank, bound),
+            minibatch,
+            name="update",
+        )
+
+    def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
+        """Write the weights aside, in the type that they are served in; return who they are."""
+        tensors, master = self._gathered(), TensorHash()
+        merge = merge_adapter(self.policy, tensors)
+        with ThreadPoolExecutor(1) as thread:
+            hashed = master.add_beside(in_main_memory(tensors), thread=thread)
+
+            def read(name: str) -> Tensor:
+                weights = next(tensor for found, tensor in hashed if found == name)
+                return merge(name, weights).to(dtype)
+
+            served = _like(split_adapter(tensors.like)[0], dtype)
+            served_hash = channel.stage(version, StreamedTensors(served, read=read))
+            deque(hashed, maxlen=0)  # an adapter's tensors that come after all others
+        return PolicyHashes(master.hexdigest(), served_hash)
+
+    def free_memory(self) -> None:
+        """Give back what the next step does not begin with; what is cached of it, too."""
+        models = [self._trained, *([self.critic.trained] if self.critic else [])]
+        for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
+            parameter.grad = None
+        torch.cuda.empty_cache()  # nothing without CUDA
+
+    def fingerprint(self) -> str:
+        """Return the hash of the master weights."""
+        return hash_tensors(self._gathered())
+
+    def weights(self) -> Rows:
+        """Return this process's rows of the weights, which the next update changes."""
+        return own_rows(self._trained.tensors())
+
+    def save(self) -> SavedState:
+        """Return a copy of the rows that this process writes; the next update leaves it alone."""
+        optimizer = self.optimizer.named_state()
+        if self.critic:
+            optimizer |= self.critic.named_state()
+        return copied_rows(self._trained.tensors()), copied_rows(optimizer)
+
+    def load_weights(self, weights: Rows) -> None:
+        """Begin with weights, and with a critic of their layers."""
+        self._trained.load(weights)
+        if self.critic:
+            self.critic.load({})
+
+    def load(self, weights: Rows, optimizer: Rows) -> None:
+        """Continue from what `save` returned on all ranks, however many there were."""
+        self.load_weights(weights)
+        own = {n: optimizer[n] for n in optimizer if n != RNG_STATE and not n.startswith(PREFIX)}
+        self._trained.load_optimizer(own)
+        if self.critic:  # a fork from a run with a critic may leave it behind
+            self.critic.load(optimizer)
+
+    def _run_without_adapter(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """A `RunOn` of the policy without its adapter."""
+        with without_adapter(self.policy):
+            return self._trained.run(function, *arguments, **keywords)
+
+    def _gathered(self) -> StreamedTensors:
+        tensors = self._trained.tensors()
+        return StreamedTensors(_like(tensors), read=lambda name: whole(tensors[name]))
+
+
+def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+
+
+def numeric_environment(settings: RankSettings, replicas: ReplicaGroup) -> str:
+    """Return, as JSON, what decides whether a replay can be equal bit for bit."""
+    trainer, device = settings.trainer, settings.trainer.device
+    context = context_ranks(replicas, trainer)
+    shards = trainer.parallel.shard_ranks
+    on_cpu_in_bfloat16 = device == "cpu" and trainer.dtype == "bfloat16"
+    environment = {
+        "torch": torch.__version__,
+        "ranks": settings.num_ranks,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "device": device,
+        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "dtype": trainer.dtype,
+        "machine": os.uname().machine,
+        **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
+        **({"head": "onednn"} if on_cpu_in_bfloat16 and multiplies_bfloat16() else {}),
+        **({} if replicas.is_alone else {"backend": "fsdp"}),
+        **({"context_ranks": context} if context > 1 else {}),
+        **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),
+        **({"kernels": "deterministic"} if trainer.kernels == "deterministic" else {}),
+    }
+    return json.dumps(environment, sort_keys=True)

@@ -1,0 +1,155 @@
+"""Passes over micro-batches whose tokens several ranks share: context parallelism.
+
+DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): all layers work on a rank's own tokens, and for
+attention the ranks exchange slices of all heads for whole rows of some. A rank computes its own
+tokens, and the results are exchanged, so that a loss sees whole sequences. Its gradients are of its
+own tokens alone: added over ranks, they are the whole one.
+
+Letters: M trained tokens of a micro-batch, T tokens of its row (a multiple of P), P ranks, t tokens
+of a rank's slice, H heads, K key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
+
+from areal_flow.core.errors import ConfigError
+from areal_flow.policy.models.attention import AttentionRule, pass_dtype
+from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.transfer import to_device
+from areal_flow.training.passes import RunOn
+from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
+from areal_flow.training.sequences import MicroBatch
+from areal_flow.training.settings import TrainerSettings
+
+
+class ContextParallel:
+    """A `RunOn` for functions of a micro-batch, whose result has one entry a trained token."""
+
+    def __init__(self, run: RunOn, group: Any) -> None:
+        self._run = run
+        self._group = group
+
+    def __call__(self, function: Any, /, micro: MicroBatch, **keywords: Any) -> Any:
+        num_padding = -micro.input_ids_1T.shape[1] % self._group.size()
+        tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
+        places = [*micro.layout.places]
+        if num_padding:
+            places.append(np.arange(micro.input_ids_1T.shape[1], tokens_1T.shape[1]))
+        row = PackedLayout([len(each) for each in places], tokens_1T.device, places=places)
+        layout = ContextLayout(row, self._group)
+        inside_M = micro.predicting >= layout.slice.start
+        inside_M &= micro.predicting < layout.slice.stop
+        own_M = to_device(np.flatnonzero(inside_M), tokens_1T.device)
+        own = replace(
+            micro,
+            input_ids_1T=tokens_1T[:, layout.slice],
+            layout=layout,
+            predicting_M=micro.predicting_M[own_M] - layout.slice.start,
+            predicting=micro.predicting[inside_M] - layout.slice.start,
+            trained_M=micro.trained_M[own_M] - layout.slice.start,
+            targets_M=micro.targets_M[own_M],
+            top_Mk=None if micro.top_Mk is None else micro.top_Mk[own_M],
+        )
+        with raise_trainer_lost():
+            found = self._run(function, own, **keywords)
+            return tree_map(lambda each: self._whole(each, own_M, len(inside_M)), found)
+
+    def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
+        """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""
+        sent_M = own.new_zeros(num_trained, *own.shape[1:])
+        sent_M.index_copy_(0, own_M, own.detach())
+        distributed.all_reduce(sent_M, group=self._group)  # each entry is one rank's: exact
+        if not own.requires_grad:
+            return sent_M
+        return sent_M.index_copy(0, own_M, own)
+
+
+class ContextLayout:
+    """An `AttentionLayout` of one rank's slice of a packed row."""
+
+    def __init__(self, row: PackedLayout, group: Any) -> None:
+        self._row = row
+        self.places = row.places
+        self._group = group
+        self.slice = own_slice(row.position_ids.shape[1], group)
+        self.position_ids = row.position_ids[:, self.slice]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        num_ranks, dtype = self._group.size(), pass_dtype(value)
+        # Rotary positions leave queries and keys in float32: twice what attention reads of them.
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        repeats = max(1, num_ranks // key.shape[1])
+        keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        if rule.sinks is not None:
+            own_heads = own_slice(query.shape[1], self._group)
+            rule = replace(rule, sinks=rule.sinks[own_heads])
+        query, key, value = (self._exchanged(each[0]) for each in (query, keys, values))
+        return self._exchanged(self._row.attend(layer, query, key, value, rule)[0])
+
+    def _exchanged(self, slice_XyD: Tensor) -> Tensor:
+        """Return `[1, X / P, P y, D]`: all ranks' y of a rank's own part of X.
+
+        From `[H, t, D]`, of all heads, are made some heads of all tokens; from `[T, H / P, D]`, of
+        all tokens, a rank's own tokens of all heads.
+        """
+        length, width = slice_XyD.shape[1:]
+        parts = slice_XyD.reshape(self._group.size(), -1, length, width)
+        received = exchange(parts, self._group)
+        return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
+
+
+def own_slice(total: int, group: Any) -> slice:
+    length = total // group.size()
+    return slice(group.rank() * length, (group.rank() + 1) * length)
+
+
+def exchange(parts: Tensor, group: Any) -> Tensor:
+    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one."""
+    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Its gradient is the same exchange, back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return exchange(gradient, ctx.group), None
+
+
+def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
+    num_ranks = context_ranks(replicas, settings)
+    if num_ranks == 1:
+        return run
+    return ContextParallel(run, replicas.mesh(num_ranks).get_group(-1))
+
+
+def check_heads(policy: Any, num_ranks: int) -> None:
+    config = policy.config.get_text_config()
+    heads = config.num_attention_heads
+    key_values = getattr(config, "num_key_value_heads", None) or heads
+    if heads % num_ranks or (key_values % num_ranks and num_ranks % key_values):
+        raise ConfigError(
+            f"trainer.parallel.context_ranks ({num_ranks}): expected a divisor of the policy's "
+            f"{heads} attention heads, and a divisor or a multiple of its {key_values} key-value "
+            "heads; choose such a number"
+        )

@@ -1,0 +1,150 @@
+"""The settings of the trainer, of its ranks and of supervised fine-tuning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.learning_rates import RateSchedule
+from areal_flow.core.settings import Settings, require
+from areal_flow.policy.models.settings import LoraSettings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
+
+
+class SftSettings(Settings):
+    """Supervised fine-tuning on prompts with their completions, before reinforcement learning.
+
+    The rest of its optimizer, the passes' type and the device are those of `trainer`.
+    """
+
+    objective: SupervisedObjective = "cross_entropy"
+    """What is learned: completions; `dpo`: to prefer one of two; `reward_model`: to score them."""
+    path: Path | None = Field(None, strict=False)
+    """JSONL rows with `prompt` and `completion`, or with `chosen` and `rejected`, or with
+    `messages`; each field a text, a list of texts of policy and environment in turn, or messages. A
+    tiny model has its own."""
+    num_held_out: int = Field(0, ge=0)
+    """The last rows of the file that are not trained, but measured at each checkpoint."""
+    num_steps: int = Field(0, ge=0)
+    """Optimizer steps; 0: no fine-tuning."""
+    batch_size: int = Field(64, ge=1)
+    """Rows a step."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """The peak rate."""
+    num_learning_rate_warmup_steps: int = Field(30, ge=0)
+    """Steps of linear warm-up."""
+    learning_rate_schedule: RateSchedule = "cosine"
+    """After the warm-up: constant, or a line or cosine down to 3% of the peak."""
+    shuffle: bool = True
+    """Another order every epoch; false: the order of the file."""
+    checkpoint_every_steps: int = Field(500, ge=1)
+    """Steps between checkpoints."""
+    beta: float = Field(0.1, gt=0)
+    """How strongly `dpo` stays near the first policy."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """The probability that the label of a pair is wrong."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftSettings:
+        require(
+            self.label_smoothing == 0 or self.objective != "cross_entropy",
+            f"sft.label_smoothing ({self.label_smoothing}) is of pairs: with sft.objective "
+            "'cross_entropy' there are none; set it to 0, or the objective to 'dpo'",
+        )
+        return self
+
+
+class AdamWSettings(Settings):
+    """The optimizer's own numbers."""
+
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    """The decay of the mean gradient and of the squared gradient."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Also Muon's. Not applied to norms and biases."""
+
+
+class ParallelSettings(Settings):
+    """How trainer ranks share policy and sequences."""
+
+    shard_ranks: int = Field(0, ge=0)
+    """Trainer ranks that share one copy of the policy; divides `cluster.num_trainers`. Several
+    copies add up their gradients. 0: all ranks share one."""
+    context_ranks: int = Field(1, ge=1)
+    """Trainer ranks that share the tokens of each micro-batch (Ulysses); divides
+    `cluster.num_trainers`."""
+
+
+class TrainerSettings(Settings):
+    """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """The rate of the optimizer after the warm-up."""
+    num_learning_rate_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    learning_rate_schedule: RateSchedule = "constant"
+    """After the warm-up: constant, or a line or cosine down to 3%."""
+    num_learning_rate_decay_steps: int = Field(0, ge=0)
+    """The step at which the schedule ends; 0: `num_steps`."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: of the matrices of the layers, at AdamW's rate; all else is AdamW's."""
+    adamw: AdamWSettings = AdamWSettings()
+    """AdamW."""
+    lora: LoraSettings = LoraSettings()
+    """A low-rank adapter instead of all weights."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Longer gradients are scaled to this norm."""
+    tokens_per_micro_batch: int = Field(4096, ge=1)
+    """Packed tokens of one forward and backward pass."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How trainer ranks share policy and sequences."""
+    activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
+    """Keep activations for the backward pass, keep those of products and attention only, recompute
+    all (a third more work), or move those of layers to main memory."""
+    dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Of the passes; master weights stay float32. `tf32`: float32 that a GPU multiplies in TF32."""
+    kernels: Literal["compiled", "eager", "deterministic"] = "compiled"
+    """Of a GPU. `compiled`: layers by torch.compile; `eager`: without it; `deterministic`: without
+    it, and a replay on the same kind of GPU has the same bits."""
+    device: str = "cpu"
+    """`cpu` or `cuda`, of the trainer; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    checkpoint_every_steps: int = Field(20, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """How many newest checkpoints are kept, beside that of step 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_backend(cls, given: Any) -> Any:
+        """Read recipes of recorded runs: several ranks share the policy now whatever they say."""
+        if not isinstance(given, dict) or given.get("backend") not in ("replicated", "fsdp"):
+            return given
+        require(
+            given.keys() >= {"learning_rate", "device", "keep_checkpoints"},  # a record has all
+            f"trainer.backend ({given['backend']!r}): there is no such setting any more, since "
+            "several trainer ranks always share the policy; leave it out",
+        )
+        return {name: value for name, value in given.items() if name != "backend"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What a trainer rank reads of a recipe."""
+
+    trainer: TrainerSettings
+    algorithm: ComposedAlgorithm
+    num_ranks: int
+    temperature: float
+    """At which completions are sampled."""
+    served_dtype: str
+    """Of the weights that generators load."""
+    pass_threshold: float
+    """A completion passes if its reward is above this."""
+    seed: int
+    recipe_digest: str
+    """Of the whole recipe, for checkpoints."""

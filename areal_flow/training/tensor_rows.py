@@ -1,0 +1,120 @@
+"""Tensors of which each process has some rows: in memory, or in safetensors files that all write.
+
+The rows of a tensor are consecutive bytes: nothing is gathered, and any number of processes write
+and read a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from areal_flow.policy.weights.tensor_file import file_header
+
+ReadRows = Callable[[int, int], Tensor]
+"""Returns rows of a tensor, by the first one and their number; a scalar is whole."""
+
+Rows = Mapping[str, ReadRows]
+"""Tensors by name, of which a process takes the rows that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """Consecutive rows of a tensor, in main memory; a scalar is whole."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first_row: int = 0
+
+    def __call__(self, first_row: int, num_rows: int) -> Tensor:
+        begin = first_row - self.first_row
+        return self.values[begin : begin + num_rows] if self.shape else self.values
+
+    @property
+    def first_byte(self) -> int:
+        return self.first_row * prod(self.shape[1:]) * self.values.element_size()
+
+
+def whole_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    return {name: TensorRows(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    """Return this process's rows of tensors, which change as these do."""
+    found = {}
+    for name, tensor in tensors.items():
+        local, first_row = local_rows(tensor)
+        found[name] = TensorRows(local.detach(), tuple(tensor.shape), first_row)
+    return found
+
+
+def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    """Return a copy of this process's rows of tensors; of those of a second replica, none."""
+    found = {}
+    for name, rows in own_rows(tensors).items():
+        mesh = getattr(tensors[name], "device_mesh", None)
+        values = rows.values[:0] if mesh and any(mesh.get_coordinate()[:-1]) else rows.values
+        found[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
+    return found
+
+
+def rows_in_files(*paths: Path) -> Rows:
+    """Return the tensors of safetensors files."""
+    opened = [cast("Any", safe_open(path, framework="pt")) for path in paths]
+    return {name: partial(_read_rows, file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def _read_rows(file: Any, name: str, first_row: int, num_rows: int) -> Tensor:
+    found = file.get_slice(name)
+    if not found.get_shape():
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    return found[first_row : first_row + num_rows]  # type: ignore[no-any-return]
+
+
+def under(prefix: str, rows: Rows) -> Rows:
+    return {n.removeprefix(prefix): rows[n] for n in rows if n.startswith(prefix)}
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return this process's rows of a tensor, and the number of the first one."""
+    if not is_sharded(tensor):
+        return tensor, 0
+    shared, num_rows = cast("Any", tensor), tensor.shape[0]
+    mesh = shared.device_mesh  # of shards, or of replicas and their shards
+    rows_each = -(-num_rows // mesh.size(-1))  # as torch splits them: the last ranks may have fewer
+    return shared.to_local(), min(mesh.get_coordinate()[-1] * rows_each, num_rows)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, whose module takes half a second to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def write_rows(
+    file: Path, tensors: Mapping[str, TensorRows], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write this process's rows of tensors that all processes have; they are on disk then."""
+    like = {
+        name: torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
+        for name, rows in tensors.items()
+    }
+    header, offsets = file_header(like, metadata=metadata)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(descriptor, "r+b") as opened:
+        opened.truncate(len(header) + sum(tensor.nbytes for tensor in like.values()))
+        opened.write(header)
+        for name, rows in tensors.items():
+            opened.seek(offsets[name] + rows.first_byte)
+            opened.write(rows.values.contiguous().flatten().view(torch.uint8).numpy().data)
+        opened.flush()
+        os.fsync(descriptor)

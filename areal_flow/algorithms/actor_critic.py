@@ -28,11 +28,11 @@ class CriticSettings(Settings):
     """The critic's own optimizer, and what its values are used for."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Of its AdamW, without a schedule."""
+    """Learning rate of the critic (AdamW, constant)."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Gamma."""
+    """Discount factor gamma."""
     trace: float = Field(0.95, ge=0, le=1)
-    """Lambda of GAE: 1 trusts rewards alone, 0 the next value."""
+    """GAE's lambda: 1 uses rewards only, 0 the next value only."""
 
 
 class ActorCriticPPO(ClippedTokens):
@@ -46,13 +46,13 @@ class ActorCriticPPO(ClippedTokens):
 
     needs_critic: ClassVar[bool] = True
     name: Literal["ppo_critic"] = "ppo_critic"
-    """The algorithm; each has its own settings."""
+    """The algorithm; each has its own settings and defaults."""
     advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
     """Of the critic's values; normalised over the trained tokens of the batch."""
     proximal: Proximal = "recomputed"
     """The policy that the ratio is taken to; see `decoupled_ppo` and `ppo`."""
     critic: CriticSettings = CriticSettings()
-    """The model of values."""
+    """The value model."""
 
     @property
     def compares_groups(self) -> bool:

@@ -73,38 +73,40 @@ class ComposedAlgorithm(Settings):
     """How rewards become advantages: over the batch, or relative to the group; none: only the
     reference trains."""
     num_minibatches: int = Field(2, ge=1)
-    """Optimizer updates a step."""
+    """Optimizer updates per step."""
     group_filter: Literal["all", "mixed_rewards"] = "all"
-    """Train all groups, or those whose rewards are not all equal."""
+    """Train all groups, or only those with different rewards."""
     aggregation: Aggregation = "token_mean"
-    """Mean of token losses over tokens or over sequences, or a sum over a constant."""
+    """Average token losses over tokens, over sequences, or divide their sum by a constant."""
     aggregation_tokens: int | None = Field(None, ge=1)
-    """The constant, in tokens a sequence."""
+    """The constant, in tokens per sequence."""
     proximal: Proximal = "behavior"
     """The policy that the ratio is taken to: that before the step, recomputed, or interpolated
     between behaviour and trained policy by version; or behavior, that sampled the token."""
     importance_weight_rule: ImportanceWeightRule = "full"
-    """Proximal over behaviour policy: kept, clamped at the cap, or without gradient outside floor
-    and cap, by token or by sequence (geometric mean)."""
+    """Importance weights of the proximal over the behavior policy: `full`, truncated at the cap, or
+    masked outside floor and cap, per token or per sequence (geometric mean)."""
     importance_weight_cap: float = Field(5.0, gt=1)
-    """The cap of all rules but `full`."""
+    """Upper bound of importance weights for all rules but `full`."""
     importance_weight_floor: float | None = Field(None, gt=0, lt=1)
-    """The floor of the `mask` rules; none: only large weights are masked."""
+    """Lower bound for the `mask` rules; none: mask only large weights."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus; 0: none."""
+    """Coefficient of the entropy bonus."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL divergence from the reference; 0: none."""
+    """Coefficient of the KL divergence from the reference."""
     reference: str = ""
-    """A model directory or hub name, such as a teacher's; empty: the run's first policy."""
+    """Reference policy: a model directory or hub name, such as a teacher; empty: the initial policy
+    of the run."""
     kl_estimator: KLEstimator = "k3"
-    """The estimator of the KL divergence."""
+    """Estimator of the KL divergence."""
     reference_top_k: int = Field(0, ge=0)
     """Likeliest tokens of the reference that the KL divergence is summed over in the place of each
     token, with all others as one; 0: it is estimated from the token itself."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """Where the KL divergence is subtracted: the loss, the rewards, or each token's advantage."""
+    """Where to apply the KL divergence: in the loss, the rewards or the advantages."""
     overlong_tokens: tuple[int, int] | None = Field(None, strict=False)
-    """Completions longer than the first lose reward, up to 1 at the second."""
+    """Soft length penalty: completions longer than the first number lose reward, up to 1 at the
+    second."""
 
     @property
     def needs_entropy(self) -> bool:

@@ -30,7 +30,7 @@ class NetworkSettings(Settings):
     """Where the scheduler and the workers listen, and the certificates that both sides show."""
 
     host: str = "127.0.0.1"
-    """The address at which the scheduler listens."""
+    """Address on which the scheduler listens."""
     tls_directory: Path | None = Field(None, strict=False)
     """A folder with `ca.pem` (the authority's certificate), `certificate.pem` (this run's) and
     `key.pem` (its key, without a passphrase); none: a driver makes its own, which only this user
@@ -43,38 +43,38 @@ class RemoteSettings(Settings):
     hosts: tuple[str, ...] = Field((), strict=False)
     """Hosts for `ssh`, such as `me@10.0.0.7`."""
     python: str = ""
-    """The environment's Python on each host; empty: the driver's path."""
+    """Path of Python on each host; empty: same as the driver's."""
     directory: str = ""
-    """Where workers start on each host; empty: the driver's working directory."""
+    """Working directory on each host; empty: same as the driver's."""
     ssh_options: tuple[str, ...] = Field((), strict=False)
-    """More arguments for `ssh`."""
+    """Additional arguments for `ssh`."""
 
 
 class KubernetesSettings(Settings):
     """What workers' Pods are made of, beside their names, commands, cores and GPUs."""
 
     image: str = ""
-    """Its `bash` and `python` (with this project) run workers; empty: the driver's own image."""
+    """Image with `bash`, `python` and this project; empty: the driver's own image."""
     templates: dict[Workers, Annotated[Path, Strict(False)]] = Field({})
-    """YAML files, each a Pod that the workers' Pods contain: of `all`, then of a role, `trainer`,
-    `generator` or `reward`; of two equal keys the last counts. Their container is `worker`."""
+    """YAML templates of Pods, for `all` or for one role (`trainer`, `generator`, `reward`); the
+    last of two equal keys wins. The container is named `worker`."""
 
 
 class ClusterSettings(Settings):
     """Worker processes; with one thread each, results do not depend on their number."""
 
     num_generators: int = Field(1, ge=1)
-    """Worker processes that generate."""
+    """Number of generator processes."""
     generators_between: tuple[int, int] | None = Field(None, strict=False)
-    """Bounds of their number, such as [1, 8]: some are added when the trainer waits for data, and
-    removed when they wait for it. None: the number stays."""
+    """Autoscaling bounds, such as [1, 8]: add generators while the trainer waits for data, remove
+    them while they wait for it. None: keep `num_generators`."""
     planned_card: str = ""
-    """A card of `areal-flow plan --gpu`: the number between the bounds is that of a plan for such
-    cards, calibrated to the run's last steps. Empty: it follows waiting times."""
+    """A GPU name of `areal-flow plan --gpu`: autoscale to what a plan for this GPU recommends,
+    calibrated on the last steps of the run. Empty: autoscale by waiting times."""
     num_trainers: int = Field(1, ge=1)
-    """Trainer ranks, a process each."""
+    """Number of trainer ranks, one process each."""
     num_trainer_threads: int = Field(1, ge=1)
-    """Threads of a trainer rank."""
+    """Threads per trainer rank."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of each machine; none: those that are found here. At 1, of one machine, a trainer and a
     generator share it: `generation.vllm.gpu_memory_utilization` is the generator's part."""
@@ -82,22 +82,22 @@ class ClusterSettings(Settings):
     """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job;
     `kubernetes`: each is a Pod."""
     remote: RemoteSettings = RemoteSettings()
-    """Other machines for the workers."""
+    """Remote machines for workers."""
     kubernetes: KubernetesSettings = KubernetesSettings()
-    """The workers' Pods."""
+    """Pods of workers."""
     slurm: dict[Workers, SbatchOptions] = Field({})
-    """Options of the workers' jobs for `sbatch`, such as `--partition=gpu`: of `all`, then of a
-    role, `trainer`, `generator` or `reward`; of two equal ones the last counts."""
+    """`sbatch` options of worker jobs, such as `--partition=gpu`, for `all` or for one role
+    (`trainer`, `generator`, `reward`); the last of two equal options wins."""
     network: NetworkSettings = NetworkSettings()
-    """Where the scheduler and the workers listen."""
+    """Addresses and certificates."""
     prices: dict[Priced, Price] = Field({})
-    """What an hour costs of a `gpu`, a core (`cpu`) or a role's device, for `areal-flow cost`."""
+    """Price per hour of a `gpu`, a core (`cpu`) or a role's device, for `areal-flow cost`."""
     num_reward_workers: int = Field(1, ge=1)
-    """Worker processes that score completions and call tools."""
+    """Number of processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
-    """Of Dask's dashboard on 127.0.0.1; 0: any free port."""
+    """Port of Dask's dashboard on 127.0.0.1; 0: any free port."""
     silent_after_s: float = Field(10.0, ge=1)
-    """A worker without heartbeat and processor time for so long is replaced."""
+    """Replace a worker after this many seconds without a heartbeat or processor time."""
 
     @property
     def is_one_machine(self) -> bool:

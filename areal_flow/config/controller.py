@@ -11,15 +11,15 @@ class ControllerSettings(Settings):
     """How much work is in flight and how old it may get. Sizes in trajectories."""
 
     batch_size: int = Field(512, ge=1)
-    """Trajectories a training step."""
+    """Trajectories per training step."""
     group_size: int = Field(16, ge=1)
-    """Completions of one prompt."""
+    """Completions per prompt."""
     max_staleness: int = Field(2, ge=0)
-    """The oldest token that may train, in policy versions."""
+    """Maximum age of a trained token, in policy versions."""
     max_attempts: int = Field(3, ge=1)
-    """How often a group is tried."""
+    """Maximum attempts per group."""
     max_consecutive_failures: int = Field(4, ge=1)
-    """The run ends after so many failed groups in a row, by submission."""
+    """End the run after this many failed groups in a row, in order of submission."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:

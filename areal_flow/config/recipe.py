@@ -37,11 +37,11 @@ class Recipe(Settings):
     num_steps: int = Field(90, ge=0)
     """Training steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """Stop training after so long."""
+    """Stop training after this many minutes."""
     schedule: Literal["async", "sync"] = "async"
-    """Generation beside training, or in turns."""
+    """`async`: generate while training; `sync`: take turns."""
     prompts: PromptSettings = PromptSettings()
-    """Where prompts come from and how they are put to the policy."""
+    """Where prompts come from and how they are rendered."""
     sources: tuple[SourceSettings, ...] = Field((), strict=False)
     """Each `[[sources]]` table is one of several sources, mixed by weight. It may have `source`
     (default `file`), `path`, `held_out_path`, `question_field`, `answer_field`, `template`,
@@ -49,13 +49,13 @@ class Recipe(Settings):
     sft: SftSettings = SftSettings()
     """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()
-    """The engine of each generator, and how completions are drawn."""
+    """The inference engine and the sampling of completions."""
     controller: ControllerSettings = ControllerSettings()
-    """How much work is in flight and how old it may get."""
+    """Batch size, staleness and retries."""
     algorithm: AlgorithmSettings = DecoupledPPO()
     """Advantages and the loss."""
     trainer: TrainerSettings = TrainerSettings()
-    """The optimizer and its checkpoints."""
+    """The optimizer and checkpoints."""
     workflow: WorkflowSettings = SingleTurn()
     """A workflow and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
@@ -64,9 +64,9 @@ class Recipe(Settings):
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """How and when held-out prompts are answered."""
+    """Evaluation on held-out prompts."""
     weights: WeightsSettings = WeightsSettings()
-    """How weights travel from the trainer to the generators."""
+    """How weights get from the trainer to the generators."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

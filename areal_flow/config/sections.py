@@ -16,23 +16,23 @@ class EvaluationSettings(Settings):
     """How held-out prompts are answered, and how often."""
 
     every_steps: int = Field(0, ge=0)
-    """Steps between evaluations during training; 0: only before and after it."""
+    """Steps between evaluations; 0: only before and after training."""
     num_samples: int = Field(1, ge=1)
-    """Answers a prompt; several give pass@k."""
+    """Answers per prompt; more than one gives pass@k."""
     temperature: float | None = Field(None, ge=0)
-    """0: the likeliest token; none: that of `generation`."""
+    """Sampling temperature; 0: greedy; none: that of `generation`."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens with this total probability; 1: from all."""
+    """Nucleus sampling; 1: off."""
     top_k: int = Field(0, ge=0)
-    """Sample from so many likeliest tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: off."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens with this share of the greatest probability; 0: from all."""
+    """Minimum probability relative to the most likely token; 0: off."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Divides the logits of tokens that occurred before; 1: none."""
+    """Penalty on tokens that occurred before; 1: off."""
     min_new_tokens: int = Field(0, ge=0)
-    """The shortest answer, in tokens."""
+    """Minimum length of an answer, in tokens."""
     stop_after_plateau: int = Field(0, ge=0)
-    """Stop after so many evaluations in a row without a better pass rate; 0: never."""
+    """Stop training after this many evaluations without a better pass rate; 0: never."""
     held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
     """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a `path`. It
     may have `question_field`, `answer_field` and `template`; else those of `[prompts]`."""
@@ -72,15 +72,15 @@ class TrackingSettings(Settings):
     """Where a run is shown. MLflow: a database beside the runs unless an address is given."""
 
     enabled: bool = True
-    """Send metrics and models to the sinks."""
+    """Send metrics and models to the tracking sinks."""
     sink: str = "mlflow"
     """`mlflow`, `tensorboard`, `wandb` (offline), or several: `mlflow,tensorboard`."""
     uri: str = ""
-    """MLflow's address, without a password; empty: a database beside the runs."""
+    """Address of the MLflow server, without a password; empty: a database next to the runs."""
     experiment: str = "areal-flow"
-    """MLflow's experiment."""
+    """Name of the MLflow experiment."""
     registered_model: str = "areal-flow"
-    """The name of the registered model."""
+    """Name of the registered model."""
 
     @property
     def sinks(self) -> list[str]:

@@ -24,13 +24,13 @@ class RewardSettings(Settings):
     verifier: str = "numeric"
     """A built-in verifier, an import path `package.module:function`, or a shipped function."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments."""
     weight: float = 1.0
-    """Its weight in the sum."""
+    """Weight in the sum."""
     sources: tuple[str, ...] = Field((), strict=False)
-    """The `[[sources]]` that it judges; none: all."""
+    """The `[[sources]]` whose completions it scores; none: all."""
     timeout_s: float = Field(60.0, gt=0)
-    """The limit of a verifier of yours for each completion."""
+    """Time limit per completion for your own verifiers."""
 
 
 def part_names(rewards: Sequence[RewardSettings]) -> list[str]:

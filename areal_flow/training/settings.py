@@ -24,31 +24,32 @@ class SftSettings(Settings):
     """
 
     objective: SupervisedObjective = "cross_entropy"
-    """What is learned: completions; `dpo`: to prefer one of two; `reward_model`: to score them."""
+    """`cross_entropy`: imitate completions; `dpo`: prefer one of two; `reward_model`: score
+    them."""
     path: Path | None = Field(None, strict=False)
     """JSONL rows with `prompt` and `completion`, or with `chosen` and `rejected`, or with
     `messages`; each field a text, a list of texts of policy and environment in turn, or messages. A
     tiny model has its own."""
     num_held_out: int = Field(0, ge=0)
-    """The last rows of the file that are not trained, but measured at each checkpoint."""
+    """Number of rows at the end of the file to hold out and evaluate at each checkpoint."""
     num_steps: int = Field(0, ge=0)
     """Optimizer steps; 0: no fine-tuning."""
     batch_size: int = Field(64, ge=1)
-    """Rows a step."""
+    """Rows per step."""
     learning_rate: float = Field(1e-5, gt=0)
-    """The peak rate."""
+    """Peak learning rate."""
     num_learning_rate_warmup_steps: int = Field(30, ge=0)
-    """Steps of linear warm-up."""
+    """Linear warm-up steps."""
     learning_rate_schedule: RateSchedule = "cosine"
-    """After the warm-up: constant, or a line or cosine down to 3% of the peak."""
+    """Schedule after the warm-up: constant, or linear or cosine decay to 3% of the peak."""
     shuffle: bool = True
-    """Another order every epoch; false: the order of the file."""
+    """Shuffle each epoch; false: keep the order of the file."""
     checkpoint_every_steps: int = Field(500, ge=1)
     """Steps between checkpoints."""
     beta: float = Field(0.1, gt=0)
-    """How strongly `dpo` stays near the first policy."""
+    """DPO's beta: strength of the pull towards the initial policy."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """The probability that the label of a pair is wrong."""
+    """Assumed probability that the label of a pair is wrong."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SftSettings:
@@ -64,59 +65,61 @@ class AdamWSettings(Settings):
     """The optimizer's own numbers."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
-    """The decay of the mean gradient and of the squared gradient."""
+    """Decay rates of the first and second moment."""
     weight_decay: float = Field(0.0, ge=0)
-    """Also Muon's. Not applied to norms and biases."""
+    """Weight decay, also for Muon; norms and biases are exempt."""
 
 
 class ParallelSettings(Settings):
-    """How trainer ranks share policy and sequences."""
+    """Parallelism of trainer ranks."""
 
     shard_ranks: int = Field(0, ge=0)
-    """Trainer ranks that share one copy of the policy; divides `cluster.num_trainers`. Several
-    copies add up their gradients. 0: all ranks share one."""
+    """Trainer ranks that shard one copy of the policy (FSDP2); divides `cluster.num_trainers`. With
+    several copies, gradients are summed. 0: all ranks share one copy."""
     context_ranks: int = Field(1, ge=1)
-    """Trainer ranks that share the tokens of each micro-batch (Ulysses); divides
-    `cluster.num_trainers`."""
+    """Trainer ranks that split the tokens of each micro-batch (Ulysses context parallelism);
+    divides `cluster.num_trainers`."""
 
 
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
     learning_rate: float = Field(3e-4, gt=0)
-    """The rate of the optimizer after the warm-up."""
+    """Learning rate after the warm-up."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up."""
+    """Linear warm-up steps."""
     learning_rate_schedule: RateSchedule = "constant"
-    """After the warm-up: constant, or a line or cosine down to 3%."""
+    """Schedule after the warm-up: constant, or linear or cosine decay to 3%."""
     num_learning_rate_decay_steps: int = Field(0, ge=0)
-    """The step at which the schedule ends; 0: `num_steps`."""
+    """Step at which the decay ends; 0: `num_steps`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: of the matrices of the layers, at AdamW's rate; all else is AdamW's."""
+    """`adamw`, or `muon`: Muon for the matrices of the layers at the same learning rate, AdamW for
+    everything else."""
     adamw: AdamWSettings = AdamWSettings()
     """AdamW."""
     lora: LoraSettings = LoraSettings()
     """A low-rank adapter instead of all weights."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Longer gradients are scaled to this norm."""
+    """Gradient clipping: maximum norm."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Packed tokens of one forward and backward pass."""
+    """Maximum tokens per packed micro-batch."""
     parallel: ParallelSettings = ParallelSettings()
-    """How trainer ranks share policy and sequences."""
+    """Parallelism of trainer ranks."""
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
-    """Keep activations for the backward pass, keep those of products and attention only, recompute
-    all (a third more work), or move those of layers to main memory."""
+    """`keep` all activations, keep those of matrix products and attention (`selective`),
+    `recompute` them (a third more work), or `offload` those of layers to main memory."""
     dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
-    """Of the passes; master weights stay float32. `tf32`: float32 that a GPU multiplies in TF32."""
+    """Data type of forward and backward passes; master weights stay float32. `tf32`: float32 with
+    TF32 products on a GPU."""
     kernels: Literal["compiled", "eager", "deterministic"] = "compiled"
-    """Of a GPU. `compiled`: layers by torch.compile; `eager`: without it; `deterministic`: without
-    it, and a replay on the same kind of GPU has the same bits."""
+    """On a GPU: `compiled` uses torch.compile for the layers, `eager` does not, `deterministic`
+    makes replays on the same GPU model bit-identical."""
     device: str = "cpu"
-    """`cpu` or `cuda`, of the trainer; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    """`cpu` or `cuda` for the trainer; CUDA_VISIBLE_DEVICES selects GPUs."""
     checkpoint_every_steps: int = Field(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
-    """How many newest checkpoints are kept, beside that of step 0."""
+    """Number of recent checkpoints to keep, besides that of step 0."""
 
     @model_validator(mode="before")
     @classmethod

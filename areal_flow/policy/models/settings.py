@@ -14,12 +14,11 @@ class LoraSettings(Settings):
     """
 
     rank: int = Field(0, ge=0)
-    """0: no adapter, all weights are trained."""
+    """Rank of the adapter; 0: train all weights."""
     alpha: float = Field(32.0, gt=0)
-    """The adapter's product is added times alpha / rank."""
+    """LoRA's alpha: the adapter is scaled by alpha / rank."""
     target_modules: str = "all-linear"
-    """The last parts of matrix names (`q_proj,v_proj`), or `all-linear`: all but embedding and
-    head."""
+    """Suffixes of matrix names (`q_proj,v_proj`), or `all-linear`: all but embedding and head."""
 
     @property
     def modules(self) -> str | list[str]:

@@ -13,5 +13,5 @@ class WeightsSettings(Settings):
     """How a policy's weights travel from the trainer to the generators."""
 
     medium: Medium = "auto"
-    """Files in the run directory, or shared memory of this machine; auto: shared memory if every
-    worker is on it and six copies fit, else files."""
+    """`directory`: files in the run directory; `shared_memory` of this machine; `auto`: shared
+    memory if all workers are on this machine and six copies fit, else files."""

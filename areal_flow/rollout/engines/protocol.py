@@ -42,9 +42,9 @@ class StopSettings(Settings):
     """
 
     strings: tuple[str, ...] = Field((), strict=False)
-    """Each ends a completion; it may span tokens."""
+    """Stop strings; they may span tokens."""
     token_ids: tuple[int, ...] = Field((), strict=False)
-    """Each ends a completion."""
+    """Stop token ids."""
 
     @model_validator(mode="after")
     def _can_end(self) -> StopSettings:
@@ -60,48 +60,49 @@ class VLLMSettings(Settings):
     """What vLLM alone can do."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs that share each generator's model."""
+    """Number of GPUs per generator (tensor parallelism)."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """The share of a GPU's memory for weights and cache, if `kv_cache_tokens` is 0. Where a trainer
-    has the same GPU, the cache's size is computed from it, else measured, and the trainer keeps to
-    the rest, whatever `kv_cache_tokens` is."""
+    """Share of GPU memory for weights and cache, if `kv_cache_tokens` is 0. If a trainer uses the
+    same GPU, the size of the cache is computed from it instead of measured, and the trainer is
+    limited to the rest, whatever `kv_cache_tokens` is."""
     quantization: Literal["fp8"] | None = None
-    """Generators round weights to 8 bits; the trainer does not."""
+    """Quantize the generators' weights to 8 bits; the trainer's stay as they are."""
     enable_sleep_mode: bool = False
-    """The engine can leave its GPU's memory to the trainer; so it is where both take turns on one
+    """Let the engine release its GPU memory for the trainer; always on where both take turns on one
     GPU (`schedule = "sync"`)."""
     enforce_eager: bool = False
-    """No compilation and no CUDA graphs: faster start, slower decoding. Always so on a CPU."""
+    """Disable compilation and CUDA graphs: faster start, slower decoding. Always on for CPUs."""
 
 
 class GenerationSettings(Settings):
-    """The engine of each generator, and how completions are drawn."""
+    """The inference engine and the sampling of completions."""
 
     engine: str = "auto"
-    """`vllm`, `torch` (the CPU's, and the reference), or `auto`: vLLM on a GPU where it is
-    installed, else torch; a run keeps what it began with."""
+    """`vllm`, `torch` (CPU and reference), or `auto`: vLLM on a GPU if it is installed, else torch.
+    A resumed run keeps its engine."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits before sampling."""
+    """Sampling temperature."""
     max_new_tokens: int = Field(64, ge=1)
-    """The longest completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
     stop: StopSettings = StopSettings()
-    """What ends a completion beside the model's end-of-sequence tokens."""
+    """What ends a completion besides the model's end-of-sequence tokens."""
     max_model_len: int = Field(0, ge=0)
-    """The longest prompt with its completion, in tokens; 0: the model's, limited by
-    `trainer.tokens_per_micro_batch` and memory."""
+    """Maximum length of prompt and completion together, in tokens; 0: the model's maximum, limited
+    by `trainer.tokens_per_micro_batch` and memory."""
     max_num_seqs: int = Field(128, ge=1)
-    """Sequences that one generator decodes at a time."""
+    """Maximum number of sequences that one generator decodes at once."""
     kv_cache_tokens: int = Field(0, ge=0)
-    """Tokens whose keys and values one generator keeps; 0: enough for all its sequences, or what
-    memory has room for. When they run out, the newest sequence waits and is prefilled again."""
+    """Capacity of a generator's KV cache, in tokens; 0: enough for all its sequences, or as much as
+    fits into memory. When it is full, the newest sequence waits and is prefilled again."""
     batch_invariant: bool = False
-    """Identical completions of a seed, whatever else the generator does; slower."""
+    """Make completions depend on their seed only, not on what else is in the batch; slower."""
     interruption: Interruption = "interrupt"
-    """On new weights: prefill again and continue, keep the old cache, or finish first."""
+    """On new weights: `interrupt` recomputes the cache and continues, `keep` continues with the old
+    cache, `drain` finishes running completions first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the engine and its weights."""
+    """Data type of the engine and its weights."""
     device: str = "cpu"
-    """`cpu` or `cuda`, of the engine; CUDA_VISIBLE_DEVICES chooses among GPUs."""
+    """`cpu` or `cuda` for the engine; CUDA_VISIBLE_DEVICES selects GPUs."""
     vllm: VLLMSettings = VLLMSettings()
     """Settings of vLLM only."""
 

@@ -11,16 +11,16 @@ from areal_flow.core.settings import Settings, require
 
 
 class DifficultySettings(Settings):
-    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
+    """Select training prompts by their pass rate in an earlier run."""
 
     run: str = ""
-    """The earlier run, by name or directory; empty: all prompts are trained on."""
+    """Name or directory of the earlier run; empty: train on all prompts."""
     pass_rates: tuple[float, float] = Field((0.05, 0.95), strict=False)
-    """Prompts with a pass rate below the first are too hard, above the second too easy."""
+    """Minimum and maximum pass rate of the prompts to train on."""
     min_samples: int = Field(4, ge=1)
-    """A prompt with fewer completions there is unseen."""
+    """Prompts with fewer completions in that run count as unseen."""
     keep_unseen: bool = True
-    """Train on unseen prompts."""
+    """Also train on unseen prompts."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DifficultySettings:
@@ -51,9 +51,9 @@ class SourceSettings(RowsSettings):
     """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
-    """Its name in trajectories, metrics and rewards."""
+    """Name of the source in trajectories, metrics and rewards."""
     weight: float = Field(1.0, gt=0)
-    """Its weight beside the other sources; at least 0.001% of all."""
+    """Sampling weight relative to the other sources; at least 0.001% of the total."""
     source: str = "file"
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a reasoning-gym task; of a Hugging Face dataset `config`, `split`,
@@ -75,12 +75,12 @@ class HeldOutSettings(RowsSettings):
     """One more held-out set, evaluated with the others and reported by its name."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
-    """Its name in reports and metrics; `rewards.sources` may name it."""
+    """Name of the set in reports and metrics; `rewards.sources` may refer to it."""
     path: Path = Field(strict=False)
     num_prompts: int = Field(0, ge=0)
-    """Only the first ones of the file; 0: all."""
+    """Use only the first rows of the file; 0: all."""
     num_samples: int | None = Field(None, ge=1)
-    """Answers a prompt; none: as `evaluation.num_samples`."""
+    """Answers per prompt; none: `evaluation.num_samples`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> HeldOutSettings:
@@ -92,38 +92,39 @@ class HeldOutSettings(RowsSettings):
 
 
 class PromptSettings(Settings):
-    """Where prompts come from and how they are put to the policy."""
+    """Where prompts come from and how they are rendered."""
 
     source: str = "arithmetic"
     """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `sentences`,
     `reasoning_gym:TASK`;
     `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row. `source` is `file` then."""
+    """A JSONL or Parquet file or a Lance dataset, one prompt per row. Implies `source = "file"`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """A file of held-out prompts; default: drawn from `path`."""
+    """A file of held-out prompts; default: a random part of `path`."""
     question_field: str = "question"
-    """The field of the question: text, or messages with `role` and `content`, the last one the
-    user's."""
+    """The field with the question: text, or messages with `role` and `content`, the last one from
+    the user."""
     answer_field: str = "answer"
-    """The field of the right answer: text, a number or a list."""
+    """The field with the reference answer: text, a number or a list."""
     template: str = "{question}"
-    """The prompt, or with a chat template the user's last message; `{question}` is the question."""
+    """The prompt, or with a chat template the last user message; `{question}` stands for the
+    question."""
     chat_template: bool | None = None
-    """Format prompts with the model's chat template; none: if the first row has messages."""
+    """Format prompts with the model's chat template; none: only if the first row has messages."""
     system: str = ""
-    """The system message of chats without one; empty: none."""
+    """System message for chats that have none; empty: no system message."""
     num_prompts: int = Field(24_000, ge=1)
-    """How many prompts a source generates; a file is read whole."""
+    """Number of prompts that a source generates; files are always read completely."""
     num_held_out: int = Field(1024, ge=0)
-    """Prompts that are never trained on, at most a fifth of a file; 0: no evaluation, except of
+    """Number of held-out prompts, at most a fifth of a file; 0: no evaluation except of
     `evaluation.held_out`."""
     num_terms: tuple[int, int] = Field((3, 7), strict=False)
-    """The least and greatest number of terms of a sum, for the source `arithmetic`."""
+    """Minimum and maximum number of terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
-    """Skip and list bad rows instead of refusing the file."""
+    """Skip bad rows and list them, instead of refusing the file."""
     difficulty: DifficultySettings = DifficultySettings()
-    """Choose prompts by how often they passed in an earlier run."""
+    """Select prompts by their pass rate in an earlier run."""
 
     @model_validator(mode="before")
     @classmethod

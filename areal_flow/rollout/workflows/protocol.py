@@ -128,7 +128,7 @@ class TimedWorkflow(Settings):
     """A workflow whose episodes end in time."""
 
     max_seconds: float = Field(600.0, gt=0)
-    """An episode ends after so long with what it has."""
+    """Time limit of an episode, after which it ends with what it has."""
 
     def time_limit(self, context: EpisodeContext) -> str:
         """Return the limit that an episode has reached before its next turn; empty if none."""

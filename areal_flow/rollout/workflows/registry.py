@@ -23,7 +23,7 @@ class ImportedWorkflow(Settings):
     path: str
     """`package.module:Class`, or a function that returns a `Workflow`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments."""
 
 
 AnyWorkflow = SingleTurn | MultiTurn | ToolUse | Agent | ImportedWorkflow

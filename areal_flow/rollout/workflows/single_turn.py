@@ -15,7 +15,7 @@ class SingleTurn(Settings):
     """Question and answer."""
 
     name: Literal["single_turn"] = "single_turn"
-    """What an episode is; each workflow has its own settings."""
+    """The kind of episode; each workflow has its own settings."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         completion = await context.generate(prompt.tokens, turn=0)

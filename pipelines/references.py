@@ -47,7 +47,7 @@ class Reference:
         """Return the run, for a command that looks at all of it."""
         if self.step is not None and self.directory is None:
             raise ConfigError(
-                f"`{command}` is of a whole run, found step {self.step}: give "
+                f"`{command}` takes a run, not step {self.step} of it: give "
                 f"{self.text.rpartition('@')[0]}"
             )
         return self.run

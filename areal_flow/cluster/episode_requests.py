@@ -29,7 +29,7 @@ from areal_flow.core.types import Prompt, Score, Tokens
 MID_EPISODE_PRIORITY = 10
 """Higher than that of tasks that follow a rollout."""
 TOOL_KILLS = RewardError(
-    "reward workers died over this call: the tool ends its process, as os._exit does, or crashes"
+    "this tool call crashed its worker: the tool ends its process, as os._exit does, or crashes"
 )
 
 

@@ -256,7 +256,7 @@ class WorkerPool(SchedulerPlugin):
 
     async def kill(self, record: WorkerRecord, *, why: str) -> None:
         """Kill a worker that hangs, even while it starts; its tasks run again."""
-        logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
+        logger.warning("%s: %s; restarting it, its tasks are rescheduled", record.name, why)
         self._killed[record.name] = why
         if not self._launcher.kill(record.name):
             del self._killed[record.name]  # it has ended by itself

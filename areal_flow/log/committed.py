@@ -1,4 +1,4 @@
-"""The logs as the driver has them: commits off the event loop, what waits, evaluations."""
+"""Async facade over both logs: commits off the event loop, waiting trajectories, evaluations."""
 
 from __future__ import annotations
 

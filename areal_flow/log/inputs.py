@@ -119,7 +119,7 @@ def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool
         )
     if changed:
         listed = "\n  ".join(changed)
-        raise RunError(f"run {layout.name} cannot go on: what it is made of changed\n  {listed}")
+        raise RunError(f"run {layout.name} cannot resume: its inputs changed\n  {listed}")
     return [
         f"{path} changed since run {layout.name} was prepared; the run goes on with its own copy"
         for path, known in recorded.sources.items()

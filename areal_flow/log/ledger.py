@@ -68,7 +68,7 @@ def _without_means_of_nothing(steps: pa.Table) -> pa.Table:
 
 
 class LedgerReader:
-    """Reads the step rows that count, as of when it was opened."""
+    """Reads the visible step rows, as of when it was opened."""
 
     head: int
     """The newest step, -1 before the genesis."""

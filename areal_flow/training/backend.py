@@ -90,7 +90,7 @@ class TrainerBackend:
         )
 
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
-        """Write the weights aside, in the type that they are served in; return who they are."""
+        """Write the weights aside, in the type that they are served in; return their hashes."""
         tensors, master = self._gathered(), TensorHash()
         merge = merge_adapter(self.policy, tensors)
         with ThreadPoolExecutor(1) as thread:

@@ -120,7 +120,7 @@ class Passes:
             return None
         sent = {}
         for rank, micro_batches in minibatch.micro_batches.items():
-            # Ranks exchange tensors of one shape; what is not a token is not a number.
+            # Ranks exchange tensors of one shape: pad with NaN.
             sent[rank] = torch.full(
                 (2, minibatch.size.num_tokens), torch.nan, device=self.settings.device
             )

@@ -37,10 +37,10 @@ def evaluate(
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, or a model directory.
-        data: JSONL or Parquet, instead of the run's own; may be given again for another set.
-        num_prompts: Answer only the first ones of each set.
-        against: Another model, compared on the same prompts by the same verifier and sampling.
-        to: A new .lance, .parquet, .jsonl or .csv with every answer and its verdict.
+        data: JSONL or Parquet, instead of the run's own sets; may be repeated.
+        num_prompts: Answer only this many prompts of each set.
+        against: Another model to compare on the same prompts, with the same verifier and sampling.
+        to: Write every answer and its verdict to a new .lance, .parquet, .jsonl or .csv.
     """
     from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
@@ -71,8 +71,8 @@ def export(model: str, directory: Path, /, *, adapter: bool = False, folders: Gi
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, or a checkpoint directory.
-        directory: A new one.
-        adapter: Write the adapter of a run with trainer.lora.rank alone, for `peft`.
+        directory: A new directory.
+        adapter: Write only the LoRA adapter, for `peft`.
     """
     from pipelines import models
 
@@ -96,20 +96,20 @@ def trajectories(
 ) -> Report:
     """List a run's trajectories, show one, or write them to a file.
 
-    Columns for --where and --sort: those of schemas/trajectories.py, and prompt, completion (text),
+    Columns for --where and --sort: those of schemas/trajectories.py and prompt, completion (text),
     status, step, reason, policy_version, verdict, passed, num_tokens, num_trained_tokens,
     num_masked_tokens, staleness, token_versions.
 
     Args:
-        run: A run; RUN@STEP as it stood after that step.
+        run: A run, or RUN@STEP for its state after that step.
         where: SQL: "reward = 1 AND completion LIKE '%9%'".
-        sort: By a column; nulls come last.
-        descending: The largest first.
-        limit: How many, 20 by default; 0: all.
-        at: As it stood after this step.
-        show: One in full: its id, or its # in the listing.
-        to: A new .parquet, .jsonl or .csv of them all.
-        tokens: With --show: a line a token.
+        sort: Sort by a column; nulls come last.
+        descending: Largest first.
+        limit: Maximum number of rows, 20 by default; 0: all.
+        at: Show the state after this step.
+        show: Show one trajectory in full, by its id or its # in the listing.
+        to: Write all of them to a new .parquet, .jsonl or .csv.
+        tokens: With --show: one line per token.
     """
     if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit}: expected 0 (all) or more")
@@ -138,8 +138,8 @@ def lineage(
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, models:/NAME/VERSION or a checkpoint directory.
-        step: Of a run; the last by default.
-        to: A new .parquet, .jsonl or .csv of its trajectories.
+        step: A step of the run; the last one by default.
+        to: Write its trajectories to a new .parquet, .jsonl or .csv.
     """
     from pipelines.cli.reports import report_lineage
     from pipelines.console.table_file import write_table_file
@@ -169,18 +169,18 @@ def replay(
     tokens: str | None = None,
     folders: Given,
 ) -> Report:
-    """Compute a recorded step again, bit for bit, and what it would have been.
+    """Replay a recorded step bit for bit, also with other settings.
 
-    The exit code is 1 if the step differs from the ledger where it must not.
+    The exit code is 1 if the step differs from the ledger although it must not.
 
     Args:
         run: A run, or RUN@STEP.
-        step: 1 to the ledger's newest.
-        from_: Start from this checkpoint; the newest usable one below the step by default.
-        set_: Compute the step a second time with this setting; may be given again.
-        loss: Compute it a second time with this loss.
-        trajectories: Show so many trajectories that differ most.
-        tokens: Show a trajectory's tokens, by its id.
+        step: From 1 to the newest step of the ledger.
+        from_: Start from this checkpoint; by default the newest usable one before the step.
+        set_: Also compute the step with this setting; may be repeated.
+        loss: Also compute it with this loss.
+        trajectories: Show this many of the trajectories that differ most.
+        tokens: Show the tokens of a trajectory, by its id.
     """
     from areal_flow.core.settings import import_function
     from areal_flow.flow.recovery.replay_settings import changed_recipe, parse_changes
@@ -204,10 +204,10 @@ def replay(
 
 
 def difficulty(run: str, /, *, folders: Given) -> Report:
-    """Show how many of a run's prompts passed how often, for `prompts.difficulty` of the next one.
+    """Show how pass rates are distributed over a run's prompts, for `prompts.difficulty`.
 
     Args:
-        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
+        run: Run name, checkpoint directory or models:/NAME@ALIAS.
     """
     from areal_flow.log.queries import Run
     from pipelines.cli.reports import report_difficulty
@@ -216,10 +216,10 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
 
 
 def check(run: str, /, *, folders: Given) -> Report:
-    """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
+    """Audit a run: token accounting, hashes, versions, orphans. Exits with 1 if it finds anything.
 
     Args:
-        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
+        run: Run name, checkpoint directory or models:/NAME@ALIAS.
     """
     from pipelines.cli.reports import report_check
 
@@ -235,13 +235,13 @@ def report(
     to: Path | None = None,
     folders: Given,
 ) -> Report:
-    """Draw a run on one page of HTML, which needs no network; also while the run goes on.
+    """Render a run as one HTML page that needs no network; also works during a run.
 
     Args:
-        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
-        against: Another run, shown beside it.
-        price: As of `cost`: 2.5 of an hour of each GPU, or cpu=0.05; may be given again.
-        to: A file, instead of report.html in the run.
+        run: Run name, checkpoint directory or models:/NAME@ALIAS.
+        against: Another run to show next to it.
+        price: As in `cost`: 2.5 per GPU hour, or cpu=0.05; may be repeated.
+        to: Output file, instead of report.html in the run directory.
     """
     from pipelines.costs import parse_prices
     from pipelines.report.page import write_report
@@ -258,7 +258,7 @@ def settings(section: str | None = None, /) -> Report:
     """List the settings of a recipe with type, default and meaning.
 
     Args:
-        section: A section, or one setting by its dotted name; all by default.
+        section: A section or a setting, by its dotted name; all by default.
     """
     return report_settings(section)
 
@@ -268,15 +268,15 @@ def verify(
     kind: Annotated[str, Parameter(metavar="NAME|MODULE:FUNCTION")],
     settings: Annotated[str, Parameter(metavar="JSON")] = "{}",
 ) -> int:
-    """Judge rows of JSONL from standard input; write one verdict a line, in their order.
+    """Score JSONL rows from standard input; write one verdict per line, in order.
 
-    A row has id, completion and what its verifier asks for: reference; or, for code, mode, tests
+    A row has id, completion and what its verifier needs: reference; for code: mode, tests
     and entry_point. The exit code is 1 if a row got no score.
 
     Args:
-        kind: A verifier: math, code, numeric, exact, regex, format, judge, reward_model,
-            reasoning_gym, or one of yours.
-        settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
+        kind: Verifier: math, code, numeric, exact, regex, format, judge, reward_model,
+            reasoning_gym, or your own.
+        settings: Keyword arguments of the verifier, as in a recipe: '{"pattern": "Answer: (.+)"}'.
     """
     from pipelines.jobs.verify import read_lines, verify_lines
 

@@ -44,10 +44,10 @@ def remove(
     yes: Annotated[Flag, Parameter(help="Do not ask.")] = False,
     folders: Given,
 ) -> int:
-    """Delete a run with its model versions, their aliases and its MLflow run.
+    """Delete a run, its model versions with their aliases, and its MLflow run.
 
     Args:
-        run: A run's name, or its directory.
+        run: Name or directory of a run.
     """
     layout = find_run(folders.runs, run)
     check_unheld(layout)
@@ -99,12 +99,12 @@ def track(
     sink: str = "",
     folders: Given,
 ) -> None:
-    """Deliver what a tracker lacks of a run's metrics and models.
+    """Send a run's metrics and models to a tracker that lacks them.
 
     Args:
-        run: A run's name, or its directory.
-        to: The address of an MLflow server; that of the run's recipe by default.
-        sink: mlflow, tensorboard or wandb; by default what the run's recipe names.
+        run: Name or directory of a run.
+        to: Address of an MLflow server; by default that of the run's recipe.
+        sink: mlflow, tensorboard or wandb; by default that of the run's recipe.
     """
     from areal_flow.tracking.registry import track
 
@@ -120,10 +120,10 @@ def ui(
     port: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=65_535))] = 5000,
     folders: Given,
 ) -> None:
-    """Serve the MLflow UI on 127.0.0.1, opened where the newest run is.
+    """Serve the MLflow UI on 127.0.0.1, opened at the newest run.
 
     Args:
-        port: To listen on.
+        port: Port to listen on.
     """
     from areal_flow.tracking.mlflow_pages import serve
     from areal_flow.tracking.model_registry import default_tracking_uri
@@ -146,12 +146,12 @@ def logs(
     follow: Annotated[Flag, Parameter(name=("--follow", "-f"))] = False,
     folders: Given,
 ) -> None:
-    """Print the log of a run: what its drivers said and its workers printed.
+    """Print the log of a run: messages of its drivers and output of its workers.
 
     Args:
-        run: A run's name, or its directory.
-        worker: Only lines that this worker printed or that name it, such as generator-0.
-        follow: Go on with what is logged later, until the run ends.
+        run: Name or directory of a run.
+        worker: Only lines from or about this worker, such as generator-0.
+        follow: Follow the log until the run ends.
     """
     layout = find_run(folders.runs, run)
     if worker and not re.fullmatch(r"(trainer|generator|reward)-\d+", worker):
@@ -176,8 +176,8 @@ def view(
     """Show runs in a browser on 127.0.0.1, live: curves, groups token by token, lineage, export.
 
     Args:
-        runs: Runs' names, or their directories; the newest run by default.
-        port: To listen on.
+        runs: Names or directories of runs; the newest run by default.
+        port: Port to listen on.
     """
     if find_spec("panel") is None:
         raise ConfigError(f"`view` needs panel: {how_to_install('view')}")
@@ -200,14 +200,14 @@ def view(
 def cost(
     *runs: str, price: Prices = (), steps: Flag = False, trajectories: int = 0, folders: Given
 ) -> Report:
-    """Say what runs cost: tokens that were trained, masked or discarded, failures, idle devices.
+    """Break down what runs cost: trained, masked and discarded tokens, failures, idle devices.
 
     Args:
-        runs: Runs' names, or their directories.
-        price: Of an hour, over cluster.prices: 2.5 or H100-80GB of each GPU, cpu=0.05 of each core,
-            trainer=4 of each device of a role; may be given again. Without any: device seconds.
-        steps: Each step, too.
-        trajectories: So many of the dearest, too.
+        runs: Names or directories of runs.
+        price: Price per hour, overrides cluster.prices: 2.5 or H100-80GB for a GPU, cpu=0.05 for a
+            core, trainer=4 for a device of a role; may be repeated. Without prices: device seconds.
+        steps: Also list every step.
+        trajectories: Also list this many of the costliest trajectories.
     """
     from areal_flow.log.queries import Run
     from pipelines.costs import parse_prices, report_costs

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Which:
-    """Which run to make or to go on with."""
+    """The run to create or resume."""
 
     name: str | None = None
-    """Of the run's directory; by default that of the recipe, or else of --data, and the time."""
+    """Run name; by default the recipe's name (or that of --data) and the time."""
     resume: str | None = None
-    """The run to continue; only --num-steps and --max-minutes may change."""
+    """Resume this run; only --num-steps and --max-minutes may change."""
     datasets: str = ""
-    """s3://BUCKET/FOLDER for a new run's datasets; the rest stays in its directory."""
+    """s3://BUCKET/FOLDER for the datasets of a new run; everything else stays in its directory."""
     take_over: Flag = False
-    """With --resume: even if its driver hangs."""
+    """With --resume: take the run over from a driver that hangs."""
     log_format: Literal["text", "json"] = "text"
-    """Of what is printed; json: a line an event, with time, level, run, step, worker, message."""
+    """Console format; json: one line per event with time, level, run, step, worker, message."""
 
 
 def train(
@@ -56,13 +56,13 @@ def train(
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
-        accept_verifier: With --resume: even if the code that scores changed; nothing is compared
-            across it.
-        from_: Begin with the policy of another run, and its recipe with any setting over it; of
-            its newest checkpoint, or of a step.
-        reset_optimizer: With --from: without that run's optimizer state.
-        data: Prompts as JSONL or Parquet, instead of the recipe's.
-        skip_bad_rows: Leave out and list rows that are wrong.
+        accept_verifier: With --resume: accept a changed verifier; nothing is compared across the
+            change.
+        from_: Fork a run (RUN) or one of its steps (RUN@STEP); other options override its
+            recipe.
+        reset_optimizer: With --from: start with a fresh optimizer state.
+        data: Prompts as JSONL or Parquet, instead of those of the recipe.
+        skip_bad_rows: Skip bad rows and list them.
     """
     if reset_optimizer and from_ is None:
         raise ConfigError("--reset-optimizer goes with --from")
@@ -164,20 +164,19 @@ COMMANDS = (
     train,
     _supervised(
         "sft",
-        "Fine-tune a policy on prompts with their completions; `train --model` goes on from it.",
+        "Fine-tune a policy on prompts with completions; `train --model` continues from it.",
         "JSONL with prompt and completion",
         "arithmetic",
     ),
     _supervised(
         "dpo",
-        "Train a policy on pairs of completions to prefer one, against the policy that it was "
-        "(DPO).",
+        "Train a policy on preference pairs, relative to the initial policy (DPO).",
         _PAIRS,
         "dpo",
     ),
     _supervised(
         "reward_model",
-        "Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).",
+        "Train a reward model on preference pairs, from the layers of a policy (Bradley-Terry).",
         _PAIRS,
         "reward_model",
     ),

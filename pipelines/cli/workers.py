@@ -44,7 +44,7 @@ group = App(name="workers", help="List, add and remove workers of a running job.
 
 @group.command(name="list")
 def list_(run: str, /, *, folders: Given) -> Report:
-    """Show every worker: role, process, work, signs of life."""
+    """List workers: role, process, work, heartbeat."""
     from areal_flow.cluster.control import list_workers
     from pipelines.workers import scheduler_of
 
@@ -73,7 +73,7 @@ def add(
 
 @group.command
 def remove(run: str, worker: str, /, *, folders: Given) -> None:
-    """Retire a worker, named as `list` shows it; its work runs again elsewhere."""
+    """Retire a worker by the name that `list` shows; its work is rescheduled."""
     from areal_flow.cluster.control import remove_worker
     from pipelines.workers import scheduler_of
 
@@ -124,18 +124,18 @@ def plan(
     settings: Overrides | None = None,
     folders: Given,
 ) -> Report:
-    """Show what `train` would start, need or take, and start nothing.
+    """Show which workers `train` would start, and estimate memory, time and cost.
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
-        placement: Which workers, where, and the command line or batch script of each kind.
-        memory: Peak memory of each trainer rank at the longest rows, and whether it fits the card.
-        gpu: The card, by name.
-        gpus: How long steps take on so many cards, how stale tokens are, what it costs, what helps.
-        best_split: With --gpus: the fastest split of the cards instead of the recipe's.
-        from_: With --gpus: lengths of prompts and completions are those of this run's log.
-        calibrate: With --gpus: cards reach what this run's workers reached, each on one of them.
-        price: With --gpus: of a card's hour, in US dollars.
+        placement: Workers, their hosts, and the command line or batch script of each kind.
+        memory: Peak memory of each trainer rank for the longest rows, and whether it fits the GPU.
+        gpu: GPU type.
+        gpus: Simulate the run on this many GPUs: step time, staleness, cost, bottleneck.
+        best_split: With --gpus: use the fastest split of GPUs instead of the recipe's.
+        from_: With --gpus: take the lengths of prompts and completions from this run.
+        calibrate: With --gpus: calibrate efficiency on this run, whose workers had one GPU each.
+        price: With --gpus: price of a GPU hour in US dollars.
     """
     from pipelines.jobs.job import DEFAULT_RECIPE, chosen_recipe
 
@@ -189,7 +189,7 @@ def _place(worker: WorkerPlacement) -> dict[str, Any]:
 
 
 def doctor(*, folders: Given) -> Report:
-    """Say what this machine has and what will work."""
+    """Report what works on this machine."""
     marks = {True: "ok", False: "FAIL", None: "-"}
     found = list(_subjects(folders.runs.resolve()))
     failed = [what for what, _, works, _ in found if works is False]

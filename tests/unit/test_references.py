@@ -95,7 +95,7 @@ def test_every_command_takes_every_reference(
     name, *options = command
     if name in WHOLE_RUNS and "@0" in reference:
         assert main([name, reference, "--to", "u"][: 4 if name == "track" else 2]) == 2
-        assert f"`{name}` is of a whole run, found step 0" in capsys.readouterr().err
+        assert f"`{name}` takes a run, not step 0 of it" in capsys.readouterr().err
         return
     if name in HEAVY:
         monkeypatch.setattr(HEAVY[name], reached)
@@ -126,8 +126,8 @@ def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
         (["trajectories", "x@1", "--at", "2"], "--at 2: x@1 is step 1 already"),
         (["replay", "x"], "x@STEP, or --step N"),
         (["report", "y"], "expected a run named 'y' in runs, found: x"),
-        (["report", "x@40"], "`report` is of a whole run, found step 40: give x"),
-        (["check", "runs/x@0"], "`check` is of a whole run, found step 0: give runs/x"),
+        (["report", "x@40"], "`report` takes a run, not step 40 of it: give x"),
+        (["check", "runs/x@0"], "`check` takes a run, not step 0 of it: give runs/x"),
         (["difficulty", "x@1"], "`difficulty` is of a whole run, found step 1: give x"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What a model's directory says beside its weights: tokenizer, chat template and stop tokens."""
+"""Tokenizers, chat templates and stop tokens of model directories."""

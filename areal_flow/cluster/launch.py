@@ -23,7 +23,6 @@ from areal_flow.cluster.certificates import (
     with_certificates,
 )
 from areal_flow.cluster.control import serve_pool
-from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.queued import QueuedLauncher
@@ -31,6 +30,7 @@ from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.results import Executions
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (

@@ -26,7 +26,6 @@ import dask
 from distributed import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
 
-from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement
@@ -36,7 +35,7 @@ from areal_flow.cluster.registry import (
     WorkerRegistry,
     version_conflict,
 )
-from areal_flow.cluster.results import give_up_at_next_death
+from areal_flow.cluster.results import Executions, give_up_at_next_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.core.errors import EngineError, RunError
 from areal_flow.flow.schedules import run_until_first_ends

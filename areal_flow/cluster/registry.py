@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from areal_flow.cluster.executions import Execution
 from areal_flow.cluster.placement import WorkerPlacement
+from areal_flow.cluster.results import Execution
 
 NUM_EARLY_DEATHS = 3
 """A worker is quarantined after so many early deaths in a row."""

@@ -40,8 +40,7 @@ from areal_flow.flow.schedules import SCHEDULES
 from areal_flow.log.ledger_row import Provenance
 from areal_flow.planning.costs import Costs
 from areal_flow.planning.lengths import Lengths
-from areal_flow.planning.virtual_generator import Spans, VirtualGenerator
-from areal_flow.planning.virtual_time import run_in_virtual_time
+from areal_flow.planning.virtual_time import Spans, VirtualGenerator, run_in_virtual_time
 
 PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 

@@ -21,7 +21,6 @@ import pytest
 from distributed import Client, Scheduler
 
 from areal_flow.cluster.certificates import connection_security, with_certificates
-from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
 from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import (
@@ -31,6 +30,7 @@ from areal_flow.cluster.placement import (
     worker_environment,
 )
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.results import Executions
 from areal_flow.config.cluster import ClusterSettings, KubernetesSettings, RemoteSettings
 from areal_flow.core.errors import EngineError
 from tests.kubernetes_api import IMAGE, running_kubernetes

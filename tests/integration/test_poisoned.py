@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.results import KillsWorkers, run_reward_task
+from areal_flow.cluster.results import Executions, KillsWorkers, run_reward_task
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config.cluster import ClusterSettings
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.control import add_to, remove_from
-from areal_flow.cluster.executions import Execution, Executions
 from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
+from areal_flow.cluster.results import Execution, Executions
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
 from areal_flow.planning.virtual_time import run_in_virtual_time

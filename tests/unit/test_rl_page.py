@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed import Scheduler
 
-from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.placement import Machines
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.results import Executions
 from areal_flow.cluster.rl_page import RunFeed, add_page
 from areal_flow.core.layout import RunLayout
 from pipelines.workers import dashboard_text, tunnel_to

@@ -13,8 +13,7 @@ import pytest
 from dask.utils import key_split
 
 from areal_flow.cluster import reward_tasks, rollouts
-from areal_flow.cluster.executions import Executions
-from areal_flow.cluster.results import KillsWorkers
+from areal_flow.cluster.results import Executions, KillsWorkers
 from areal_flow.cluster.rollouts import LINGER_S, DaskRollouts, ReadyGroups, Scoring
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.core.errors import InfrastructureError, RewardError, SchemaError

@@ -19,11 +19,9 @@ from areal_flow.planning.lengths import (
     assumed_lengths,
     recorded_lengths,
 )
-from areal_flow.planning.planner import with_cluster
+from areal_flow.planning.planner import batch_generation_s, steady_state, with_cluster
 from areal_flow.planning.simulator import Simulated, Troubles, simulate
-from areal_flow.planning.steady_state import batch_generation_s, steady_state
-from areal_flow.planning.virtual_generator import VirtualGenerator
-from areal_flow.planning.virtual_time import run_in_virtual_time
+from areal_flow.planning.virtual_time import VirtualGenerator, run_in_virtual_time
 from tests.flow_fakes import flow_recipe
 
 COSTS = Costs(

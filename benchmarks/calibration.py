@@ -71,8 +71,8 @@ def main() -> None:
             }
             layout = runs["as it is"].layout
             job = job_of_run(layout, gpu="CPU")
-            job = replace(job, reached=calibrate_run(job, layout).reached)
-            print(job.reached)
+            job = replace(job, efficiency=calibrate_run(job, layout).efficiency)
+            print(job.efficiency)
             rows += [compare(name, run, job) for name, run in runs.items()]
     harness.report(chosen.json, {f"{chosen.load}: calibrated to the run as it is": rows})
 

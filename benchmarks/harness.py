@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-m", "pipelines.cli.main")
 
 Way = TypeVar("Way")
-Found = TypeVar("Found")
+MicroBatchMetrics = TypeVar("MicroBatchMetrics")
 
 
 def parse_options(
@@ -131,9 +131,11 @@ def seconds_of(work: Callable[[], object], *, clock: Callable[[], float] = perf_
     return clock() - began
 
 
-def take_turns(num_rounds: int, ways: Mapping[Way, Callable[[], Found]]) -> dict[Way, list[Found]]:
+def take_turns(
+    num_rounds: int, ways: Mapping[Way, Callable[[], MicroBatchMetrics]]
+) -> dict[Way, list[MicroBatchMetrics]]:
     """Call each way once a round, so that other work on the machine disturbs all of them alike."""
-    found: dict[Way, list[Found]] = {way: [] for way in ways}
+    found: dict[Way, list[MicroBatchMetrics]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, work in ways.items():
             found[way].append(work())
@@ -141,12 +143,12 @@ def take_turns(num_rounds: int, ways: Mapping[Way, Callable[[], Found]]) -> dict
 
 
 def in_processes(
-    work: Callable[..., Found],
+    work: Callable[..., MicroBatchMetrics],
     calls: Sequence[tuple[Any, ...]],
     environment: Mapping[str, str],
     *,
     num_processes: int | None = None,
-) -> list[Found]:
+) -> list[MicroBatchMetrics]:
     """Return what each call of `work` returns; all run together, or so many at a time."""
     spawn, number = get_context("spawn"), num_processes or len(calls)
     with patch.dict(os.environ, environment), ProcessPoolExecutor(number, spawn) as pool:

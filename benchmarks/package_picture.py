@@ -49,13 +49,13 @@ def imports_between_packages(root: Path = ROOT) -> dict[str, set[str]]:
 
 def without_implied(graph: Graph) -> dict[str, set[str]]:
     """Return the graph without arrows that follow from others: its transitive reduction."""
-    reached: dict[str, set[str]] = {}
+    efficiency: dict[str, set[str]] = {}
     for package in TopologicalSorter(graph).static_order():
         imported = graph.get(package, set())
-        reached[package] = imported.union(*(reached[each] for each in imported))
+        efficiency[package] = imported.union(*(efficiency[each] for each in imported))
     return {
         package: {
-            each for each in imported if not any(each in reached[other] for other in imported)
+            each for each in imported if not any(each in efficiency[other] for other in imported)
         }
         for package, imported in graph.items()
     }

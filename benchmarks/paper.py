@@ -76,16 +76,16 @@ class Setting:
         recipe = recipe.model_copy(update={**sections, "schedule": schedule})
         return with_cluster(recipe, **split, num_reward_workers=cards)
 
-    def job(self, reached: Efficiencies = ASSUMED) -> Job:
+    def job(self, efficiency: Efficiencies = ASSUMED) -> Job:
         recipe = self.recipe()
         policy = Policy.of(model_config(recipe.model))
         longest, mean = recipe.generation.max_new_tokens, MEAN_TOKENS[self.model]
         lengths = assumed_lengths(longest, mean=mean)
-        return Job(recipe, policy, card_named("H800-80GB"), 8 * self.machines, lengths, reached)
+        return Job(recipe, policy, card_named("H800-80GB"), 8 * self.machines, lengths, efficiency)
 
-    def simulated(self, reached: Efficiencies) -> Iterator[Simulated]:
+    def simulated(self, efficiency: Efficiencies) -> Iterator[Simulated]:
         """Yield a run of each seed."""
-        serial = replace(reached, trajectory_s=self.scale * reached.trajectory_s)
+        serial = replace(efficiency, trajectory_s=self.scale * efficiency.trajectory_s)
         job = self.job(serial)
         skipped, measured = (12, 24) if job.recipe.schedule == "async" else (1, 6)
         for seed in range(self.seeds):
@@ -93,30 +93,30 @@ class Setting:
             recipe = job.recipe.model_copy(update=changes)
             yield simulate(recipe, job.costs(recipe), job.lengths, num_skipped=skipped)
 
-    def step_s(self, reached: Efficiencies) -> float:
-        return fmean(each.step_s for each in self.simulated(reached))
+    def step_s(self, efficiency: Efficiencies) -> float:
+        return fmean(each.step_s for each in self.simulated(efficiency))
 
-    def tokens_per_busy_s(self, reached: Efficiencies) -> float:
+    def tokens_per_busy_s(self, efficiency: Efficiencies) -> float:
         """Return the tokens of generators in a second in which they are busy."""
-        found = self.simulated(reached)
+        found = self.simulated(efficiency)
         return fmean(each.generated_tokens_per_s / each.generators_busy for each in found)
 
 
-def fitted(reached: Efficiencies, **size: Any) -> Efficiencies:
+def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
     """Return what the held-in bars say.
 
     With unbounded staleness the trainer never waits, so its bar is the time of training. At eta = 1
     the time of a decode step moves that of a step along a line, nearly.
     """
-    job = Setting("1.5B", 16, eta=inf).job(replace(reached, trajectory_s=0.0))
+    job = Setting("1.5B", 16, eta=inf).job(replace(efficiency, trajectory_s=0.0))
     left_s = step_s_of(THROUGHPUT[inf]) - job.steady(job.recipe).train_s
-    reached = replace(reached, trajectory_s=left_s / 8192)
+    efficiency = replace(efficiency, trajectory_s=left_s / 8192)
     setting, change = Setting("1.5B", 16, eta=1, **size), 2e-3
-    changed = replace(reached, decode_step_s=reached.decode_step_s + change)
-    found, more = (setting.step_s(each) for each in (reached, changed))
+    changed = replace(efficiency, decode_step_s=efficiency.decode_step_s + change)
+    found, more = (setting.step_s(each) for each in (efficiency, changed))
     slope = (more - found) / change
-    wanted = reached.decode_step_s + (step_s_of(THROUGHPUT[1]) - found) / slope
-    return replace(reached, decode_step_s=wanted)
+    wanted = efficiency.decode_step_s + (step_s_of(THROUGHPUT[1]) - found) / slope
+    return replace(efficiency, decode_step_s=wanted)
 
 
 def step_s_of(k_tokens_per_s: float) -> float:
@@ -136,8 +136,8 @@ def row(name: str, predicted: float, published: float) -> dict[str, Any]:
 def main() -> None:
     chosen = harness.parse_options(__doc__, scale=8, seeds=4)
     size = {"scale": chosen.scale, "seeds": chosen.seeds}
-    reached = fitted(ASSUMED, **size)
-    print(reached, flush=True)
+    efficiency = fitted(ASSUMED, **size)
+    print(efficiency, flush=True)
     rows: list[dict[str, Any]] = []
 
     def add(name: str, predicted: float, published: float) -> None:
@@ -145,16 +145,16 @@ def main() -> None:
         print(rows[-1], flush=True)
 
     for eta, published in THROUGHPUT.items():
-        step_s = Setting("1.5B", 16, eta, **size).step_s(reached)
+        step_s = Setting("1.5B", 16, eta, **size).step_s(efficiency)
         add(f"1.5B, k tokens/s, eta {eta:g}", published * step_s_of(published) / step_s, published)
         if eta in (TABLE_ETA, 0):
             add(f"1.5B, hours, eta {eta:g}", NUM_STEPS * step_s / 3600, HOURS[eta, "1.5B"])
-            step_s = Setting("7B", 24, eta, **size).step_s(reached)
+            step_s = Setting("7B", 24, eta, **size).step_s(efficiency)
             add(f"7B, hours, eta {eta:g}", NUM_STEPS * step_s / 3600, HOURS[eta, "7B"])
     for model, gain in INTERRUPTION.items():
         of_4 = size | {"scale": min(4, chosen.scale)}
         fast, slow = (
-            Setting(model, 4, interruption=rule, **of_4).tokens_per_busy_s(reached)
+            Setting(model, 4, interruption=rule, **of_4).tokens_per_busy_s(efficiency)
             for rule in ("interrupt", "drain")
         )
         add(f"interruption, {model}", fast / slow, gain)

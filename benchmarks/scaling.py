@@ -61,7 +61,7 @@ def job_of(context: int, num_gpus: int, schedule: str) -> Job:
     trainer = recipe.trainer.model_copy(update={"tokens_per_micro_batch": 32_768})
     recipe = recipe.model_copy(update={"generation": generation, "trainer": trainer})
     lengths = assumed_lengths(longest, mean=CONTEXTS[context] * longest)
-    return Job(recipe, job.policy, job.card, num_gpus, lengths, job.reached)
+    return Job(recipe, job.policy, job.card, num_gpus, lengths, job.efficiency)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

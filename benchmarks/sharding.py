@@ -59,7 +59,7 @@ def measure_rank(
     if num_ranks > 1:
         rendezvous = Rendezvous("ranks", rank, num_ranks)
         replicas = connect_ranks(rendezvous, directory / "point", host="127.0.0.1")
-    policy = make_policy(chosen, "cpu" if replicas.is_alone else "meta")
+    policy = make_policy(chosen, "cpu" if replicas.is_single_process else "meta")
     settings = TrainerSettings(tokens_per_micro_batch=256)
     backend = TrainerBackend(policy, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)

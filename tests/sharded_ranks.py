@@ -195,7 +195,7 @@ def written(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[s
     writer = Writer(directory / "writers", 1)
     write_part(directory / "checkpoints", snapshot, writer)
     replicas.wait_for_all()
-    if replicas.leads:
+    if replicas.is_leader:
         complete_checkpoint(directory / "checkpoints", directory / "model", snapshot, writer)
     replicas.wait_for_all()
     rows = {
@@ -237,7 +237,7 @@ def not_finite(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dic
 
     def loss(inputs: LossInputs) -> PolicyLoss:
         found = training.algorithm.loss(inputs)
-        if replicas.leads:
+        if replicas.is_leader:
             return found
         return PolicyLoss(found.losses_T * torch.nan, found.metrics)
 
@@ -250,7 +250,7 @@ def not_finite(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dic
 
 def gone(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Leave, but for the leader, before anything is computed."""
-    if not replicas.leads:
+    if not replicas.is_leader:
         replicas.leave()
     try:
         replicas.wait_for_all()
@@ -335,8 +335,8 @@ def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
     """Have the last rank wait within a step until the others have begun more exchanges."""
 
     def loss(inputs: LossInputs) -> PolicyLoss:
-        if replicas.mine[0] == num_ranks - 1 and not waited:
-            waited.append(replicas.num_exchanges)
+        if replicas.local_ranks[0] == num_ranks - 1 and not waited:
+            waited.append(replicas.num_collectives)
             while not all(begun(rank) > waited[0] for rank in range(num_ranks - 1)):
                 time.sleep(0.1)
         return training.algorithm.loss(inputs)
@@ -347,7 +347,9 @@ def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
 
     def tell() -> None:
         while not done.wait(0.1):
-            (directory / f"begun-{replicas.mine[0]}").write_text(str(replicas.num_exchanges))
+            (directory / f"begun-{replicas.local_ranks[0]}").write_text(
+                str(replicas.num_collectives)
+            )
 
     training, waited, done = TWO_COPIES["copies"], list[int](), threading.Event()
     telling = threading.Thread(target=tell)
@@ -356,7 +358,7 @@ def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
     done.set()
     telling.join()
     replicas.wait_for_all()
-    return {"losses": numbers.losses, "begun": replicas.num_exchanges}
+    return {"losses": numbers.losses, "begun": replicas.num_collectives}
 
 
 def timeouts(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -369,7 +371,7 @@ def timeouts(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[
 def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[str, Any]:
 
     def loss(inputs: LossInputs) -> PolicyLoss:
-        if not replicas.leads:
+        if not replicas.is_leader:
             raise KeyboardInterrupt
         return training.algorithm.loss(inputs)
 

@@ -101,7 +101,7 @@ class ActorCriticPPO(ClippedTokens):
     def _estimates(self, inputs: AdvantageInputs) -> Tensor:
         assert inputs.values_BL is not None, "a trainer gives them to an algorithm with a critic"
         lengths_B = inputs.num_tokens_B.long()
-        rewards_B = self.punished_rewards(inputs)
+        rewards_B = self.penalized_rewards(inputs)
         rewards_BL = inputs.values_BL.new_zeros(inputs.values_BL.shape)
         rewards_BL.scatter_(1, (lengths_B[:, None] - 1).clamp(min=0), rewards_B[:, None])
         if inputs.kl_N is not None:

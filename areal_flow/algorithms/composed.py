@@ -207,7 +207,7 @@ class ComposedAlgorithm(Settings):
         """
         return self.group_filter == "all" or bool(rewards and not rewards_are_equal(rewards))
 
-    def punished_rewards(self, inputs: AdvantageInputs) -> Tensor:
+    def penalized_rewards(self, inputs: AdvantageInputs) -> Tensor:
         if self.overlong_tokens is None:
             return inputs.rewards_B
         first, last = self.overlong_tokens
@@ -221,7 +221,7 @@ class ComposedAlgorithm(Settings):
         batch, each token's, r - beta sum_{s >= t} K_s (REINFORCE++, arXiv 2501.03262, eqs. 8 to
         10).
         """
-        rewards_B = self.punished_rewards(inputs)
+        rewards_B = self.penalized_rewards(inputs)
         assert inputs.kl_N is not None or not self.needs_kl, "a training step computes it"
         if self.advantage in GROUP_RELATIVE:
             returns_B = rewards_B - self.kl_coefficient * inputs.kl_sums

@@ -23,7 +23,7 @@ from areal_flow.cluster.weights_loading import answer_of
 from areal_flow.core.card_lock import ALONE, card_lock
 
 
-class CardTurns:
+class GpuTurns:
     def __init__(self, client: Client, pool: WorkerPool, processes: Path) -> None:
         """Take the folder of the lock: that of this driver's processes."""
         self._client = client

@@ -20,7 +20,7 @@ from typing import Any
 from distributed import get_client
 
 from areal_flow.cluster.results import KillsWorkers, run_reward_task
-from areal_flow.cluster.reward_tasks import SCORING_KILLS, judge, share_memory
+from areal_flow.cluster.reward_tasks import SCORING_KILLS, judge, set_memory_limit
 from areal_flow.cluster.worker_context import worker_context
 from areal_flow.core.errors import ArealFlowError, EngineError, RewardError
 from areal_flow.core.settings import import_function
@@ -43,7 +43,7 @@ async def score_completions(
 
 def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Call a function at an import path, each call in a thread; return results or errors."""
-    share_memory(worker_context())
+    set_memory_limit(worker_context())
     function = import_function(path, setting="a tool", error=ArealFlowError)
 
     def outcome(arguments: tuple[Any, ...]) -> Any:
@@ -58,7 +58,7 @@ def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [*threads.map(outcome, calls)]
 
 
-IF_IT_KILLS: dict[Callable[..., Any], Any] = {
+RESULT_ON_CRASH: dict[Callable[..., Any], Any] = {
     score_completions: SCORING_KILLS,
     call_tool: TOOL_KILLS,
 }
@@ -77,7 +77,7 @@ async def on_reward_worker(
         return found
     except KillsWorkers:
         if len(items) == 1:
-            return [IF_IT_KILLS[function]]
+            return [RESULT_ON_CRASH[function]]
         alone = [await on_reward_worker(function, what, [item]) for item in items]
         return [*chain.from_iterable(alone)]
     except EngineError as error:

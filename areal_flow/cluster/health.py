@@ -43,7 +43,7 @@ LONGEST_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class SignsOfLife:
+class LivenessSample:
     """One look at a worker."""
 
     heard_at: float
@@ -53,7 +53,7 @@ class SignsOfLife:
     waits_for_storage: bool = False
     """Whether its process is in an uninterruptible read or write."""
 
-    def show_work_since(self, earlier: SignsOfLife) -> bool:
+    def progressed_since(self, earlier: LivenessSample) -> bool:
         if self.waits_for_storage:
             return True
         if self.processor_s is None or earlier.processor_s is None:
@@ -68,7 +68,7 @@ class Silence(NamedTuple):
 
 @dataclass(slots=True)
 class _Observed:
-    signs: SignsOfLife
+    signs: LivenessSample
     heard_awake_s: float
     worked_awake_s: float
 
@@ -84,7 +84,7 @@ class FailureDetector:
         self._workers: dict[str, _Observed] = {}
 
     def observe(
-        self, signs: Mapping[str, SignsOfLife], *, now: float, heartbeat_s: float = 0.0
+        self, signs: Mapping[str, LivenessSample], *, now: float, heartbeat_s: float = 0.0
     ) -> dict[str, Silence]:
         """Take in one look at all workers; return the silence of each, by name.
 
@@ -105,11 +105,11 @@ class FailureDetector:
         is_hung = min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
         return Silence(silent_s, is_hung)
 
-    def _updated(self, worker: str, seen: SignsOfLife) -> _Observed:
+    def _updated(self, worker: str, seen: LivenessSample) -> _Observed:
         before = self._workers.get(worker)
         if before is None or before.signs.heard_at != seen.heard_at:
             return _Observed(seen, self._awake_s, self._awake_s)
-        if seen.show_work_since(before.signs):
+        if seen.progressed_since(before.signs):
             before.signs, before.worked_awake_s = seen, self._awake_s
         return before
 
@@ -153,14 +153,14 @@ def _progress(pool: WorkerPool, address: str) -> StepProgress | None:
     return StepProgress(*found) if found else None
 
 
-def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
+def _signs(pool: WorkerPool, record: WorkerRecord) -> LivenessSample:
     """Return the signs of a worker; one that starts has no heartbeat, so its work counts as one."""
     worker = pool.scheduler.workers.get(record.address)
     if worker is None:
-        return SignsOfLife(_processor_use(pool.pid(record)).processor_s or 0.0, None)
+        return LivenessSample(_processor_use(pool.pid(record)).processor_s or 0.0, None)
     here = worker.host == pool.scheduler.ip
     use = _processor_use(worker.pid) if here else pool.processor_use(record)
-    return SignsOfLife(worker.last_seen, *use)
+    return LivenessSample(worker.last_seen, *use)
 
 
 def _processor_use(pid: int | None) -> ProcessorUse:

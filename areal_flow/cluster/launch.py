@@ -42,7 +42,7 @@ from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import raise_open_files_limit
-from areal_flow.core.workers_file import note_worker
+from areal_flow.core.workers_file import record_worker_event
 from areal_flow.flow.flow import Flow
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.planning.cards import card_named
@@ -109,7 +109,7 @@ async def launch_cluster(
             )
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
-            pool.note = partial(note_worker, context.layout.workers, context.writer_epoch)
+            pool.note = partial(record_worker_event, context.layout.workers, context.writer_epoch)
             feed = RunFeed(context.layout, pool)
             add_page(scheduler, feed)
             serve_pool(pool)

@@ -35,7 +35,7 @@ from areal_flow.cluster.registry import (
     WorkerRegistry,
     version_conflict,
 )
-from areal_flow.cluster.results import Executions, give_up_at_next_death
+from areal_flow.cluster.results import Executions, fail_on_next_worker_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.core.errors import EngineError, RunError
 from areal_flow.flow.schedules import run_until_first_ends
@@ -173,7 +173,7 @@ class WorkerPool(SchedulerPlugin):
         if record.role == "trainer":
             self.trainer_lost.set()
         if record.role == "reward":
-            give_up_at_next_death(scheduler, worker, self.executions.last(record.process).key)
+            fail_on_next_worker_death(scheduler, worker, self.executions.last(record.process).key)
         self._notify()
 
     def _notify(self) -> None:

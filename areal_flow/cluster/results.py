@@ -20,7 +20,7 @@ from distributed.client import FutureCancelledError
 
 from areal_flow.core.errors import ArealFlowError, EngineError, RewardError
 
-MAX_VICTIMS = 20
+MAX_COLLATERAL_RETRIES = 20
 """How often a task may lose its worker to other tasks before it is given up, too."""
 
 
@@ -68,14 +68,14 @@ async def run_reward_task(
         what: Dask's pages call the task reward/WHAT; by default the function's name.
     """
     key = _new_key("reward", what or funcname(function))
-    for attempt in range(MAX_VICTIMS):
+    for attempt in range(MAX_COLLATERAL_RETRIES):
         options |= {"key": f"{key}-{attempt}", "resource": "reward"}
         try:
             return await run_task(client, function, *arguments, **options)
         except WorkersLost as error:
             if executions.num_ends(key) >= 2:
                 raise KillsWorkers(str(error)) from error
-    raise EngineError(f"reward workers ended {MAX_VICTIMS} times over other tasks")
+    raise EngineError(f"reward workers ended {MAX_COLLATERAL_RETRIES} times over other tasks")
 
 
 def _new_key(role: str, what: str) -> str:
@@ -97,7 +97,7 @@ async def result_of(future: Future) -> Any:
         raise ArealFlowError(f"{type(error).__name__}: {error}") from error
 
 
-def give_up_at_next_death(scheduler: Any, worker: str, executed: str) -> None:
+def fail_on_next_worker_death(scheduler: Any, worker: str, executed: str) -> None:
     """Fail the task that a worker executed at its end if the next worker that has it ends, too.
 
     Args:

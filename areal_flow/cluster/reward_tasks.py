@@ -77,7 +77,7 @@ async def score_and_write(
 ) -> tuple[list[GroupReceipt | SchemaError], float, int]:
     """Score groups, and write them together beside the log; the driver commits them.
 
-    As many groups are scored at the same time as have `WeightedRewards.num_at_once` completions.
+    Groups are scored concurrently, up to `WeightedRewards.max_concurrency` completions.
 
     Args:
         is_last_try: whether rows without a verdict are written, too.
@@ -89,8 +89,8 @@ async def score_and_write(
     """
     began = monotonic()
     rewards = await _rewards(worker_context())
-    num_at_once = -(-rewards.num_at_once * len(rollouts) // sum(map(num_rows, rollouts)))
-    turns = asyncio.Semaphore(num_at_once)
+    max_concurrency = -(-rewards.max_concurrency * len(rollouts) // sum(map(num_rows, rollouts)))
+    turns = asyncio.Semaphore(max_concurrency)
 
     async def scored(table: pa.Table, notes: RolloutNotes) -> list[Score]:
         async with turns:
@@ -102,7 +102,7 @@ async def score_and_write(
     seconds = monotonic() - began
     path, verifier = worker_context().layout.trajectories, rewards.identity
     receipts = await asyncio.to_thread(_write, path, rollouts, scores, verifier)
-    return receipts, seconds, num_at_once
+    return receipts, seconds, max_concurrency
 
 
 def _write(
@@ -216,14 +216,14 @@ def checked_rewards(context: WorkerContext) -> WeightedRewards:
     return rewards
 
 
-def share_memory(context: WorkerContext) -> None:
+def set_memory_limit(context: WorkerContext) -> None:
     """Limit programs to this worker's share of memory: all may run on this machine."""
     PROGRAM_MEMORY.num_processes = context.recipe.cluster.num_reward_workers
 
 
 async def _rewards(context: WorkerContext) -> WeightedRewards:
     def opened() -> WeightedRewards:
-        share_memory(context)
+        set_memory_limit(context)
         rewards = checked_rewards(context)
         rewards.open()
         return rewards

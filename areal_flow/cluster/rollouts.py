@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TARGET_TASK_S = 0.25
 """How long a task may score groups: they are written, and committed, when it ends."""
 
-LINGER_S = 0.15
+BATCHING_WINDOW_S = 0.15
 """How long a group waits for others, to be scored and written with them."""
 
 MAX_RESCORINGS = 2
@@ -41,7 +41,7 @@ class DaskRolledOut:
     """A group whose rows are on a generator."""
 
     rows: Future
-    _ready: ReadyGroups
+    _ready: ScoringBatcher
 
     async def write(self) -> GroupReceipt:
         return await self._ready.receipt(self.rows)
@@ -54,7 +54,7 @@ class DaskRollouts:
         self._client = client
         self._submissions = Submissions(client, weights)
         self._scoring = Scoring(client, pool)
-        self._ready = ReadyGroups(client, pool)
+        self._ready = ScoringBatcher(client, pool)
 
     async def roll_out(self, episode: Episode) -> DaskRolledOut:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
@@ -169,11 +169,11 @@ class Submissions:
         return dict(zip(asked, rollouts, strict=True))
 
 
-class ReadyGroups:
+class ScoringBatcher:
     """Scores and writes generated groups, one task for several groups that are ready.
 
-    A group waits `LINGER_S` for others while some are being generated. Each reward worker has at
-    most one task. A task takes as many groups as the last one would have scored within
+    A group waits `BATCHING_WINDOW_S` for others while some are being generated. Each reward worker
+    has at most one task. A task takes as many groups as the last one would have scored within
     `TARGET_TASK_S` or scores at the same time: many with quick verdicts, one with slow ones.
     """
 
@@ -185,7 +185,7 @@ class ReadyGroups:
         self._next_start: asyncio.TimerHandle | None = None
         self._num_rolling_out = 0
         self._num_together = 1.0
-        self._num_at_once = 1
+        self._max_concurrency = 1
 
     @contextmanager
     def counting_rollout(self) -> Iterator[None]:
@@ -206,7 +206,9 @@ class ReadyGroups:
         if self._next_start:
             self._next_start.cancel()
         if self._waiting:
-            waits_until = self._waiting[0].ready_at + LINGER_S if self._num_rolling_out else 0.0
+            waits_until = (
+                self._waiting[0].ready_at + BATCHING_WINDOW_S if self._num_rolling_out else 0.0
+            )
             self._next_start = asyncio.get_running_loop().call_at(waits_until, self._start)
 
     def _start(self) -> None:
@@ -215,7 +217,7 @@ class ReadyGroups:
         num_workers = max(1, len(self._pool.registry.present("reward")))
         while self._waiting and (free := num_workers - len(self._tasks)) > 0:
             share = -(-len(self._waiting) // free)
-            num_taken = min(share, max(self._num_at_once, int(self._num_together)))
+            num_taken = min(share, max(self._max_concurrency, int(self._num_together)))
             batch, self._waiting = self._waiting[:num_taken], self._waiting[num_taken:]
             task = asyncio.create_task(self._score_and_write(batch))
             self._tasks.add(task)
@@ -238,7 +240,7 @@ class ReadyGroups:
         """
         score_and_write = partial(reward_tasks.score_and_write, known=known)
         try:
-            found, seconds, self._num_at_once = await self._scoring.run(
+            found, seconds, self._max_concurrency = await self._scoring.run(
                 score_and_write, [group.rows for group in batch]
             )
         except ArealFlowError as error:

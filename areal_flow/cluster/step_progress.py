@@ -30,10 +30,10 @@ LOOK_EVERY_S, LONGEST_LOOK_S = 1.0, 3.0
 class StepProgress(NamedTuple):
     """How far a rank is, as its heartbeats tell."""
 
-    num_exchanges: int
+    num_collectives: int
     idle_s: float
     """For how long it has used no processor, within a step and since its latest exchange."""
-    still_s: float
+    seconds_since_collective: float
     """For how long it has begun no exchange."""
 
 
@@ -47,10 +47,12 @@ class StepClock:
 
     def look(self, replicas: ReplicaGroup) -> StepProgress:
         now, before = monotonic(), self._found
-        num_exchanges = replicas.num_exchanges  # the step's thread may begin the next one meanwhile
-        if has_begun := num_exchanges != before.num_exchanges:
+        num_collectives = (
+            replicas.num_collectives
+        )  # the step's thread may begin the next one meanwhile
+        if has_begun := num_collectives != before.num_collectives:
             self._began_at = now
-        self._found = StepProgress(num_exchanges, 0.0, now - self._began_at)
+        self._found = StepProgress(num_collectives, 0.0, now - self._began_at)
         if has_begun or not replicas.is_within_step:
             self._looked_at = now
             return self._found
@@ -94,9 +96,9 @@ def hung_ranks(
 
     Nothing is known unless all report: one that does not may be what the others wait for.
     """
-    is_still = all(each.still_s >= LONGEST_LOOK_S for each in ranks.values())
+    is_still = all(each.seconds_since_collective >= LONGEST_LOOK_S for each in ranks.values())
     if len(ranks) < num_ranks or not is_still:
         return {}
-    fewest = min((each.num_exchanges for each in ranks.values()), default=0)
-    behind = {name: r.idle_s for name, r in ranks.items() if r.num_exchanges == fewest}
+    fewest = min((each.num_collectives for each in ranks.values()), default=0)
+    behind = {name: r.idle_s for name, r in ranks.items() if r.num_collectives == fewest}
     return behind if min(behind.values(), default=0.0) > silent_after_s else {}

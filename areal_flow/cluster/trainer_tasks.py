@@ -57,7 +57,7 @@ def on_device(task: Callable[Parameters, Result]) -> Callable[Parameters, Result
 @on_device
 def train_step(request: StepRequest) -> StepResult:
     rank = _rank()
-    return _leaving_card(rank, rank.step(request))
+    return _release_gpu(rank, rank.step(request))
 
 
 def require_policy() -> None:
@@ -76,9 +76,9 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
     rank = _connected(rendezvous, directory)
     if 0 in list_checkpoints(rank.layout.checkpoints):
         found = rank.restore(0), numeric_environment(rank.config, rank.replicas)
-        return _leaving_card(rank, found)
+        return _release_gpu(rank, found)
     rank.load_pretrained(directory)
-    return _leaving_card(rank, rank.stage_initial_policy())
+    return _release_gpu(rank, rank.stage_initial_policy())
 
 
 @on_device
@@ -102,7 +102,7 @@ def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashe
     """Connect to the other ranks, and load a checkpoint."""
     checkpoints = worker_context().layout.checkpoints
     rank = _connected(rendezvous, checkpoint_path(checkpoints, checkpoint_step))
-    return _leaving_card(rank, rank.restore(checkpoint_step))
+    return _release_gpu(rank, rank.restore(checkpoint_step))
 
 
 @on_device
@@ -125,7 +125,7 @@ def sft_chunk(source: Path, rendezvous: Rendezvous) -> tuple[int, dict[str, floa
     trainer = context.ensure(SftTrainer, lambda: _make_sft_trainer(context, source, replicas))
     num_steps = settings.num_steps if len(trainer.rows) else 0
     began = monotonic()
-    while trainer.step < num_steps and replicas.leader_says(monotonic() - began < SFT_CHUNK_S):
+    while trainer.step < num_steps and replicas.broadcast_flag(monotonic() - began < SFT_CHUNK_S):
         trainer.take_step()
         if trainer.step % settings.checkpoint_every_steps == 0:
             sft_checkpoint()
@@ -178,7 +178,7 @@ def exchange_timeout_s(device_type: str, weights: Path) -> float:
     return EXCHANGE_TIMEOUT_S[device_type] + num_bytes / SLOW_STORAGE_BYTES_PER_S
 
 
-def _leaving_card(rank: TrainerRank, result: Result) -> Result:
+def _release_gpu(rank: TrainerRank, result: Result) -> Result:
     """Return a result once the card's memory is the generators', if both take turns."""
     if worker_context().recipe.takes_turns:
         rank.backend.free_memory()

@@ -77,7 +77,7 @@ def _overlap(within: Span, *spans: Span) -> float:
     return sum(max(0.0, min(within[1], end) - max(within[0], begin)) for begin, end in spans)
 
 
-def note_worker(path: Path, writer_epoch: int, event: str, **of: Any) -> None:
+def record_worker_event(path: Path, writer_epoch: int, event: str, **of: Any) -> None:
     """Append an event of a worker, and what it is and has.
 
     A full disk must not end a run, so it is passed over.

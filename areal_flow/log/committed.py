@@ -21,7 +21,7 @@ from areal_flow.log.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_tab
 from areal_flow.log.dataset import (
     Maintenance,
     create_dataset,
-    located,
+    dataset_uri,
     read_rows,
     storage_errors,
 )
@@ -98,7 +98,7 @@ def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer:
     if not path.exists():
         create_dataset(path, EVALUATIONS, stable_row_ids=True)
     with storage_errors(path):
-        lance.write_dataset(table, located(path), mode="append")
+        lance.write_dataset(table, dataset_uri(path), mode="append")
 
 
 def evaluation_names(layout: RunLayout) -> list[str]:

@@ -87,7 +87,7 @@ def _url_of_new(path: Path) -> str:
     return f"{named.read_text()}/{path.name}" if named.is_file() else ""
 
 
-def located(path: Path) -> str:
+def dataset_uri(path: Path) -> str:
     """Return where a run's dataset is: its directory, or what the file in its place names."""
     return path.read_text() if path.is_file() else str(path)
 
@@ -98,12 +98,12 @@ def open_dataset(path: Path) -> lance.LanceDataset:
     session = lance.Session(
         index_cache_size_bytes=CACHE_BYTES, metadata_cache_size_bytes=CACHE_BYTES
     )
-    return lance.dataset(located(path), session=session)
+    return lance.dataset(dataset_uri(path), session=session)
 
 
 def has_version(path: Path, version: int) -> bool:
     try:
-        lance.dataset(located(path), version=version)
+        lance.dataset(dataset_uri(path), version=version)
     except (OSError, ValueError):
         return False
     return True

@@ -24,8 +24,8 @@ from areal_flow.log.codec import TRAJECTORIES, array_rows
 from areal_flow.log.dataset import (
     Maintenance,
     conjunction,
+    dataset_uri,
     fence_condition,
-    located,
     open_dataset,
     read_rows,
     storage_errors,
@@ -47,7 +47,7 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
     """Write validated groups, to be committed together; until then their rows are invisible."""
     rows = table.replace_schema_metadata(None)
     with storage_errors(path):
-        fragments = write_fragments(rows, located(path), schema=TRAJECTORIES, mode="append")
+        fragments = write_fragments(rows, dataset_uri(path), schema=TRAJECTORIES, mode="append")
     return tuple(json.dumps(fragment.to_json()) for fragment in fragments)
 
 

@@ -27,7 +27,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    reached: Efficiencies
+    efficiency: Efficiencies
     measured_step_s: float
     predicted_step_s: float
     measured_staleness: float
@@ -78,7 +78,7 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     recipe, lengths = job.recipe, job.lengths
     token_s = mean("seconds_generate") / mean("num_generated_tokens")
     training_s = mean("seconds_read", "seconds_train", "seconds_stage")
-    reached = Efficiencies(
+    efficiency = Efficiencies(
         training=1.0,
         prefill=1.0,
         trajectory_s=0.0,
@@ -86,21 +86,23 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
         publish_s=max(0.0, mean("seconds_step") - mean("seconds_wait") - training_s),
         commit_s=commit_s,
     )
-    at_peak = replace(job, reached=reached).costs(recipe)
+    at_peak = replace(job, efficiency=efficiency).costs(recipe)
     training = prefill = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
     if stalls := [row[STALL] for row in rows if isinstance(row.get(STALL), float)]:
         # No more than these are computed before the next token, and some decode time is in it, too.
         tokens = min(TOKENS_A_STEP, at_peak.max_rows * lengths.decoding_tokens)
         prefill = max(training, tokens * at_peak.prefill_token_s / fmean(stalls))
-    reached = replace(reached, training=training, prefill=prefill)
+    efficiency = replace(efficiency, training=training, prefill=prefill)
     low, high = 0.0, token_s * recipe.generation.max_num_seqs
     for _ in range(ROUNDS):
-        reached = replace(reached, decode_step_s=(low + high) / 2)
-        costs = replace(job, reached=reached).costs(recipe)
+        efficiency = replace(efficiency, decode_step_s=(low + high) / 2)
+        costs = replace(job, efficiency=efficiency).costs(recipe)
         found = simulate_steps(recipe, costs, lengths, len(steps))
         busy_s = found.generators_busy * recipe.cluster.num_generators
         too_slow = busy_s / found.generated_tokens_per_s > token_s
-        low, high = (low, reached.decode_step_s) if too_slow else (reached.decode_step_s, high)
+        low, high = (
+            (low, efficiency.decode_step_s) if too_slow else (efficiency.decode_step_s, high)
+        )
     return Calibration(
-        reached, mean("seconds_step"), found.step_s, mean("staleness_mean"), found.staleness_mean
+        efficiency, mean("seconds_step"), found.step_s, mean("staleness_mean"), found.staleness_mean
     )

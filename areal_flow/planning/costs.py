@@ -125,12 +125,12 @@ class Policy:
 
 
 def costs_of(
-    recipe: Recipe, policy: Policy, card: Card, lengths: Lengths, reached: Efficiencies
+    recipe: Recipe, policy: Policy, card: Card, lengths: Lengths, efficiency: Efficiencies
 ) -> Costs:
     """Return what the recipe's generators and trainers take, of which `cluster` says the number."""
     memory = generator_memory(recipe, policy.module, int(card.gib * GIB))
     parts = recipe.generation.vllm.tensor_parallel_size
-    bandwidth, rate = card.memory_bytes_per_s * reached.memory, card.flops * reached.training
+    bandwidth, rate = card.memory_bytes_per_s * efficiency.memory, card.flops * efficiency.training
     shape = policy.shape
     token_flops = shape.token_flops
     pair_flops = 2.0 * shape.attention
@@ -145,20 +145,20 @@ def costs_of(
     computing_s = (trained_flops + again * token_flops) / rate / num_ranks
     weights = 2.0 * policy.num_parameters
     return Costs(
-        decode_step_s=reached.decode_step_s + memory.weights_bytes / bandwidth,
+        decode_step_s=efficiency.decode_step_s + memory.weights_bytes / bandwidth,
         row_s=token_flops / parts / rate,
         cached_token_s=memory.cache_token_bytes / bandwidth,
         prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens)
         / parts
-        / (card.flops * reached.prefill),
+        / (card.flops * efficiency.prefill),
         max_rows=max(1, min(recipe.generation.max_num_seqs, fitting)),
         train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, card)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
-        trajectory_s=reached.trajectory_s,
-        publish_s=reached.publish_s + weights / PUBLISH_BYTES_PER_S,
+        trajectory_s=efficiency.trajectory_s,
+        publish_s=efficiency.publish_s + weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
-        reward_s=reached.reward_s / recipe.cluster.num_reward_workers,
-        commit_s=reached.commit_s,
+        reward_s=efficiency.reward_s / recipe.cluster.num_reward_workers,
+        commit_s=efficiency.commit_s,
     )
 
 

@@ -244,7 +244,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
         return model
 
     replaced: list[tuple[Any, str, Any]] = [
-        (segments, "has_kernels", lambda device: on_cuda),
+        (segments, "has_fused_kernels", lambda device: on_cuda),
         (passes, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
         *([(activations, "MainMemoryCopy", _Elsewhere)] if on_cuda else []),

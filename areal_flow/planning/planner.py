@@ -37,10 +37,10 @@ class Job:
     card: Card
     num_gpus: int
     lengths: Lengths
-    reached: Efficiencies = ASSUMED
+    efficiency: Efficiencies = ASSUMED
 
     def costs(self, recipe: Recipe) -> Costs:
-        return costs_of(recipe, self.policy, self.card, self.lengths, self.reached)
+        return costs_of(recipe, self.policy, self.card, self.lengths, self.efficiency)
 
     def steady(self, recipe: Recipe) -> SteadyState:
         return steady_state(recipe, self.costs(recipe), self.lengths)
@@ -259,12 +259,12 @@ def _overlapped(
         num_rows = max(1.0, min(costs.max_rows, most))
         decoding_s = controller.batch_size * lengths.mean / generators
         decoding_s /= costs.tokens_per_s(num_rows, lengths)
-        generate_s = decoding_s + _again_s(recipe, costs, lengths, num_rows)
+        generate_s = decoding_s + _reprefill_s(recipe, costs, lengths, num_rows)
         step_s = (step_s + max(generate_s, other_s)) / 2
     return step_s, generate_s, num_rows
 
 
-def _again_s(recipe: Recipe, costs: Costs, lengths: Lengths, num_rows: float) -> float:
+def _reprefill_s(recipe: Recipe, costs: Costs, lengths: Lengths, num_rows: float) -> float:
     """Return what new weights have computed again, once a step."""
     if recipe.generation.interruption != "interrupt":
         return 0.0

@@ -46,7 +46,7 @@ PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 
 
 @dataclass(frozen=True)
-class Troubles:
+class FaultModel:
     """What may go wrong; nothing does by default."""
 
     speeds: Sequence[float] = (1.0,)
@@ -98,7 +98,7 @@ class VirtualCluster:
     """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
 
     def __init__(
-        self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: Troubles = Troubles()
+        self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: FaultModel = FaultModel()
     ) -> None:
         self._costs, self._lengths, self._troubles = costs, lengths, troubles
         self._shares_card = recipe.cluster.has_one_gpu
@@ -215,7 +215,7 @@ def simulate(
     lengths: Lengths,
     *,
     num_skipped: int,
-    troubles: Troubles = Troubles(),
+    troubles: FaultModel = FaultModel(),
 ) -> Simulated:
     """Run a recipe of so many generators in virtual time; measure all steps but the first ones."""
     found: Simulated = run_in_virtual_time(_simulate(recipe, costs, lengths, troubles, num_skipped))
@@ -223,7 +223,7 @@ def simulate(
 
 
 async def _simulate(
-    recipe: Recipe, costs: Costs, lengths: Lengths, troubles: Troubles, num_skipped: int
+    recipe: Recipe, costs: Costs, lengths: Lengths, troubles: FaultModel, num_skipped: int
 ) -> Simulated:
     cluster, loop = VirtualCluster(recipe, costs, lengths, troubles), asyncio.get_running_loop()
     rows: deque[dict[str, Any]] = deque()

@@ -50,7 +50,7 @@ class JudgeReward:
         question: str = QUESTION,
         key_variable: str = "",
         num_retries: int = 3,
-        num_at_once: int = 16,
+        max_concurrency: int = 16,
         limit_s: float = 60.0,
         scale: Sequence[float] | None = None,
     ) -> None:
@@ -62,17 +62,17 @@ class JudgeReward:
             question: what the model is asked, with {prompt}, {answer} and {completion}.
             key_variable: the environment variable with the key to send.
             num_retries: after a transient failure; waits double, from half a second.
-            num_at_once: requests under way from one reward worker.
+            max_concurrency: requests under way from one reward worker.
             limit_s: of one request.
             scale: the lowest and the highest score; one beyond is an error. By default from 0 to 1
                 with a model, and any number from a service of one's own.
         """
         if not url.startswith(("http://", "https://")):
             raise RewardError(f"reward 'judge': expected url = 'http(s)://...', found {url!r}")
-        if num_retries < 0 or num_at_once < 1 or limit_s <= 0:
+        if num_retries < 0 or max_concurrency < 1 or limit_s <= 0:
             raise RewardError(
-                "reward 'judge': expected num_retries >= 0, num_at_once >= 1 and limit_s > 0, "
-                f"found {num_retries}, {num_at_once} and {limit_s:g}"
+                "reward 'judge': expected num_retries >= 0, max_concurrency >= 1 and limit_s > 0, "
+                f"found {num_retries}, {max_concurrency} and {limit_s:g}"
             )
         if scale is not None and not _is_range(scale):
             raise RewardError(
@@ -83,11 +83,15 @@ class JudgeReward:
         self._url = url.rstrip("/") + ("/chat/completions" if model else "")
         self._model, self._question = model, question
         self._key_variable = key_variable
-        self._num_retries, self.num_at_once, self._limit_s = num_retries, num_at_once, limit_s
+        self._num_retries, self.max_concurrency, self._limit_s = (
+            num_retries,
+            max_concurrency,
+            limit_s,
+        )
 
     def open(self) -> None:
         self._headers = {}
-        self._turns = asyncio.Semaphore(self.num_at_once)
+        self._turns = asyncio.Semaphore(self.max_concurrency)
         if self._key_variable:
             if not (key := os.environ.get(self._key_variable)):
                 raise RewardError(

@@ -34,7 +34,7 @@ class ModelReward:
         path: str,
         squash: bool = False,
         max_tokens: int = 4096,
-        num_at_once: int = 8,
+        max_concurrency: int = 8,
         device: str = "cpu",
     ) -> None:
         """Find the model.
@@ -43,16 +43,16 @@ class ModelReward:
             path: a directory, or the name of a hub repository.
             squash: whether the score goes through a sigmoid.
             max_tokens: of prompt and completion; what has more is not scored.
-            num_at_once: completions in one batch.
+            max_concurrency: completions in one batch.
             device: as torch names it.
         """
-        if max_tokens < 1 or num_at_once < 1:
+        if max_tokens < 1 or max_concurrency < 1:
             raise RewardError(
-                "reward 'reward_model': expected max_tokens >= 1 and num_at_once >= 1, found "
-                f"{max_tokens} and {num_at_once}"
+                "reward 'reward_model': expected max_tokens >= 1 and max_concurrency >= 1, found "
+                f"{max_tokens} and {max_concurrency}"
             )
         self._squash, self._max_tokens = squash, max_tokens
-        self._num_at_once, self._device = num_at_once, device
+        self._max_concurrency, self._device = max_concurrency, device
         try:
             self._directory = resolve_model(path)
             self.content_hash = _check(self._directory)
@@ -97,8 +97,8 @@ class ModelReward:
         tokens = {index: self._tokens(given) for index, given in enumerate(inputs)}
         fitting = {index: ids for index, ids in tokens.items() if 0 < len(ids) <= self._num_tokens}
         order, logits = sorted(fitting, key=lambda index: len(fitting[index])), dict[int, float]()
-        for begin in range(0, len(order), self._num_at_once):
-            batch = order[begin : begin + self._num_at_once]
+        for begin in range(0, len(order), self._max_concurrency):
+            batch = order[begin : begin + self._max_concurrency]
             with self._lock:
                 found = self._logits([fitting[index] for index in batch])
             logits |= zip(batch, found, strict=True)

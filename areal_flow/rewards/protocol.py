@@ -132,8 +132,8 @@ NUM_AT_ONCE = 16
 class Reward(Protocol):
     """Judges completions, many at a time. Opened once on each reward worker, and closed there.
 
-    One that has `num_at_once`, and waits rather than computes, is asked for several groups at the
-    same time, for so many completions; any other for one group after the other.
+    One with an attribute `max_concurrency`, which waits rather than computes, scores several groups
+    at once, up to that many completions; any other scores one group after the other.
     """
 
     def open(self) -> None:
@@ -181,7 +181,7 @@ class FunctionReward:
             parameter.name for parameter in named if parameter.default is parameter.empty
         }
         self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.num_at_once = NUM_AT_ONCE if is_async(function) else 1
+        self.max_concurrency = NUM_AT_ONCE if is_async(function) else 1
 
     def open(self) -> None: ...
 
@@ -216,7 +216,7 @@ class LimitedReward:
 
     def __init__(self, reward: Reward, *, timeout_s: float) -> None:
         self.open, self.close = reward.open, reward.close
-        self.num_at_once = num_at_once(reward)
+        self.max_concurrency = max_concurrency(reward)
         self._reward, self._timeout_s = reward, timeout_s
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
@@ -227,9 +227,9 @@ class LimitedReward:
         return found
 
 
-def num_at_once(reward: Reward) -> int:
+def max_concurrency(reward: Reward) -> int:
     """Return how many completions a reward is asked for at the same time, of several groups."""
-    return int(getattr(reward, "num_at_once", 1))
+    return int(getattr(reward, "max_concurrency", 1))
 
 
 def judged(returned: Any) -> Score:

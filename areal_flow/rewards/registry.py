@@ -35,7 +35,7 @@ from areal_flow.rewards.protocol import (
     RewardInput,
     RewardSettings,
     judged,
-    num_at_once,
+    max_concurrency,
     part_names,
 )
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
@@ -154,8 +154,8 @@ class WeightedRewards:
         ]
         self._weights = [chosen.weight for chosen in settings]
         self._pass_threshold = pass_threshold
-        at_once = [num_at_once(part.reward) for part in self._parts]
-        self.num_at_once = max(at_once, default=1)
+        at_once = [max_concurrency(part.reward) for part in self._parts]
+        self.max_concurrency = max(at_once, default=1)
         self._turns = [asyncio.Lock() if num == 1 else nullcontext() for num in at_once]
         self._opened = ExitStack()
         scoring = (

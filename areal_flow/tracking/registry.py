@@ -142,7 +142,7 @@ class RunTracking:
                 is_away = True
                 if closing or monotonic() - complained_at > COMPLAIN_EVERY_S:
                     complained_at = monotonic()
-                    self._complain(error)
+                    self._warn_throttled(error)
             if closing:
                 return
             self._closing.wait(DELIVER_EVERY_S)
@@ -156,7 +156,7 @@ class RunTracking:
             with suppress(OSError):  # a full disk stops no delivery
                 replace_file(self._layout.tracking, json.dumps({"protected": names}))
 
-    def _complain(self, error: Exception) -> None:
+    def _warn_throttled(self, error: Exception) -> None:
         logger.warning(
             "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
             command("track", self._layout.name, runs=self._layout.root.parent),

@@ -94,7 +94,7 @@ class TrainerBackend:
         tensors, master = self._gathered(), TensorHash()
         merge = merge_adapter(self.policy, tensors)
         with ThreadPoolExecutor(1) as thread:
-            hashed = master.add_beside(in_main_memory(tensors), thread=thread)
+            hashed = master.hash_async(in_main_memory(tensors), thread=thread)
 
             def read(name: str) -> Tensor:
                 weights = next(tensor for found, tensor in hashed if found == name)
@@ -142,7 +142,7 @@ class TrainerBackend:
             self.critic.load(optimizer)
 
     def _run_without_adapter(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        """A `RunOn` of the policy without its adapter."""
+        """A `ForwardRunner` of the policy without its adapter."""
         with without_adapter(self.policy):
             return self._trained.run(function, *arguments, **keywords)
 
@@ -176,9 +176,9 @@ def numeric_environment(settings: RankSettings, replicas: ReplicaGroup) -> str:
         "machine": os.uname().machine,
         **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
         **({"head": "onednn"} if on_cpu_in_bfloat16 and multiplies_bfloat16() else {}),
-        **({} if replicas.is_alone else {"backend": "fsdp"}),
+        **({} if replicas.is_single_process else {"backend": "fsdp"}),
         **({"context_ranks": context} if context > 1 else {}),
-        **({"shard_ranks": shards} if shards and not replicas.is_alone else {}),
+        **({"shard_ranks": shards} if shards and not replicas.is_single_process else {}),
         **({"kernels": "deterministic"} if trainer.kernels == "deterministic" else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -64,7 +64,7 @@ def take_snapshot(
     backend: TrainerBackend, description: CheckpointState, lora: LoraSettings | None = None
 ) -> Snapshot:
     replicas, state = backend.replicas, torch.get_rng_state()
-    random_state = TensorRows(state if replicas.leads else state[:0], tuple(state.shape))
+    random_state = TensorRows(state if replicas.is_leader else state[:0], tuple(state.shape))
     return Snapshot(
         *backend.save(), description, random_state, lora or LoraSettings(), attempt=replicas.name
     )

@@ -24,16 +24,16 @@ from areal_flow.core.errors import ConfigError
 from areal_flow.policy.models.attention import AttentionRule, pass_dtype
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.transfer import to_device
-from areal_flow.training.passes import RunOn
+from areal_flow.training.passes import ForwardRunner
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import MicroBatch
 from areal_flow.training.settings import TrainerSettings
 
 
 class ContextParallel:
-    """A `RunOn` for functions of a micro-batch, whose result has one entry a trained token."""
+    """A `ForwardRunner` for functions of a micro-batch with one result per trained token."""
 
-    def __init__(self, run: RunOn, group: Any) -> None:
+    def __init__(self, run: ForwardRunner, group: Any) -> None:
         self._run = run
         self._group = group
 
@@ -136,7 +136,9 @@ class _Exchange(torch.autograd.Function):
         return exchange(gradient, ctx.group), None
 
 
-def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
+def over_ranks(
+    run: ForwardRunner, settings: TrainerSettings, replicas: ReplicaGroup
+) -> ForwardRunner:
     num_ranks = context_ranks(replicas, settings)
     if num_ranks == 1:
         return run

@@ -32,7 +32,7 @@ from areal_flow.training.ranked_model import TrainedModel
 from areal_flow.training.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.training.sequences import MicroBatch, TrainingSequence
 from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.tensor_rows import Rows, local_rows, under
+from areal_flow.training.tensor_rows import Rows, local_rows, strip_prefix
 from areal_flow.training.updates import Minibatch, StepSettings
 
 PREFIX = "critic."
@@ -72,7 +72,7 @@ class Critic:
             local_rows(tensor)[0].copy_(local_rows(layers[name])[0])
         local_rows(self.model.score.weight)[0].zero_()
         self.trained.optimizer.load_named_state({})
-        self.trained.forget_gathered()
+        self.trained.reshard()
 
     def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
@@ -148,12 +148,12 @@ class Critic:
 
     def load(self, saved: Rows) -> None:
         """Continue from what `named_state` returned; without it, from the policy's layers."""
-        weights = under(WEIGHTS, saved)
+        weights = strip_prefix(WEIGHTS, saved)
         if not weights:
             self._begin()
             return
         self.trained.load(weights)
-        self.trained.load_optimizer(under(OPTIMIZER, saved))
+        self.trained.load_optimizer(strip_prefix(OPTIMIZER, saved))
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:

@@ -121,7 +121,7 @@ def _linear_head(
     # On a CPU logits are kept for their gradients where they fit, and products are oneDNN's: in
     # float32. In bfloat16 they are this head's, which has them multiplied in it.
     is_wide = pass_dtype(next(policy.parameters())) != torch.bfloat16
-    if is_wide and not segments.has_kernels(policy.device):
+    if is_wide and not segments.has_fused_kernels(policy.device):
         return None
     if (head := linear_head(policy)) is None:
         return None

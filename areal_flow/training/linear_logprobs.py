@@ -112,13 +112,15 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_logprob_M, by_entropy_M, *by_bucket = gradients
+        grad_logprob_M, by_entropy_M, *by_bucket = gradients
         head: LinearHead = ctx.head
         hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight = _operand(weight_VH, hidden_MH.dtype)
         of_hidden_MH = torch.empty_like(hidden_MH)
-        of_weight_VH = torch.zeros_like(weight_VH, dtype=entropy_M.dtype) if needs_weight else None
+        grad_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=entropy_M.dtype) if needs_weight else None
+        )
         of_bias_V = torch.zeros_like(bias_V, dtype=entropy_M.dtype) if needs_bias else None
         for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight_VH)):
             products_mV = _products(hidden_MH[chunk], weight, bias_V, free_mV)
@@ -129,7 +131,7 @@ class _LinearLogprobs(torch.autograd.Function):
             of_logits_mV = _logit_gradients(
                 _log_softmax(logits_mV.detach(), head.temperature, out_mV),
                 targets_M[chunk, None],
-                by_logprob_M[chunk, None] / head.temperature,
+                grad_logprob_M[chunk, None] / head.temperature,
                 by_entropy_M[chunk, None] / head.temperature if head.entropy_has_gradient else None,
                 entropy_M[chunk, None],
                 (top_Mk[chunk], bucket[0][chunk], by_bucket[0][chunk] / head.temperature)
@@ -143,10 +145,10 @@ class _LinearLogprobs(torch.autograd.Function):
             dtype = hidden_MH.dtype
             of_products_mV = _operand(of_products_mV, dtype)
             of_hidden_MH[chunk] = _product(of_products_mV, weight, dtype).to(dtype)
-            if of_weight_VH is not None:
+            if grad_weight_VH is not None:
                 operand_mH = _operand(hidden_MH[chunk], dtype)
-                _add_product(of_weight_VH, of_products_mV.T, operand_mH, dtype)
-        return of_hidden_MH, of_weight_VH, of_bias_V, None, None, None
+                _add_product(grad_weight_VH, of_products_mV.T, operand_mH, dtype)
+        return of_hidden_MH, grad_weight_VH, of_bias_V, None, None, None
 
 
 def _chunks(
@@ -156,7 +158,7 @@ def _chunks(
 
     All chunks have the same there: a CPU takes longer to get new memory than to fill it.
     """
-    num_tokens, on_gpu = len(hidden_MH), segments.has_kernels(hidden_MH.device)
+    num_tokens, on_gpu = len(hidden_MH), segments.has_fused_kernels(hidden_MH.device)
     num_rows = max(1, (CHUNK_NUMBERS if on_gpu else CPU_CHUNK_NUMBERS) // vocabulary)
     shape, dtype = (min(num_rows, num_tokens), vocabulary), _wide(hidden_MH.dtype)
     # Not one tensor: what autograd knows of a view is lost when another one is overwritten.
@@ -221,7 +223,7 @@ def _products(
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `_product` takes of a tensor, to multiply in a type."""
-    if dtype not in _HALVES or segments.has_kernels(tensor.device):
+    if dtype not in _HALVES or segments.has_fused_kernels(tensor.device):
         return tensor.to(dtype)
     return tensor.float() if _onednn_rounds(dtype) else tensor.to(dtype).float()
 
@@ -258,7 +260,7 @@ def _product(
 
 def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor, dtype: torch.dtype) -> None:
     """Without a second matrix of the total's size."""
-    if not segments.has_kernels(total_VH.device):
+    if not segments.has_fused_kernels(total_VH.device):
         _product(left_Vm, right_mH, dtype, added_to=total_VH)
         return
     for at in range(0, len(total_VH), ADDED_ROWS):

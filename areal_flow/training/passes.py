@@ -32,12 +32,12 @@ from areal_flow.training.sequences import MicroBatch, MicroBatches, TrainingSequ
 from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
 
-RunOn = Callable[..., Any]
+ForwardRunner = Callable[..., Any]
 """Returns `function(policy, *arguments, **keywords)` for `function, *arguments, **keywords`, with
 what the policy needs around a pass."""
 
 
-Found = list[dict[str, Metric]]
+MicroBatchMetrics = list[dict[str, Metric]]
 """Of each micro-batch of a rank: its metrics, and its loss under `LOSS`, not read yet."""
 
 LOSS = ""
@@ -48,7 +48,12 @@ class Passes:
     """Passes over one policy, and over the one that its loss compares it with."""
 
     def __init__(
-        self, policy: RunOn, settings: TrainerSettings, replicas: ReplicaGroup, *, reference: RunOn
+        self,
+        policy: ForwardRunner,
+        settings: TrainerSettings,
+        replicas: ReplicaGroup,
+        *,
+        reference: ForwardRunner,
     ) -> None:
         self._policy = policy
         self.settings = settings
@@ -70,7 +75,7 @@ class Passes:
         shared_by, device = self._context_ranks, self.settings.device
         return {
             rank: MicroBatches(sequences, planned[rank // shared_by], device)
-            for rank in self.replicas.mine
+            for rank in self.replicas.local_ranks
         }
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
@@ -87,7 +92,7 @@ class Passes:
         return logprobs_M
 
     @torch.no_grad()
-    def _without_gradient(self, policy: RunOn, *arguments: Any, **keywords: Any) -> Any:
+    def _without_gradient(self, policy: ForwardRunner, *arguments: Any, **keywords: Any) -> Any:
         with raise_trainer_lost(), self.autocast():
             return policy(*arguments, **keywords)
 
@@ -144,7 +149,7 @@ class Passes:
         kl_M = kl_to_reference(micro.behavior_logprobs_M, reference_M, algorithm.kl_estimator)
         return algorithm.less_kl(micro.advantages_M, kl_M)
 
-    def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> Found:
+    def backward(self, minibatch: Minibatch, rank: int, bound: Tensor | None) -> MicroBatchMetrics:
         def loss_of(micro: MicroBatch) -> PolicyLoss:
             inputs = self._loss_inputs(micro, minibatch, bound)
             if minibatch.gap_sums:
@@ -159,7 +164,7 @@ class Passes:
 
     def backward_of(
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
-    ) -> Found:
+    ) -> MicroBatchMetrics:
         """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
         aggregate, found = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
@@ -181,7 +186,7 @@ class Passes:
         found = gap_metrics(torch.stack(self._gather(sums)).sum(dim=0))
         return {name: Metric(value, 1.0) for name, value in found.items()}
 
-    def read(self, computed: Mapping[int, Found], grad_norm: Tensor) -> UpdateNumbers:
+    def read(self, computed: Mapping[int, MicroBatchMetrics], grad_norm: Tensor) -> UpdateNumbers:
         """Return what the ranks of a minibatch found, added up.
 
         Here alone an update waits for its device.

@@ -171,7 +171,7 @@ class TrainerRank:
     def write_snapshot(self, step: int, writer: Writer) -> None:
         """Write this rank's part of the snapshot of a step. Any thread."""
         write_part(self.layout.checkpoints, self._snapshot_of(step), writer)
-        if not self.replicas.leads:
+        if not self.replicas.is_leader:
             self._snapshot = None
 
     def complete_snapshot(self, step: int, writer: Writer) -> Path:
@@ -225,7 +225,7 @@ class TrainerRank:
 
     def _stage(self, version: int) -> PolicyHashes:
         dtype = DTYPES[self.config.served_dtype]
-        channel = self.channel if self.replicas.leads else HashingWriter()
+        channel = self.channel if self.replicas.is_leader else HashingWriter()
         self._hashes = self.backend.stage(version, channel, dtype=dtype)
         self._step, self._last = version, None
         return self._hashes
@@ -236,7 +236,7 @@ class TrainerRank:
         if self._shape is None or (has_teacher and self._reference_shape is None):
             return {}
         algorithm, trainer = self.config.algorithm, self.config.trainer
-        share = len(self.replicas.mine) / self.replicas.num_ranks
+        share = len(self.replicas.local_ranks) / self.replicas.num_ranks
         flops = share * self._shape.step_flops(
             sequences, self.numbers.plan, algorithm, self._reference_shape
         )

@@ -20,7 +20,7 @@ from areal_flow.training.activations import choose_activations
 from areal_flow.training.context import over_ranks
 from areal_flow.training.kernels import compile_layers, compiles_layers
 from areal_flow.training.optimizers import make_optimizer
-from areal_flow.training.passes import Found, Passes
+from areal_flow.training.passes import MicroBatchMetrics, Passes
 from areal_flow.training.replicas import ReplicaGroup, raise_trainer_lost
 from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.tensor_rows import Rows, is_sharded, local_rows
@@ -40,7 +40,7 @@ class RankedModel:
             compile_layers(model)
         choose_activations(model, settings)
         self._sharded: ShardedModel | None = None
-        if not replicas.is_alone:
+        if not replicas.is_single_process:
             from areal_flow.training.sharded import ShardedModel  # a second that few need
 
             mesh = replicas.mesh(settings.parallel.shard_ranks or replicas.num_ranks)
@@ -67,9 +67,9 @@ class RankedModel:
         tensors = self.tensors()
         own = {name: local_rows(tensor)[0] for name, tensor in tensors.items()}
         copy_by_name(own, weights, lambda name: weights[name](*_range(tensors[name])))
-        self.forget_gathered()
+        self.reshard()
 
-    def forget_gathered(self) -> None:
+    def reshard(self) -> None:
         """Have the next pass gather the weights again: what is gathered of them is old."""
         if self._sharded:
             self._sharded.reshard_all()
@@ -84,7 +84,12 @@ class TrainedModel(RankedModel):
 
     @raise_trainer_lost()
     def update(
-        self, passes: Passes, backward: Callable[[int], Found], minibatch: Minibatch, *, name: str
+        self,
+        passes: Passes,
+        backward: Callable[[int], MicroBatchMetrics],
+        minibatch: Minibatch,
+        *,
+        name: str,
     ) -> UpdateNumbers:
         """Make one optimizer update by the gradients of all batches.
 
@@ -110,7 +115,7 @@ class TrainedModel(RankedModel):
             loss, grad_norm = numbers.losses, numbers.grad_norms
             logger.warning("%s skipped: loss %s, gradient norm %s", name, *loss, *grad_norm)
             return UpdateNumbers()
-        self.forget_gathered()
+        self.reshard()
         optimizer.update(learning_rate=minibatch.learning_rate)
         return numbers
 

@@ -30,36 +30,36 @@ CONNECTING_TIMEOUT_S = 300.0
 class ReplicaGroup:
     """The ranks, seen from one process, which here computes every rank's batch."""
 
-    is_alone = leads = True
+    is_single_process = is_leader = True
     """Whether this process computes every rank's batch; stages weights, completes checkpoints."""
     name = "alone"
     """Of this group of processes, and no later one."""
-    num_exchanges = 0
+    num_collectives = 0
     """That this process has begun: a process that is waited for has begun fewer."""
     is_within_step = False
     """Whether this process computes or waits for other ranks, and for nothing else."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
-        self.mine: Sequence[int] = range(num_ranks)
+        self.local_ranks: Sequence[int] = range(num_ranks)
         """The ranks whose batches this process computes."""
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         """Return every rank's tensor in the order of ranks; all have one shape and dtype.
 
         Args:
-            tensors: those of `mine`.
+            tensors: those of `local_ranks`.
 
         Raises:
             TrainerLost: another rank left.
         """
-        return [tensors[rank] for rank in self.mine]
+        return [tensors[rank] for rank in self.local_ranks]
 
-    def leader_says(self, yes: bool) -> bool:
-        return bool(self.gather({rank: torch.tensor(yes) for rank in self.mine})[0])
+    def broadcast_flag(self, yes: bool) -> bool:
+        return bool(self.gather({rank: torch.tensor(yes) for rank in self.local_ranks})[0])
 
     def wait_for_all(self) -> None:
-        self.leader_says(True)
+        self.broadcast_flag(True)
 
     @contextmanager
     def within_step(self) -> Iterator[None]:
@@ -83,15 +83,15 @@ class ReplicaGroup:
 class ConnectedRanks(ReplicaGroup):
     """One rank a process; a process is in one such group at a time."""
 
-    is_alone = False
+    is_single_process = False
 
     def __init__(
         self, rendezvous: Rendezvous, *, device_type: str, timeout: timedelta | None = None
     ) -> None:
         """Be a rank of this process's default group, which `connect_ranks` makes."""
         super().__init__(rendezvous.num_ranks)
-        self.mine = (rendezvous.rank,)
-        self.leads = rendezvous.rank == 0
+        self.local_ranks = (rendezvous.rank,)
+        self.is_leader = rendezvous.rank == 0
         self.name = rendezvous.name
         self._device_type = device_type
         self._timeout = timeout
@@ -103,7 +103,7 @@ class ConnectedRanks(ReplicaGroup):
         sent = tensor.detach().cpu().contiguous()
         received = [torch.empty_like(sent) for _ in range(self.num_ranks)]
         if self._left:
-            raise TrainerLost(f"rank {self.mine[0]} left its replica group")
+            raise TrainerLost(f"rank {self.local_ranks[0]} left its replica group")
         with raise_trainer_lost():
             torch.distributed.all_gather(received, sent)
         return [part.to(tensor.device) for part in received]
@@ -126,7 +126,7 @@ class ConnectedRanks(ReplicaGroup):
         return self._meshes[num_consecutive]
 
     @property
-    def num_exchanges(self) -> int:  # type: ignore[override]
+    def num_collectives(self) -> int:  # type: ignore[override]
         meshes = [mesh.get_all_groups() for mesh in list(self._meshes.values())]
         groups = [*chain(*meshes), torch.distributed.group.WORLD]
         return sum(group._get_sequence_number_for_group() for group in groups if group)
@@ -196,7 +196,7 @@ def _connect(rendezvous: Rendezvous, point: Path, device_type: str, timeout: tim
 
 def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:
     """Return how many processes share the tokens of their micro-batches, as one rank together."""
-    return 1 if replicas.is_alone else settings.parallel.context_ranks
+    return 1 if replicas.is_single_process else settings.parallel.context_ranks
 
 
 @contextmanager

@@ -56,9 +56,9 @@ class TrainingSequence:
         )
 
 
-LEAST_MULTIPLE = 64
+PAD_MULTIPLE = 64
 
-MOST_KEPT_TOKENS = 2**21
+MAX_CACHED_TOKENS = 2**21
 """Of a minibatch, on a device: some 200 MB."""
 
 _NOTHING = TrainingSequence(
@@ -128,7 +128,7 @@ class MicroBatches(Sequence[MicroBatch]):
         if torch.device(self.device).type == "cpu":
             return False
         num_tokens = sum(self.sequences[i].num_tokens for row in self.packed for i in row)
-        return num_tokens <= MOST_KEPT_TOKENS
+        return num_tokens <= MAX_CACHED_TOKENS
 
 
 def pack_sequences(
@@ -180,7 +180,7 @@ def padded(num_rows: int) -> int:
 
     Libraries prepare for each size that they see: there are 32 from one power of two to the next.
     """
-    multiple = max(LEAST_MULTIPLE, 1 << max(0, num_rows.bit_length() - 6))
+    multiple = max(PAD_MULTIPLE, 1 << max(0, num_rows.bit_length() - 6))
     return -(-num_rows // multiple) * multiple
 
 

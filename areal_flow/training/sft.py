@@ -190,7 +190,7 @@ class SftTrainer:
         snapshot = take_snapshot(self.backend, description)
         write_part(root, snapshot, writer)
         replicas.wait_for_all()
-        if replicas.leads:
+        if replicas.is_leader:
             lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
             replace_file_durably(layout.sft_metrics, lines)
             complete_checkpoint(root, layout.model, snapshot, writer)
@@ -205,7 +205,7 @@ class SftTrainer:
             try:
                 self.step = read_checkpoint(path, self.backend).step
             except TrainingError as error:
-                if self.backend.replicas.leads:
+                if self.backend.replicas.is_leader:
                     move_damaged_checkpoint(path, error)
                 continue
             self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]

@@ -67,7 +67,7 @@ def train_step(
         advantages = list(algorithm.advantages(inputs))
         weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
         is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-        gap = no_gap(passes.replicas.mine, backend.settings.device) if is_fresh else None
+        gap = no_gap(passes.replicas.local_ranks, backend.settings.device) if is_fresh else None
         one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
         minibatches = _minibatches(backend, weighted, plan, one)
         numbers = UpdateNumbers(

@@ -81,7 +81,7 @@ def _read_rows(file: Any, name: str, first_row: int, num_rows: int) -> Tensor:
     return found[first_row : first_row + num_rows]  # type: ignore[no-any-return]
 
 
-def under(prefix: str, rows: Rows) -> Rows:
+def strip_prefix(prefix: str, rows: Rows) -> Rows:
     return {n.removeprefix(prefix): rows[n] for n in rows if n.startswith(prefix)}
 
 

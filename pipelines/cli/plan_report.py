@@ -41,7 +41,7 @@ def report_plan(
     found = None
     if calibrate_to:
         found = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
-        job = replace(job, reached=found.reached)
+        job = replace(job, efficiency=found.efficiency)
     plan = make_plan(job, best=best_split)
     memory = plan_memory(
         plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, card=gpu
@@ -81,7 +81,7 @@ def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[st
         },
         "changes": plan.changes,
         "lengths": plan.job.lengths.source,
-        "reached": asdict(plan.job.reached),
+        "efficiency": asdict(plan.job.efficiency),
     }
 
 

@@ -60,7 +60,7 @@ def planned_generators(layout: RunLayout, first_step: int, number: int) -> int:
     job = job_of_run(layout, gpu=cluster.planned_card)
     job = replace(job, recipe=with_cluster(job.recipe, num_generators=number))
     found = calibrate_run(job, layout, first_step=first_step)
-    return enough_generators(replace(job, reached=found.reached), cluster.generators_between)
+    return enough_generators(replace(job, efficiency=found.efficiency), cluster.generators_between)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
-from areal_flow.cluster.card_turns import CardTurns
+from areal_flow.cluster.card_turns import GpuTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.template import WorkerTemplate
@@ -134,7 +134,7 @@ class Training:
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
-        turns = CardTurns(cluster.client, pool, layout.processes_of(writer.writer_epoch))
+        turns = GpuTurns(cluster.client, pool, layout.processes_of(writer.writer_epoch))
         turn, lost = turns.of_trainer if recipe.takes_turns else nullcontext, pool.trainer_lost
         self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=lost, turn=turn)
         self.checkpoints = Checkpoints(

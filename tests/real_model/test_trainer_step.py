@@ -100,7 +100,7 @@ def stepped(model: Path, ranks: tuple[int, int, Path] | None = None, **trainer: 
     rank.load_pretrained(model)
     found = train_step(rank.backend, sequences_of(model), step=STEP, settings=rank.settings)
     weights = served_weights(rank.backend)
-    return Stepped(found.losses, found.grad_norms, weights if rank.replicas.leads else {})
+    return Stepped(found.losses, found.grad_norms, weights if rank.replicas.is_leader else {})
 
 
 def first_adapter(model: Path) -> dict[str, list[Tensor]]:

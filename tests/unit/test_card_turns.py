@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from areal_flow.cluster import generator_tasks
-from areal_flow.cluster.card_turns import CardTurns
+from areal_flow.cluster.card_turns import GpuTurns
 from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
 from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.trainer_tasks import _leave_generator_memory
@@ -125,7 +125,7 @@ class Driver:
         self.registry = SimpleNamespace(
             present=lambda role: [SimpleNamespace(address=role, is_silent=False)]
         )
-        self.turns = CardTurns(self, self, self.processes)  # type: ignore[arg-type]
+        self.turns = GpuTurns(self, self, self.processes)  # type: ignore[arg-type]
 
     @property
     def role(self) -> GeneratorRole:

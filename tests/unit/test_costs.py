@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.workers_file import Tenure, Workers, note_worker, read_workers
+from areal_flow.core.workers_file import Tenure, Workers, read_workers, record_worker_event
 from areal_flow.flow.costs import CostAccounting
 from areal_flow.log.ledger_row import OBSERVED, REWARD_TASKS
 from pipelines.costs import parse_prices
@@ -128,7 +128,7 @@ def test_events_become_tenures_with_outages(
 ) -> None:
     path, clock = tmp_path / "workers.jsonl", iter(range(100))
     monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: float(next(clock)))
-    note = partial(note_worker, path, 3, worker="generator-0", role="generator")
+    note = partial(record_worker_event, path, 3, worker="generator-0", role="generator")
     placed = {"num_devices": 0.5, "is_gpu": True}
     for event in ("joined", "died", "joined", "died"):
         note(event, **placed)
@@ -153,7 +153,7 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
     monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: 3600 * next(hours))
     path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "started", "joined", "left"):
-        note_worker(path, 1, event, num_devices=1, is_gpu=True, **of)
+        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
     found, whole = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
     assert found.held(1, whole)["generator"] == pytest.approx(2.0 * 3)
     assert found.lost(1, whole)["generator"] == pytest.approx(2.0 * 0.5)
@@ -167,7 +167,7 @@ def test_outage_ends_when_its_worker_has_left(
     monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: next(moments))
     path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "left", "started"):
-        note_worker(path, 1, event, num_devices=1, is_gpu=True, **of)
+        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
     found = read_workers(path, {})
     whole = (0.0, 100.0)
     assert found.held(1, whole)["generator"] == 10
@@ -180,7 +180,7 @@ def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_sho
     path = tmp_path / "workers.jsonl"
     for role in ("generator", "trainer", "reward"):
         of = {"worker": role, "role": role, "num_devices": 2, "is_gpu": role != "reward"}
-        note_worker(path, 1, "joined", **of)
+        record_worker_event(path, 1, "joined", **of)
 
     def found(**prices: float) -> dict[str, float]:
         return {of.role: of.rate for of in read_workers(path, prices).tenures}

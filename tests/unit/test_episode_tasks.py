@@ -385,9 +385,9 @@ def test_several_groups_are_judged_at_once_where_the_verifier_waits(
         rollouts = [await generator_tasks.rollout((group,), 0) for group in groups]
         return await reward_tasks.score_and_write(rollouts, is_last_try=True)
 
-    receipts, _, num_at_once = asyncio.run(graph())
+    receipts, _, max_concurrency = asyncio.run(graph())
     assert [len(receipt.trajectories) for receipt in receipts] == [4] * 8
-    assert (running[1], num_at_once) == (most, num_groups)
+    assert (running[1], max_concurrency) == (most, num_groups)
 
 
 def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
@@ -404,6 +404,6 @@ def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
         episode_requests, "worker_context", lambda: SimpleNamespace(executions=None)
     )
     monkeypatch.setattr(episode_requests, "get_client", lambda: None)
-    for function, failed in episode_requests.IF_IT_KILLS.items():
+    for function, failed in episode_requests.RESULT_ON_CRASH.items():
         found = episode_requests.on_reward_worker(function, "of", ["a", "poisoned", "b"])
         assert asyncio.run(found) == ["a!", failed, "b!"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_flow.cluster.health import FailureDetector, SignsOfLife
+from areal_flow.cluster.health import FailureDetector, LivenessSample
 
 
 class Looks:
@@ -14,7 +14,7 @@ class Looks:
         self._detector = FailureDetector(silent_after_s=10.0, lost_after_s=60.0)
 
     def look(self, now: float, *, heartbeat_s: float = 0.0, **workers: tuple[Any, ...]) -> None:
-        signs = {name: SignsOfLife(*seen) for name, seen in workers.items()}
+        signs = {name: LivenessSample(*seen) for name, seen in workers.items()}
         self._found = self._detector.observe(signs, now=now, heartbeat_s=heartbeat_s)
 
     def hung(self) -> list[str]:

@@ -37,7 +37,7 @@ def test_formula_gives_the_operations_that_torch_counts(
     num_minibatches: int, rank: int, num_prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the members of a group share a long prompt."""
-    monkeypatch.setattr(training_sequences, "LEAST_MULTIPLE", 1)
+    monkeypatch.setattr(training_sequences, "PAD_MULTIPLE", 1)
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: False)  # torch counts its own alone
     policy, sequences = small_policy(), make_sequences(16)
     if num_prompt_tokens:
@@ -65,7 +65,7 @@ def test_other_models_of_a_step_count_with_their_own_size(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A critic has a head of one output, a teacher wider layers; M2PO's bound reads it again."""
-    monkeypatch.setattr(training_sequences, "LEAST_MULTIPLE", 1)
+    monkeypatch.setattr(training_sequences, "PAD_MULTIPLE", 1)
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: False)
     policy = small_policy(vocab_size=2000)
     config = deepcopy(policy.config)

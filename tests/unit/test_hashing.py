@@ -61,7 +61,7 @@ def test_hash_beside_other_work_is_that_of_the_same_tensors(
     tensors = {f"{n}": torch.rand(HANDED_OVER_BYTES // 4 + n % 3 - 1) for n in range(9)}
     content = TensorHash()
     with threads() as thread:
-        passed = dict(content.add_beside(in_main_memory(tensors), thread=thread))
+        passed = dict(content.hash_async(in_main_memory(tensors), thread=thread))
     assert hash_tensors(passed) == hash_tensors(tensors)
     assert content.hexdigest() == hash_tensors(tensors)
 

@@ -59,7 +59,7 @@ def test_numbers_and_gradients_are_those_of_a_plain_softmax(
     for name in ("CHUNK_NUMBERS", "CPU_CHUNK_NUMBERS"):
         monkeypatch.setattr(linear_logprobs, name, rows * VOCABULARY)
     monkeypatch.setattr(linear_logprobs, "ADDED_ROWS", 5)
-    monkeypatch.setattr(segments, "has_kernels", lambda device: rows == 3)
+    monkeypatch.setattr(segments, "has_fused_kernels", lambda device: rows == 3)
     torch.manual_seed(0)
     drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
@@ -129,7 +129,7 @@ class Allocated(TorchDispatchMode):
 def test_memory_holds_a_chunk_s_logits_and_one_float32_matrix_of_the_weights_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segments, "has_kernels", lambda device: True)
+    monkeypatch.setattr(segments, "has_fused_kernels", lambda device: True)
     with FakeTensorMode(), Allocated() as mode:
         hidden_MH = torch.empty(4096, 256, dtype=torch.bfloat16, requires_grad=True)
         weight_VH = torch.empty(150_000, 256, requires_grad=True)
@@ -163,7 +163,7 @@ def test_a_policy_has_the_numbers_and_gradients_of_its_own_forward(
     policy = policy_called(name)
     micro = pack_sequences(make_sequences())
     expected = numbers_and_gradients(policy, micro)
-    monkeypatch.setattr(segments, "has_kernels", lambda device: True)
+    monkeypatch.setattr(segments, "has_fused_kernels", lambda device: True)
     monkeypatch.setattr(head, "logits_of", None)
     for one, other in zip(numbers_and_gradients(policy, micro), expected, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-4  # OPT's keys have none

@@ -111,12 +111,12 @@ def test_the_bottleneck_is_named_and_removing_it_helps_most(policy: Policy) -> N
 
 
 def test_more_bandwidth_decodes_faster_and_more_ranks_train_faster(policy: Policy) -> None:
-    recipe, reached = recipe_of(), Efficiencies()
+    recipe, efficiency = recipe_of(), Efficiencies()
     cards = [CARDS[name] for name in ("A100-80GB", "H200-141GB")]
-    slow, fast = (costs_of(recipe, policy, card, LENGTHS, reached) for card in cards)
+    slow, fast = (costs_of(recipe, policy, card, LENGTHS, efficiency) for card in cards)
     assert fast.cached_token_s / slow.cached_token_s == pytest.approx(2.039 / 4.8)
     ranks = with_cluster(recipe, num_trainers=4)
-    shared = costs_of(ranks, policy, cards[0], LENGTHS, reached)
+    shared = costs_of(ranks, policy, cards[0], LENGTHS, efficiency)
     assert shared.train_pair_s == pytest.approx(slow.train_pair_s / 4)
 
 
@@ -128,12 +128,12 @@ def test_a_card_is_named_by_any_part_that_no_other_has() -> None:
 
 
 def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
-    made = replace(job_of(policy, controller={"batch_size": 128}), reached=REACHED)
+    made = replace(job_of(policy, controller={"batch_size": 128}), efficiency=REACHED)
     row = ledger_row(made)
-    found = calibrate(replace(made, reached=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
-    assert found.reached.training == pytest.approx(REACHED.training, rel=0.05)
-    assert found.reached.decode_step_s == pytest.approx(0.02, rel=0.1)
-    assert found.reached.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
+    found = calibrate(replace(made, efficiency=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
+    assert found.efficiency.training == pytest.approx(REACHED.training, rel=0.05)
+    assert found.efficiency.decode_step_s == pytest.approx(0.02, rel=0.1)
+    assert found.efficiency.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
     assert found.predicted_step_s == pytest.approx(row["seconds_step"], rel=0.05)
     assert found.predicted_staleness == pytest.approx(row["staleness_mean"], rel=0.1)
     with pytest.raises(RunError, match="expected 8 steady steps"):
@@ -160,7 +160,7 @@ def test_work_after_a_step_and_before_the_buffer_makes_tokens_older(policy: Poli
 
     def step(num_generators: int, **seconds: float) -> dict[str, float]:
         job = job_of(policy, cluster={"num_generators": num_generators})
-        return ledger_row(replace(job, reached=replace(REACHED, **none | seconds)))
+        return ledger_row(replace(job, efficiency=replace(REACHED, **none | seconds)))
 
     published, without = step(8, publish_s=10.0), step(8)
     assert published["seconds_step"] == pytest.approx(without["seconds_step"] + 10, rel=0.1)
@@ -171,7 +171,7 @@ def test_work_after_a_step_and_before_the_buffer_makes_tokens_older(policy: Poli
 
 def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) -> None:
     """A run is simulated with each number; the plan sees its ledger, and not what it reached."""
-    job = replace(job_of(policy, controller={"batch_size": 128}), reached=REACHED)
+    job = replace(job_of(policy, controller={"batch_size": 128}), efficiency=REACHED)
 
     def with_number(number: int) -> Job:
         return replace(job, recipe=with_cluster(job.recipe, num_generators=number))
@@ -182,9 +182,9 @@ def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) ->
     assert 2 < enough < 7
 
     def planned(number: int) -> int:
-        unknown = replace(with_number(number), reached=ASSUMED)
+        unknown = replace(with_number(number), efficiency=ASSUMED)
         found = calibrate(unknown, [rows[number]] * 12, commit_s=REACHED.commit_s)
-        return enough_generators(replace(unknown, reached=found.reached), (1, 8))
+        return enough_generators(replace(unknown, efficiency=found.efficiency), (1, 8))
 
     first = {start: planned(start) for start in (1, 8)}
     assert {planned(number) for number in first.values()} == {enough}, (first, steps)

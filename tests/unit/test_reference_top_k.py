@@ -33,7 +33,7 @@ VOCABULARY, TEMPERATURE = 13, 0.7
 
 def use_head_of(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute logits as that device does, five tokens at a time; attention as before."""
-    kernels = SimpleNamespace(has_kernels=lambda _: device == "gpu")
+    kernels = SimpleNamespace(has_fused_kernels=lambda _: device == "gpu")
     monkeypatch.setattr(head, "segments", kernels)
     for module in (head, linear_logprobs):
         monkeypatch.setattr(module, "CHUNK_NUMBERS", 5 * VOCABULARY)

@@ -56,8 +56,8 @@ def test_score_is_the_model_s_after_the_last_token_whatever_is_scored_beside_it(
             hidden = reference.model(torch.tensor([ids])).last_hidden_state[0, -1]
             expected.append(float(reference.score(hidden)[0]))
     assert max(expected) - min(expected) > 0.1
-    for num_at_once in (1, 2, 8):
-        found = scores(model, COMPLETIONS, num_at_once=num_at_once)
+    for max_concurrency in (1, 2, 8):
+        found = scores(model, COMPLETIONS, max_concurrency=max_concurrency)
         assert [score.reward for score in found] == pytest.approx(expected, abs=1e-4)
 
 
@@ -162,11 +162,11 @@ def test_absent_directory_and_senseless_limits_are_refused(model: Path) -> None:
 
 
 def test_weights_that_would_be_drawn_at_random_are_refused(model: Path, tmp_path: Path) -> None:
-    lacking = copytree(model, tmp_path / "model")
-    weights = load_file(lacking / "model.safetensors")
+    pending_prefill = copytree(model, tmp_path / "model")
+    weights = load_file(pending_prefill / "model.safetensors")
     del weights["score.weight"]
-    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
-    reward = load_reward("reward_model", Path(), settings={"path": str(lacking)}).reward
+    save_file(weights, pending_prefill / "model.safetensors", metadata={"format": "pt"})
+    reward = load_reward("reward_model", Path(), settings={"path": str(pending_prefill)}).reward
     with pytest.raises(RewardError, match=r"lacks score.weight"):
         reward.open()
 

@@ -14,7 +14,7 @@ from dask.utils import key_split
 
 from areal_flow.cluster import reward_tasks, rollouts
 from areal_flow.cluster.results import Executions, KillsWorkers
-from areal_flow.cluster.rollouts import LINGER_S, DaskRollouts, ReadyGroups, Scoring
+from areal_flow.cluster.rollouts import BATCHING_WINDOW_S, DaskRollouts, Scoring, ScoringBatcher
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.core.errors import InfrastructureError, RewardError, SchemaError
 from areal_flow.core.types import GroupReceipt, Score
@@ -33,7 +33,7 @@ class FakeRewardWorkers:
         *,
         seconds_a_group: float,
         seconds_a_trip: float = 0.0,
-        num_at_once: int = 1,
+        max_concurrency: int = 1,
     ) -> None:
         self.sizes: list[int] = []
         self.registry = self
@@ -42,7 +42,7 @@ class FakeRewardWorkers:
         self._num_workers = num_workers
         self._seconds = seconds_a_group
         self._seconds_a_trip = seconds_a_trip
-        self._num_at_once = num_at_once
+        self._max_concurrency = max_concurrency
 
     def present(self, role: str) -> Sequence[str]:
         return [role] * self._num_workers
@@ -51,20 +51,20 @@ class FakeRewardWorkers:
         self.sizes.append(len(tables))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        seconds = self._seconds * -(-len(tables) // self._num_at_once)
+        seconds = self._seconds * -(-len(tables) // self._max_concurrency)
         await asyncio.sleep(self._seconds_a_trip + seconds)
         self.num_running -= 1
         if "broken" in tables:
             raise RewardError("a verifier cannot be reached")
         found = [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
-        return found, seconds, self._num_at_once
+        return found, seconds, self._max_concurrency
 
 
 def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
     """Return what groups hear: some are ready at once, the next ones ten seconds later."""
 
     async def all_receipts() -> list[Any]:
-        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
         waiting: list[Any] = []
         for tables in arrivals:
             waiting += [asyncio.ensure_future(ready.receipt(table)) for table in tables]
@@ -91,7 +91,7 @@ def test_group_waits_for_others_only_while_some_are_on_their_way(
     workers = FakeRewardWorkers(1, seconds_a_group=0.001)
 
     async def seconds_until_written() -> float:
-        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
         clock = asyncio.get_running_loop().time
         began = clock()
         with ready.counting_rollout() if others_coming else nullcontext():
@@ -99,7 +99,7 @@ def test_group_waits_for_others_only_while_some_are_on_their_way(
         return clock() - began
 
     waited: float = run_in_virtual_time(seconds_until_written())
-    assert waited == pytest.approx(others_coming * LINGER_S + 0.001)
+    assert waited == pytest.approx(others_coming * BATCHING_WINDOW_S + 0.001)
 
 
 def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
@@ -112,7 +112,7 @@ def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
 
 
 def test_groups_of_a_judge_that_waits_are_scored_as_many_together_as_it_is_asked_at_once() -> None:
-    workers = FakeRewardWorkers(1, seconds_a_group=3.0, num_at_once=4)
+    workers = FakeRewardWorkers(1, seconds_a_group=3.0, max_concurrency=4)
     receipts_of(workers, "abcdefghijklmnop")
     assert workers.sizes == [1, 4, 4, 4, 3]
 
@@ -127,10 +127,10 @@ def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=0.001)
 
     async def cancel() -> None:
-        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
         with ready.counting_rollout():
             waiting = asyncio.ensure_future(ready.receipt("a"))  # type: ignore[arg-type]
-            await asyncio.sleep(LINGER_S / 2)
+            await asyncio.sleep(BATCHING_WINDOW_S / 2)
             waiting.cancel()
             await asyncio.sleep(10)
 
@@ -186,7 +186,7 @@ def scores_of(cluster: Poisoned) -> list[float | None]:
     """Return the rewards of a group over rows of which workers die, between two others."""
 
     async def heard() -> list[Any]:
-        ready = ReadyGroups(cluster, cluster)  # type: ignore[arg-type]
+        ready = ScoringBatcher(cluster, cluster)  # type: ignore[arg-type]
         groups = [ready.receipt(name) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
         return await asyncio.gather(*groups)
 
@@ -224,7 +224,7 @@ def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
 
     async def waits() -> list[float]:
         workers = Workers(1, seconds_a_group=0.5, seconds_a_trip=0.25)
-        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
         groups = (ready.receipt(name) for name in "ab")  # type: ignore[arg-type]
         return [receipt.reward_queue_s for receipt in await asyncio.gather(*groups)]
 

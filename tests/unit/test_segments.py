@@ -31,7 +31,7 @@ from areal_flow.policy.models.segments import (
     attend_by_flex,
     attend_by_varlen,
     choose_kernel,
-    has_kernels,
+    has_fused_kernels,
 )
 from areal_flow.training import context, linear_logprobs
 from areal_flow.training.context import ContextLayout
@@ -114,7 +114,7 @@ def attended_alone(
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts take the kernels of a GPU: flash attention by its reference, Flex by itself."""
-    monkeypatch.setattr(segments, "has_kernels", lambda device: True)
+    monkeypatch.setattr(segments, "has_fused_kernels", lambda device: True)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
     let_flex_have_gradients(monkeypatch)
 
@@ -151,7 +151,7 @@ def test_kernel_by_what_a_layer_asks_for(
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
 def test_a_cpu_multiplies_rows(device: str, expected: bool) -> None:
-    assert has_kernels(torch.device(device)) is expected
+    assert has_fused_kernels(torch.device(device)) is expected
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])

@@ -81,7 +81,7 @@ def test_length_is_punished_as_in_equation_13_of_dapo() -> None:
         ("numeric", {"digits": 3}, "has no setting 'digits': it takes no settings"),
         ("format", {"completion": "x"}, "has no setting 'completion'"),
         ("judge", {"url": "localhost:80"}, r"expected url = 'http\(s\)://...'"),
-        ("judge", {"url": "http://localhost", "num_at_once": 0}, "num_at_once >= 1"),
+        ("judge", {"url": "http://localhost", "max_concurrency": 0}, "max_concurrency >= 1"),
         ("judge", {}, "reward 'judge' needs the setting 'url'"),
         ("judge", {"url": "http://localhost", "scale": [1, 0]}, r"scale = .*found \[1, 0\]"),
         ("judge", {"url": "http://localhost", "scale": 5}, "scale = .*found 5"),

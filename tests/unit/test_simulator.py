@@ -20,7 +20,7 @@ from areal_flow.planning.lengths import (
     recorded_lengths,
 )
 from areal_flow.planning.planner import batch_generation_s, steady_state, with_cluster
-from areal_flow.planning.simulator import Simulated, Troubles, simulate
+from areal_flow.planning.simulator import FaultModel, Simulated, simulate
 from areal_flow.planning.virtual_time import VirtualGenerator, run_in_virtual_time
 from tests.flow_fakes import flow_recipe
 
@@ -140,7 +140,7 @@ def test_slow_generators_failures_and_slow_loads_cost_what_they_take_away() -> N
     recipe, costs = recipe_of(2), decoding()
 
     def found(**troubles: Any) -> Simulated:
-        with_them = Troubles(**troubles)
+        with_them = FaultModel(**troubles)
         return simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED, troubles=with_them)
 
     whole = found()

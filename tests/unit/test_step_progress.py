@@ -28,7 +28,10 @@ from areal_flow.training.replicas import ReplicaGroup
 def test_ranks_that_are_waited_for_and_idle_hang(
     idle_s: dict[str, tuple[int, float]], hung: list[str]
 ) -> None:
-    ranks = {name: StepProgress(*found, still_s=found[1]) for name, found in idle_s.items()}
+    ranks = {
+        name: StepProgress(*found, seconds_since_collective=found[1])
+        for name, found in idle_s.items()
+    }
     assert [*hung_ranks(ranks, num_ranks=len(ranks), silent_after_s=10.0)] == hung
 
 
@@ -60,11 +63,11 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
         assert idle_s(5) == 5.0
         now[0] += 0.1
         assert clock.look(rank).idle_s == 5.0
-        rank.num_exchanges += 1
+        rank.num_collectives += 1
         assert idle_s(1) == 0.0
-        assert clock.look(rank).still_s == 0.0
+        assert clock.look(rank).seconds_since_collective == 0.0
         assert idle_s(4, computes=0.5) == 0.0
-        assert clock.look(rank).still_s == pytest.approx(4.0)
+        assert clock.look(rank).seconds_since_collective == pytest.approx(4.0)
         now[0] += 100.0
         assert idle_s(1) == step_progress.LONGEST_LOOK_S, "it was suspended"
     assert idle_s(1) == 0.0

@@ -47,7 +47,7 @@ class KubernetesLauncher(QueuedLauncher):
     program = "kubectl"
     noun = "Pod"
     poll_s = 5.0
-    keeps_ended = True
+    needs_delete = True
 
     def __init__(
         self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path

@@ -132,7 +132,7 @@ class QueuedLauncher(ABC):
     keeps_devices = False
     poll_s = 10.0
     """How often the jobs are listed while nothing seems to end."""
-    keeps_ended = False
+    needs_delete = False
     """Whether ended jobs stay in the system until they are cancelled."""
 
     def __init__(
@@ -223,7 +223,7 @@ class QueuedLauncher(ABC):
             with suppress(OSError, TimeoutError):
                 job.connection.write(END)
                 await asyncio.wait_for(job.disconnected.wait(), GRACE_S + 3.0)
-        if job.id and (self.keeps_ended or not job.disconnected.is_set()):
+        if job.id and (self.needs_delete or not job.disconnected.is_set()):
             await self._cancel(job)
         self._ended(job)
 
@@ -255,7 +255,7 @@ class QueuedLauncher(ABC):
         if found is None or found.has_ended:
             said = _last_line(self.log(job.name, job.id))
             cause = cause_of_end(f"{self.noun} {job.id}", found, said)
-            if found is not None and self.keeps_ended:
+            if found is not None and self.needs_delete:
                 await self._cancel(job)
             self._ended(job, cause)
         elif job.ending_since and monotonic() - job.ending_since > ENDING_LIMIT_S:

@@ -39,31 +39,31 @@ async def write_version_0(
     local = LocalTrainer(parent, wanted)
     last = local.ledger.head if step is None else step
     with threads_kept():
-        reached = await local.begin(checkpoints, at_most=last)
-        if reached is None:
+        replay = await local.begin(checkpoints, at_most=last)
+        if replay is None:
             raise RunError(
                 f"run {parent.name} has no usable checkpoint up to step {last}: expected one that "
                 "can be read and holds the weights of its ledger row, found checkpoints of steps "
                 f"{', '.join(map(str, checkpoints)) or 'none'}"
             )
         if step is not None:
-            await _replay(reached, parent, step=step, on_replayed=on_replayed)
-    weights_hash = reached.hashes.weights_hash
+            await _replay(replay, parent, step=step, on_replayed=on_replayed)
+    weights_hash = replay.hashes.weights_hash
     description = CheckpointState(0, weights_hash, 0, recipe.digest())
     snapshot = take_snapshot(local.rank.backend, description, recipe.trainer.lora)
     if fresh_optimizer:
         snapshot = replace(snapshot, optimizer={})
     write_checkpoint(layout.checkpoints, parent.model, snapshot, writer)
     run_id, optimizer = check_schema_version(parent), fresh_optimizer or "kept"
-    record_parent(layout, Parent(run_id, parent.name, reached.step, weights_hash, optimizer))
+    record_parent(layout, Parent(run_id, parent.name, replay.step, weights_hash, optimizer))
 
 
 async def _replay(
-    reached: LedgerReplay, parent: RunLayout, *, step: int, on_replayed: Callable[[int, int], None]
+    replay: LedgerReplay, parent: RunLayout, *, step: int, on_replayed: Callable[[int, int], None]
 ) -> None:
-    while reached.step < step:
-        on_replayed(reached.step + 1, step)
-        compared = await reached.advance()
+    while replay.step < step:
+        on_replayed(replay.step + 1, step)
+        compared = await replay.advance()
         if compared.forked:
             raise RunError(
                 f"step {compared.step} of run {parent.name} was replayed to weights "

@@ -25,7 +25,7 @@ from areal_flow.policy.models.huggingface import AttentionInterface
 
 ATTENTION_NAME = "areal_flow"
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+IGNORED_KWARGS = frozenset({"position_ids", "use_cache", "cache_position"})
 """Keyword arguments of models whose content a layout has already."""
 
 
@@ -116,7 +116,7 @@ def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> No
     asked = [
         name
         for name, value in arguments.items()
-        if name not in _HARMLESS and value is not None and value is not False
+        if name not in IGNORED_KWARGS and value is not None and value is not False
     ]
     if not getattr(module, "is_causal", True):
         asked.append("attention to later tokens")

@@ -31,7 +31,7 @@ class TensorHash:
         self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         self._digest.update(tensor.flatten().view(torch.uint8).numpy().data)
 
-    def add_beside(
+    def hash_async(
         self, tensors: Iterable[tuple[str, Tensor]], *, thread: Executor
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors, each of which a thread adds while the caller uses it.

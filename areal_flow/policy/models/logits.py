@@ -23,7 +23,7 @@ def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:
 def logits_of_products(policy: Any, products_MV: Tensor) -> Tensor:
     """Return the same of their products with the weights of `linear_head`: scaled, capped."""
     head = policy.get_output_embeddings()
-    return _after_layers(policy, products_MV, {head: _answering(head, lambda given: given)})
+    return _after_layers(policy, products_MV, {head: _stub(head, lambda given: given)})
 
 
 def linear_head(policy: Any) -> nn.Linear | None:
@@ -38,7 +38,7 @@ def linear_head(policy: Any) -> nn.Linear | None:
         taken.append(given)
         return given.new_zeros(*given.shape[:-1], head.out_features)
 
-    _after_layers(policy, hidden_1H, {head: _answering(head, note)})
+    _after_layers(policy, hidden_1H, {head: _stub(head, note)})
     storages = {each.untyped_storage()._cdata for each in (hidden_1H, *taken)}
     return head if taken and len(storages) == 1 else None
 
@@ -50,15 +50,13 @@ def _after_layers(
 
     Some of its modules may be replaced; the policy itself is not touched.
     """
-    layers, answer = policy.get_decoder(), _KnownHidden(last_hidden_state=hidden_MH[None])
-    rest = _replacing(
-        policy, {layers: _answering(layers, lambda *_, **__: answer), **(replaced or {})}
-    )
+    layers, answer = policy.get_decoder(), _PrecomputedHidden(last_hidden_state=hidden_MH[None])
+    rest = _replacing(policy, {layers: _stub(layers, lambda *_, **__: answer), **(replaced or {})})
     with torch.autocast(hidden_MH.device.type, enabled=False):
         return rest.forward().logits.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _answering(module: nn.Module, answer: Callable[..., Any]) -> Any:
+def _stub(module: nn.Module, answer: Callable[..., Any]) -> Any:
     copied = _shallow_copy(module)
     copied.forward = answer
     return copied
@@ -80,7 +78,7 @@ def _shallow_copy(module: nn.Module) -> Any:
     return copied
 
 
-class _KnownHidden(BaseModelOutputWithPast):
+class _PrecomputedHidden(BaseModelOutputWithPast):
     """What a policy's layers returned, as far as logits need it."""
 
     def __getattr__(self, name: str) -> None:

@@ -84,7 +84,7 @@ class PackedLayout:
         self.position_ids = to_device(position_T[None, :], device)
         self._device = device
         self._segments: Segments | None = None
-        if segments.has_kernels(torch.device(device)):
+        if segments.has_fused_kernels(torch.device(device)):
             self._segments = Segments.of(self.places, device)
         self._unfoldings: dict[int, Unfolding] = {}
 

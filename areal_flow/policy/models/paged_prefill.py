@@ -140,7 +140,7 @@ class ChunkLayout:
         from_U = np.concatenate([rows[i] for _, i in holders])
         self._from_U = tensor(from_U) if len(holders) > len(chunks) else slice(None)
         self._segments: Segments | None = None
-        if segments.has_kernels(cache.device):
+        if segments.has_fused_kernels(cache.device):
             lengths = [len(at) for at in positions], [chunk.end for chunk in chunks]
             self._segments = Segments(*lengths, cache.device)
             self._seen_K = cache.places([(chunk.pages, np.arange(chunk.end)) for chunk in chunks])

@@ -42,7 +42,7 @@ Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
 """Returns values `[Q, H, D]` for `query [Q, H, D]`, `key, value [K, G, D]`."""
 
 
-def has_kernels(device: torch.device) -> bool:
+def has_fused_kernels(device: torch.device) -> bool:
     """Return whether a device attends without scores in memory, and multiplies into float32.
 
     Called by the module's name: who plans a GPU's memory on a CPU replaces it.
@@ -61,7 +61,7 @@ class Segments:
     ) -> None:
         """`keys` has the place in the row of each segment's keys; None: they lie as they are."""
         self.keys = keys
-        self.most_queries, self.most_keys = max(query_lengths), max(key_lengths)
+        self.max_seqlen_q, self.most_keys = max(query_lengths), max(key_lengths)
         query_ends, key_ends = (np.cumsum([0, *of]) for of in (query_lengths, key_lengths))
         self.query_ends, self.key_ends = (
             to_device(ends.astype(np.int32), device) for ends in (query_ends, key_ends)
@@ -138,7 +138,7 @@ def attend_by_varlen(
         value,
         segments.query_ends,
         segments.key_ends,
-        segments.most_queries,
+        segments.max_seqlen_q,
         segments.most_keys,
         scale=rule.scale,
         window_size=(-1 if rule.window is None else rule.window - 1, 0),

@@ -142,7 +142,7 @@ class DirectoryWriter:
         try:
             self._prepare(directory)
             with ThreadPoolExecutor(1) as thread:
-                hashed = content.add_beside(in_main_memory(tensors), thread=thread)
+                hashed = content.hash_async(in_main_memory(tensors), thread=thread)
                 self._write(version, hashed, like=described(tensors))
             num_bytes = sum(tensor.nbytes for tensor in described(tensors).values())
             (directory / BYTES_FILE).write_text(str(num_bytes))

@@ -36,7 +36,7 @@ class PrefillPlan:
         alone: bool,
     ) -> None:
         self.tokens_a_step = TOKENS_A_STEP
-        self.lacking: dict[int, None] = {}
+        self.pending_prefill: dict[int, None] = {}
         """Slots, in the order of their turn."""
         self._running = running
         self._pages = pages
@@ -59,7 +59,7 @@ class PrefillPlan:
     def _chunks(self) -> Iterator[_Planned]:
         """Yield chunks, prompts' before members' own, as far as the budget of a step goes."""
         left = self.tokens_a_step
-        for slot in list(self.lacking):
+        for slot in list(self.pending_prefill):
             member = self._running[slot]
             for part, pages, needed, sharing in self._parts(slot, member):
                 end = min(needed, part.num_computed + left)
@@ -74,7 +74,7 @@ class PrefillPlan:
                 if part.num_computed < needed:
                     break
             else:
-                del self.lacking[slot]
+                del self.pending_prefill[slot]
 
     def _parts(
         self, slot: int, member: SampledSequence
@@ -87,11 +87,13 @@ class PrefillPlan:
             needed = prompt.num_shared if member.tokens else prompt.num_tokens
             yield prompt, np.array(prompt.pages), needed, ()
             if held.num_computed < prompt.num_tokens and not self._alone:
-                sharing = [other for other in self.lacking if self._begins_alike(other, slot)]
+                sharing = [
+                    other for other in self.pending_prefill if self._same_prefix(other, slot)
+                ]
                 yield held, pages, prompt.num_tokens, sharing
         yield held, pages, member.num_cached, ()
 
-    def _begins_alike(self, other: int, slot: int) -> bool:
+    def _same_prefix(self, other: int, slot: int) -> bool:
         held, of_other = self._pages.slots[slot], self._pages.slots[other]
-        lacking = (held.prompt, held.num_computed)
-        return other != slot and (of_other.prompt, of_other.num_computed) == lacking
+        prefix = (held.prompt, held.num_computed)
+        return other != slot and (of_other.prompt, of_other.num_computed) == prefix

@@ -122,7 +122,7 @@ class TorchEngine:
 
     def _release(self, slot: int) -> None:
         self._pages.release(slot)
-        self.prefill.lacking.pop(slot, None)
+        self.prefill.pending_prefill.pop(slot, None)
 
     def _place(self, slot: int, member: SampledSequence) -> bool:
         """Take pages for a member that would have this slot; return whether there are enough."""
@@ -135,7 +135,7 @@ class TorchEngine:
             has_pages = self._pending is None and self._place_new(slot, member.request)
         if has_pages:
             self._oldest_versions[slot] = self.version
-            self.prefill.lacking[slot] = None
+            self.prefill.pending_prefill[slot] = None
         return has_pages
 
     def _place_new(self, slot: int, request: GroupRequest) -> bool:
@@ -209,7 +209,7 @@ class TorchEngine:
     def _slots_to_decode(self) -> list[int]:
         """Return the slots whose prefix is computed, each with a page for its next token."""
         running = self._scheduler.running
-        ready = [slot for slot in running if slot not in self.prefill.lacking]
+        ready = [slot for slot in running if slot not in self.prefill.pending_prefill]
         for slot in ready:
             while slot in running and not self._pages.reach(slot, running[slot].num_cached):
                 if not self._close_idle_prompts():
@@ -276,7 +276,7 @@ class TorchEngine:
         if self.settings.interruption == "interrupt":
             started = [slot for slot, member in running.items() if member.tokens]
             self._pages.forget_computed(started)
-            self.prefill.lacking |= dict.fromkeys(started)
+            self.prefill.pending_prefill |= dict.fromkeys(started)
         for slot, member in running.items():
             if self.settings.interruption == "interrupt" or not member.tokens:
                 self._oldest_versions[slot] = self.version

@@ -9,7 +9,7 @@ are busy.
 
 Throughput is the tokens of 8,192 mean completions over the time of a step: the paper's system masks
 no token as too old, and this one does. Sync is eta = 0 with the same split: Figure 5c's bars at 0
-and 4 have the ratio of Table 1's hours, 2.77. Of a machine's 8 cards 6 generate. The bar of eta = 2
+and 4 have the ratio of Table 1's hours, 2.77. Of a machine's 8 GPUs 6 generate. The bar of eta = 2
 is that of 4 again, so it is left out. Steps of one run differ for dozens of steps by its first
 ones, so each figure is the mean of several seeds.
 
@@ -25,8 +25,8 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.planning.cards import card_named
 from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy
+from areal_flow.planning.gpus import gpu_named
 from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.planner import Job, with_cluster
 from areal_flow.planning.shapes import model_config
@@ -61,7 +61,7 @@ class Setting:
     def recipe(self) -> Recipe:
         model = f"DeepSeek-R1-Distill-Qwen-{self.model}"
         recipe = chosen_recipe("deepscaler", {"model": model}, spelling="{}")[1]
-        cards = 8 * self.machines // self.scale
+        gpus = 8 * self.machines // self.scale
         eta = UNBOUNDED if self.eta == inf else int(self.eta)
         changes = {
             "controller": {"max_staleness": eta, "batch_size": 8192 // self.scale},
@@ -71,17 +71,17 @@ class Setting:
             name: getattr(recipe, name).model_copy(update=values)
             for name, values in changes.items()
         }
-        split = {"num_generators": cards * 3 // 4, "num_trainers": cards // 4}
+        split = {"num_generators": gpus * 3 // 4, "num_trainers": gpus // 4}
         schedule = "async" if eta else "sync"
         recipe = recipe.model_copy(update={**sections, "schedule": schedule})
-        return with_cluster(recipe, **split, num_reward_workers=cards)
+        return with_cluster(recipe, **split, num_reward_workers=gpus)
 
     def job(self, efficiency: Efficiencies = ASSUMED) -> Job:
         recipe = self.recipe()
         policy = Policy.of(model_config(recipe.model))
         longest, mean = recipe.generation.max_new_tokens, MEAN_TOKENS[self.model]
         lengths = assumed_lengths(longest, mean=mean)
-        return Job(recipe, policy, card_named("H800-80GB"), 8 * self.machines, lengths, efficiency)
+        return Job(recipe, policy, gpu_named("H800-80GB"), 8 * self.machines, lengths, efficiency)
 
     def simulated(self, efficiency: Efficiencies) -> Iterator[Simulated]:
         """Yield a run of each seed."""

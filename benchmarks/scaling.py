@@ -1,9 +1,9 @@
 """Strong scaling in virtual time: the planner's model of the paper's job to 1,024 GPUs.
 
-1.5B parameters on H800 cards, batches of 8,192, staleness of at most 8, contexts of 16,384 and
-32,768 tokens with 1,024 of them for the prompt, three of four cards for generation as in the paper
+1.5B parameters on H800 GPUs, batches of 8,192, staleness of at most 8, contexts of 16,384 and
+32,768 tokens with 1,024 of them for the prompt, three of four GPUs for generation as in the paper
 (arXiv 2505.24298, section 7.1). Lengths are lognormal with one median, cut at each context.
-`over_ideal` is throughput over that of the fewest cards times the ratio of cards. `bound_by` is the
+`over_ideal` is throughput over that of the fewest GPUs times the ratio of GPUs. `bound_by` is the
 larger of both sides of a step, or `waits` if neither fills it.
 
     python -m benchmarks.scaling [--gpus 32 64 128 256 512 1024] [--json FILE] [--plot FILE]
@@ -61,7 +61,7 @@ def job_of(context: int, num_gpus: int, schedule: str) -> Job:
     trainer = recipe.trainer.model_copy(update={"tokens_per_micro_batch": 32_768})
     recipe = recipe.model_copy(update={"generation": generation, "trainer": trainer})
     lengths = assumed_lengths(longest, mean=CONTEXTS[context] * longest)
-    return Job(recipe, job.policy, job.card, num_gpus, lengths, job.efficiency)
+    return Job(recipe, job.policy, job.gpu, num_gpus, lengths, job.efficiency)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -15,7 +15,7 @@ from areal_flow.core.workers_file import ROLES, read_workers
 from areal_flow.flow.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.queries import Run
-from areal_flow.planning.cards import CARDS
+from areal_flow.planning.gpus import GPUS
 from pipelines.console.tables import Report, Table
 
 PRICED = get_args(Priced)
@@ -101,15 +101,15 @@ def amount(value: float) -> str:
 
 
 def parse_prices(given: Sequence[str]) -> dict[str, float]:
-    """Return prices by role or kind, from `KIND=PRICE`, or `PRICE` of a GPU; a card has its own."""
+    """Return prices by role or kind, from `KIND=PRICE`, or `PRICE` of a GPU; a GPU has its own."""
     found = dict[str, float]()
     for text in given:
         kind, _, price = text.rpartition("=")
         with suppress(ValueError):
-            found[kind or "gpu"] = CARDS[price].price_per_hour if price in CARDS else float(price)
+            found[kind or "gpu"] = GPUS[price].price_per_hour if price in GPUS else float(price)
         if not 0 <= found.get(kind or "gpu", -1.0) < inf or (kind or "gpu") not in PRICED:
             raise ConfigError(
                 f"--price {text}: expected PRICE, or KIND=PRICE with one of {', '.join(PRICED)}; "
-                f"a price is 0 or more, or one of {', '.join(CARDS)}"
+                f"a price is 0 or more, or one of {', '.join(GPUS)}"
             )
     return found

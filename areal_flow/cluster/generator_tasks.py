@@ -19,8 +19,8 @@ from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, sco
 from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
-from areal_flow.core.card_lock import TOGETHER, card_lock
 from areal_flow.core.errors import EngineError, EpisodeError
+from areal_flow.core.gpu_lock import TOGETHER, gpu_lock
 from areal_flow.core.types import (
     Completion,
     EngineStats,
@@ -104,14 +104,14 @@ class GeneratorRole:
             return self._engine
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        """Wait until the trainer is not at its turn, where both have one card."""
+        """Wait until the trainer is not at its turn, where both have one GPU."""
         context = self._context
         if not context.recipe.takes_turns:
             return nullcontext()
-        return card_lock(context.layout.processes_of(context.writer_epoch), TOGETHER)
+        return gpu_lock(context.layout.processes_of(context.writer_epoch), TOGETHER)
 
     async def sleep(self) -> None:
-        """Leave the card to the trainer; requests go on once `serve` is called after its turn."""
+        """Leave the GPU to the trainer; requests go on once `serve` is called after its turn."""
         if self._engine is None or self._is_asleep:  # `serve` may be waiting for its turn
             return
         async with self._loading:
@@ -204,11 +204,11 @@ def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
     """
     settings = recipe.generation
     is_vllm = choose_engine(settings).name == "vllm"
-    if not (is_vllm and recipe.shares_card) or settings.kv_cache_tokens:
+    if not (is_vllm and recipe.shares_gpu) or settings.kv_cache_tokens:
         return settings
     import torch
 
-    from areal_flow.planning.card_memory import planned_cache
+    from areal_flow.planning.gpu_memory import planned_cache
     from areal_flow.training.pretrained import shapes_of
 
     num_bytes = torch.cuda.get_device_properties(settings.device).total_memory
@@ -251,7 +251,7 @@ async def load_weights(version: int, dask_worker: Worker) -> ServedWeights | Non
 
 
 async def sleep(dask_worker: Worker) -> None:
-    """Have this generator leave the card to the trainer. For `client.run`."""
+    """Have this generator leave the GPU to the trainer. For `client.run`."""
     role = worker_context(dask_worker).get(GeneratorRole)
     if role is not None:
         await role.sleep()

@@ -45,7 +45,7 @@ from areal_flow.core.machine import raise_open_files_limit
 from areal_flow.core.workers_file import record_worker_event
 from areal_flow.flow.flow import Flow
 from areal_flow.log.ledger import LedgerReader
-from areal_flow.planning.cards import card_named
+from areal_flow.planning.gpus import gpu_named
 
 DRIVER_OPEN_FILES = 128
 OPEN_FILES_PER_WORKER = 5
@@ -82,7 +82,7 @@ def check_cluster(recipe: Recipe) -> None:
         )
     check_certificates(recipe.cluster.network)
     if recipe.cluster.planned_card:
-        card_named(recipe.cluster.planned_card)
+        gpu_named(recipe.cluster.planned_card)
 
 
 @asynccontextmanager

@@ -175,7 +175,7 @@ class DaskTrainer:
             restore: restores the ledger's head; returns the hash of the weights that the ranks
                 hold then, which differs from the ledger's where a replay forks.
             lost: set whenever a rank's process ends.
-            turn: what surrounds each computation, where generators leave a card for it.
+            turn: what surrounds each computation, where generators leave a GPU for it.
         """
         self._replicas = replicas
         self._restore = restore

@@ -179,7 +179,7 @@ def exchange_timeout_s(device_type: str, weights: Path) -> float:
 
 
 def _release_gpu(rank: TrainerRank, result: Result) -> Result:
-    """Return a result once the card's memory is the generators', if both take turns."""
+    """Return a result once the GPU's memory is the generators', if both take turns."""
     if worker_context().recipe.takes_turns:
         rank.backend.free_memory()
     return result
@@ -213,7 +213,7 @@ def _leave_generator_memory(recipe: Recipe) -> None:
     from areal_flow.rollout.engines.registry import choose_engine
     from areal_flow.training.kernels import bound_memory
 
-    beside = recipe.shares_card and not recipe.takes_turns
+    beside = recipe.shares_gpu and not recipe.takes_turns
     if beside and choose_engine(recipe.generation).name == "vllm":
         bound_memory(1 - recipe.generation.vllm.gpu_memory_utilization)
 

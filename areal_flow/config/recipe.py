@@ -284,15 +284,15 @@ class Recipe(Settings):
         return bool(self.prompts.num_held_out or self.evaluation.held_out)
 
     @property
-    def shares_card(self) -> bool:
+    def shares_gpu(self) -> bool:
         """Whether a trainer and a generator are on the one GPU of one machine."""
-        on_cards = self.trainer.device == self.generation.device == "cuda"
-        return on_cards and self.cluster.has_one_gpu
+        on_gpus = self.trainer.device == self.generation.device == "cuda"
+        return on_gpus and self.cluster.has_one_gpu
 
     @property
     def takes_turns(self) -> bool:
         """Whether each has that GPU alone while it works."""
-        return self.shares_card and self.schedule == "sync"
+        return self.shares_gpu and self.schedule == "sync"
 
     @property
     def groups_per_step(self) -> int:

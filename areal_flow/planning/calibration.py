@@ -61,7 +61,7 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     token. What the controller makes of them is not fitted.
 
     Args:
-        job: with the run's recipe and workers, and the card that each of these had.
+        job: with the run's recipe and workers, and the GPU that each of these had.
         steps: rows of its ledger, without the genesis.
         commit_s: from the end of a group to its place in the log, scoring included.
 

@@ -1,4 +1,4 @@
-"""How long generators and a trainer take on a card: a roofline, with the shares that are reached.
+"""How long generators and a trainer take on a GPU: a roofline, with the shares that are reached.
 
 A generator reads its weights and the keys and values of all its rows for each decode step. A
 trainer computes every pass over every token, and gathers weights and scatters gradients meanwhile.
@@ -12,8 +12,8 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError
-from areal_flow.planning.card_memory import generator_memory
-from areal_flow.planning.cards import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Card
+from areal_flow.planning.gpu_memory import generator_memory
+from areal_flow.planning.gpus import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Gpu
 from areal_flow.planning.lengths import Lengths
 from areal_flow.policy.models.huggingface import on_meta_device
 from areal_flow.policy.models.policy import policy_from_config
@@ -27,7 +27,7 @@ PUBLISH_BYTES_PER_S, LOAD_BYTES_PER_S = 2.55e9, 3.02e9
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """What is reached of a card's rates, and what no rate explains.
+    """What is reached of a GPU's rates, and what no rate explains.
 
     The defaults are the paper's (arXiv 2505.24298), but for `memory` and `reward_s`, which are
     assumed: `training` is 427.4 of 989 TFLOP/s (Figure 6a); both other times are what
@@ -125,12 +125,12 @@ class Policy:
 
 
 def costs_of(
-    recipe: Recipe, policy: Policy, card: Card, lengths: Lengths, efficiency: Efficiencies
+    recipe: Recipe, policy: Policy, gpu: Gpu, lengths: Lengths, efficiency: Efficiencies
 ) -> Costs:
     """Return what the recipe's generators and trainers take, of which `cluster` says the number."""
-    memory = generator_memory(recipe, policy.module, int(card.gib * GIB))
+    memory = generator_memory(recipe, policy.module, int(gpu.gib * GIB))
     parts = recipe.generation.vllm.tensor_parallel_size
-    bandwidth, rate = card.memory_bytes_per_s * efficiency.memory, card.flops * efficiency.training
+    bandwidth, rate = gpu.memory_bytes_per_s * efficiency.memory, gpu.flops * efficiency.training
     shape = policy.shape
     token_flops = shape.token_flops
     pair_flops = 2.0 * shape.attention
@@ -150,9 +150,9 @@ def costs_of(
         cached_token_s=memory.cache_token_bytes / bandwidth,
         prefill_token_s=(token_flops + pair_flops * lengths.decoding_tokens)
         / parts
-        / (card.flops * efficiency.prefill),
+        / (gpu.flops * efficiency.prefill),
         max_rows=max(1, min(recipe.generation.max_num_seqs, fitting)),
-        train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, card)),
+        train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, gpu)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
         trajectory_s=efficiency.trajectory_s,
         publish_s=efficiency.publish_s + weights / PUBLISH_BYTES_PER_S,
@@ -162,14 +162,14 @@ def costs_of(
     )
 
 
-def _communicating_s(recipe: Recipe, weights_bytes: float, passes: float, card: Card) -> float:
+def _communicating_s(recipe: Recipe, weights_bytes: float, passes: float, gpu: Gpu) -> float:
     """Return what ranks exchange for a token: each pass gathers the weights, the backward one too,
     and gradients in float32 are scattered; computing hides it where it takes longer."""
     num_ranks = recipe.cluster.num_trainers
     if num_ranks == 1:
         return 0.0
     within = num_ranks <= GPUS_PER_MACHINE
-    link = card.link_bytes_per_s if within else min(card.link_bytes_per_s, NETWORK_BYTES_PER_S)
+    link = gpu.link_bytes_per_s if within else min(gpu.link_bytes_per_s, NETWORK_BYTES_PER_S)
     exchanged = weights_bytes * (passes - 1 + 2) * (num_ranks - 1) / num_ranks
     rows = num_ranks / recipe.trainer.parallel.context_ranks
     return exchanged / link / (PACKING_FILL * recipe.trainer.tokens_per_micro_batch * rows)

@@ -79,7 +79,7 @@ class RankMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """What of a card this rank takes."""
+        """What of a GPU this rank takes."""
         return int(self.peak_bytes * (1 + FRAGMENTATION)) + RESERVED_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What a run would take on so many cards: split, step time, staleness, money, and what helps."""
+"""What a run would take on so many GPUs: split, step time, staleness, money, and what helps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.flow.bottleneck import Bottleneck, judge_speed
 from areal_flow.flow.flow_setup import groups_in_flight
-from areal_flow.planning.cards import Card
 from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Policy, costs_of
+from areal_flow.planning.gpus import Gpu
 from areal_flow.planning.lengths import Lengths
 from areal_flow.planning.simulator import Simulated, simulate
 
@@ -34,20 +34,20 @@ class Job:
 
     recipe: Recipe
     policy: Policy
-    card: Card
+    gpu: Gpu
     num_gpus: int
     lengths: Lengths
     efficiency: Efficiencies = ASSUMED
 
     def costs(self, recipe: Recipe) -> Costs:
-        return costs_of(recipe, self.policy, self.card, self.lengths, self.efficiency)
+        return costs_of(recipe, self.policy, self.gpu, self.lengths, self.efficiency)
 
     def steady(self, recipe: Recipe) -> SteadyState:
         return steady_state(recipe, self.costs(recipe), self.lengths)
 
     def splits(self) -> Iterator[Recipe]:
-        """Yield the recipe with each split of the cards that its settings allow; trainer and
-        generator share a single card."""
+        """Yield the recipe with each split of the GPUs that its settings allow; trainer and
+        generator share a single GPU."""
         recipe = self.recipe
         parts = recipe.generation.vllm.tensor_parallel_size
         ranks = recipe.trainer.parallel.context_ranks
@@ -80,8 +80,8 @@ class Plan:
         return self.recipe.num_steps * self.simulated.step_s / 3600
 
     def cost(self, price_per_hour: float | None = None) -> float:
-        """Return US dollars to the last step, at a price of a card's hour."""
-        price = self.job.card.price_per_hour if price_per_hour is None else price_per_hour
+        """Return US dollars to the last step, at a price of a GPU's hour."""
+        price = self.job.gpu.price_per_hour if price_per_hour is None else price_per_hour
         return self.hours * self.job.num_gpus * price
 
     @property
@@ -96,7 +96,7 @@ class Plan:
             return Bottleneck(found, "add reward workers: cluster.num_reward_workers")
         if self.recipe.cluster.has_one_gpu:
             shares = f"{steady.generate_s:,.1f} s to generate and {steady.train_s:,.1f} s to train"
-            return Bottleneck(f"The card has both sides of a step: {shares}", "use a second card")
+            return Bottleneck(f"The GPU has both sides of a step: {shares}", "use a second GPU")
         waiting = 1 - min(1.0, steady.train_s / simulated.step_s)
         return judge_speed(waiting, simulated.generators_busy, 0.0)
 
@@ -113,7 +113,7 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
     """Plan a job, with the split that its recipe has, or with the best one.
 
     Raises:
-        ConfigError: no split of so many cards is possible.
+        ConfigError: no split of so many GPUs is possible.
     """
     splits = list(job.splits())
     if not splits:
@@ -175,7 +175,7 @@ def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
     """Return what single changes of a recipe would do to the time of its steps."""
     now = job.steady(recipe).step_s
     changed = {
-        f"{generator_gpus(fastest)} cards that generate and {fastest.cluster.num_trainers} that "
+        f"{generator_gpus(fastest)} GPUs that generate and {fastest.cluster.num_trainers} that "
         "train": fastest,
         "schedule = async": recipe.model_copy(update={"schedule": "async"}),
         "twice the reward workers": with_cluster(
@@ -189,7 +189,7 @@ def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
     found = {name: job.steady(each).step_s / now for name, each in changed.items()}
     more = replace(job, num_gpus=2 * job.num_gpus)
     best = fastest_split(more, list(more.splits()))
-    found["twice the cards, split best"] = more.steady(best).step_s / now
+    found["twice the GPUs, split best"] = more.steady(best).step_s / now
     return {
         name: ratio for name, ratio in sorted(found.items(), key=lambda f: f[1]) if ratio < 0.99
     }

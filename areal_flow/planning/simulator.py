@@ -101,7 +101,7 @@ class VirtualCluster:
         self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: FaultModel = FaultModel()
     ) -> None:
         self._costs, self._lengths, self._troubles = costs, lengths, troubles
-        self._shares_card = recipe.cluster.has_one_gpu
+        self._shares_gpu = recipe.cluster.has_one_gpu
         self._random = random.Random(troubles.seed)
         speeds = troubles.speeds
         how = {"prompt_tokens": lengths.prompt_tokens}
@@ -163,9 +163,9 @@ class VirtualCluster:
         seconds = self._costs.train_s(
             [prompt + sum(span.length for span in each) for each in spans]
         )
-        beside = [each for each in self.generators if self._shares_card and each.num_groups]
+        beside = [each for each in self.generators if self._shares_gpu and each.num_groups]
         for generator in beside:
-            seconds *= 2  # both have half of the card
+            seconds *= 2  # both have half of the GPU
             generator.change_speed(0.5)
         await asyncio.sleep(seconds)
         for generator in beside:

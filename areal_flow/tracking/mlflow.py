@@ -223,9 +223,9 @@ class MlflowTracker:
 
     def _describe_version(self, version: Any, tags: dict[str, str]) -> None:
         if self._description is not None:
-            card = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
-            if version.description != card:
-                self._client.update_model_version(self._model, version.version, card)
+            gpu = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
+            if version.description != gpu:
+                self._client.update_model_version(self._model, version.version, gpu)
         for name, value in tags.items():
             if version.tags.get(name) != value:
                 self._client.set_model_version_tag(self._model, version.version, name, value)

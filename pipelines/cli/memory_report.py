@@ -1,4 +1,4 @@
-"""`areal-flow plan --memory`: what trainer ranks and generators need of a card."""
+"""`areal-flow plan --memory`: what trainer ranks and generators need of a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from areal_flow.config import Recipe
-from areal_flow.planning.card_memory import GeneratorMemory, MemoryPlan, plan_memory
-from areal_flow.planning.cards import GIB, card_bytes
+from areal_flow.planning.gpu_memory import GeneratorMemory, MemoryPlan, plan_memory
+from areal_flow.planning.gpus import GIB, gpu_bytes
 from areal_flow.planning.memory import FRAGMENTATION, RankMemory, trainer_memory
 from areal_flow.planning.shapes import model_config
 from areal_flow.policy.models.policy import policy_from_config
@@ -16,16 +16,16 @@ from areal_flow.training.kernels import RESERVED_BYTES
 from pipelines.console.tables import Report, Table
 
 
-def report_memory(name: str, recipe: Recipe, *, card: str) -> Report:
-    card_bytes(card)  # an unknown one is reported before the step is computed
+def report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
+    gpu_bytes(gpu)  # an unknown one is reported before the step is computed
     config = model_config(recipe.model)
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
-    plan = plan_memory(recipe, trainer_memory(recipe, config), policy, card=card)
+    plan = plan_memory(recipe, trainer_memory(recipe, config), policy, gpu=gpu)
     data: dict[str, Any] = {
         "recipe": name,
-        "card": card,
-        "card_bytes": plan.card_bytes,
+        "gpu": gpu,
+        "gpu_bytes": plan.gpu_bytes,
         "fits": plan.fits,
         "ranks": [
             {
@@ -46,7 +46,7 @@ def report_memory(name: str, recipe: Recipe, *, card: str) -> Report:
             "takes_turns": plan.takes_turns,
         }
         parts.append(Table([_generator_row(generator)], "GiB of a generator"))
-    return Report(data, [*parts, _verdict(plan, card)], code=int(not plan.fits))
+    return Report(data, [*parts, _verdict(plan, gpu)], code=int(not plan.fits))
 
 
 def _row(rank: RankMemory) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def _generator_row(generator: GeneratorMemory) -> dict[str, Any]:
     }
 
 
-def _verdict(plan: MemoryPlan, card: str) -> str:
+def _verdict(plan: MemoryPlan, gpu: str) -> str:
     needed = max(rank.needed_bytes for rank in plan.ranks)
     found = (
-        f"{card}: {_gib(plan.trainer_bytes)} GiB for a trainer rank, {_gib(needed)} needed "
+        f"{gpu}: {_gib(plan.trainer_bytes)} GiB for a trainer rank, {_gib(needed)} needed "
         f"(the peak, {FRAGMENTATION:.0%} for fragmentation and {_gib(RESERVED_BYTES)} for CUDA)"
     )
     if plan.generator and not plan.generator.fits:

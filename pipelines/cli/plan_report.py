@@ -1,4 +1,4 @@
-"""`areal-flow plan --gpus N`: what a run would take on so many cards."""
+"""`areal-flow plan --gpus N`: what a run would take on so many GPUs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.planning.calibration import Calibration
-from areal_flow.planning.card_memory import MemoryPlan, plan_memory
-from areal_flow.planning.cards import GIB, card_named
 from areal_flow.planning.costs import Policy
+from areal_flow.planning.gpu_memory import MemoryPlan, plan_memory
+from areal_flow.planning.gpus import GIB, gpu_named
 from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import trainer_memory
 from areal_flow.planning.planner import Job, Plan, generator_gpus, make_plan
@@ -30,21 +30,21 @@ def report_plan(
     best_split: bool,
     price: float | None,
 ) -> Report:
-    card = card_named(gpu)
+    spec = gpu_named(gpu)
     policy = Policy.of(model_config(recipe.model))
     lengths = (
         lengths_of_run(lengths_of)
         if lengths_of
         else assumed_lengths(recipe.generation.max_new_tokens)
     )
-    job = Job(recipe, policy, card, gpus, lengths)
+    job = Job(recipe, policy, spec, gpus, lengths)
     found = None
     if calibrate_to:
         found = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
         job = replace(job, efficiency=found.efficiency)
     plan = make_plan(job, best=best_split)
     memory = plan_memory(
-        plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, card=gpu
+        plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, gpu=gpu
     )
     data = {"recipe": name, "gpus": gpus, "gpu": gpu} | plan_data(plan, memory, price=price)
     if found:
@@ -70,7 +70,7 @@ def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[st
         "bottleneck": f"{bottleneck.text}. {bottleneck.remedy}".strip(". "),
         "memory": {
             "fits": memory.fits,
-            "card_gib": memory.card_bytes / GIB,
+            "gpu_gib": memory.gpu_bytes / GIB,
             "trainer_rank_gib": rank.needed_bytes / GIB,
             "generator_weights_gib": generator.weights_bytes / GIB if generator else None,
             "generator_cache_tokens": generator.cache_tokens if generator else None,
@@ -91,9 +91,9 @@ def _said(
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in plan.simulated.staleness.items())
     recipe, kept = plan.recipe, data["memory"]
     rows = {
-        "split": "trainer and generator share one card"
+        "split": "trainer and generator share one GPU"
         if recipe.cluster.has_one_gpu
-        else f"{data['num_generator_gpus']} cards generate, {data['num_trainer_gpus']} train",
+        else f"{data['num_generator_gpus']} GPUs generate, {data['num_trainer_gpus']} train",
         "a step": f"{data['step_s']:,.1f} s ({plan.steady.generate_s:,.1f} s to generate a batch, "
         f"{plan.steady.train_s:,.1f} s to train it)",
         "tokens a second": f"{data['generated_tokens_per_second']:,.0f} generated, "
@@ -102,7 +102,7 @@ def _said(
         f"to step {recipe.num_steps}": f"{data['hours']:,.1f} hours, "
         f"{data['cost']:,.0f} US dollars",
         "bottleneck": data["bottleneck"],
-        "memory": f"{kept['trainer_rank_gib']:.1f} of {kept['card_gib']:.1f} GiB for a trainer rank"
+        "memory": f"{kept['trainer_rank_gib']:.1f} of {kept['gpu_gib']:.1f} GiB for a trainer rank"
         + (
             f"; the cache of a generator holds {kept['generator_cache_tokens']:,} tokens"
             if memory.generator

@@ -147,7 +147,7 @@ def plan(
     if memory:
         from pipelines.cli.memory_report import report_memory
 
-        return report_memory(str(recipe or DEFAULT_RECIPE), chosen, card=gpu)
+        return report_memory(str(recipe or DEFAULT_RECIPE), chosen, gpu=gpu)
     if gpus is not None:
         from pipelines.cli.plan_report import report_plan
 

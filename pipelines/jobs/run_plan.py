@@ -17,8 +17,8 @@ from pathlib import Path
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.queries import Run
 from areal_flow.planning.calibration import Calibration, calibrate, steady
-from areal_flow.planning.cards import card_named
 from areal_flow.planning.costs import Policy
+from areal_flow.planning.gpus import gpu_named
 from areal_flow.planning.lengths import Lengths, recorded_lengths
 from areal_flow.planning.planner import Job, enough_generators, with_cluster
 from areal_flow.planning.shapes import model_config
@@ -41,7 +41,7 @@ def lengths_of_run(layout: RunLayout) -> Lengths:
 def job_of_run(layout: RunLayout, *, gpu: str) -> Job:
     recipe, policy = Run(layout.root).recipe, Policy.of(model_config(str(layout.model)))
     num_gpus = recipe.cluster.num_generators + recipe.cluster.num_trainers
-    return Job(recipe, policy, card_named(gpu), num_gpus, lengths_of_run(layout))
+    return Job(recipe, policy, gpu_named(gpu), num_gpus, lengths_of_run(layout))
 
 
 def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibration:

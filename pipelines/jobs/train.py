@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
-from areal_flow.cluster.card_turns import GpuTurns
+from areal_flow.cluster.gpu_turns import GpuTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.template import WorkerTemplate

@@ -1,6 +1,6 @@
-"""A run whose trainer and generators have one card in turns, killed in mid-turn: no card needed.
+"""A run whose trainer and generators have one GPU in turns, killed in mid-turn: no GPU needed.
 
-Each process of it takes its devices for one card (a `sitecustomize` of the test); the torch engine
+Each process of it takes its devices for one GPU (a `sitecustomize` of the test); the torch engine
 sleeps and wakes as vLLM does, but frees nothing.
 """
 
@@ -24,7 +24,7 @@ from tests.struck_run import StruckRun
 
 pytestmark = pytest.mark.slow
 
-ON_ONE_CARD = """
+ON_ONE_GPU = """
 import os
 from areal_flow.config import Recipe
 from areal_flow.rollout.engines import threaded_engine
@@ -53,7 +53,7 @@ ON_A_CPU = {
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StruckRun]:
     customized = tmp_path / "customized"
     customized.mkdir()
-    (customized / "sitecustomize.py").write_text(ON_ONE_CARD)
+    (customized / "sitecustomize.py").write_text(ON_ONE_GPU)
     monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
     struck = StruckRun(tmp_path, customized)
     try:
@@ -69,10 +69,10 @@ def turns(run: StruckRun) -> list[tuple[str, str]]:
 
 
 def is_trainers_turn(run: StruckRun) -> bool:
-    """Return whether the driver holds the card's lock for its trainer."""
+    """Return whether the driver holds the GPU's lock for its trainer."""
     lease = newest_lease(run.layout.writers)
     assert lease is not None
-    with (run.layout.processes_of(lease.writer_epoch) / "card").open("a") as lock:
+    with (run.layout.processes_of(lease.writer_epoch) / "gpu").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

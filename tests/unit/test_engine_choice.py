@@ -70,7 +70,7 @@ def test_run_keeps_the_engine_that_it_began_with(installed: set[str]) -> None:
     assert with_engine(named) == (named, "")
 
 
-ON_A_CARD = VLLMSettings(
+ON_A_GPU = VLLMSettings(
     tensor_parallel_size=4,
     gpu_memory_utilization=0.55,
     quantization="fp8",
@@ -103,7 +103,7 @@ ON_A_CARD = VLLMSettings(
             {"device": "cpu"},
             {"async_scheduling": False, "enforce_eager": True, "block_size": 32},
         ),
-        ({"device": "cuda", "vllm": ON_A_CARD}, ON_A_CARD.model_dump()),
+        ({"device": "cuda", "vllm": ON_A_GPU}, ON_A_GPU.model_dump()),
         (
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
@@ -126,7 +126,7 @@ def test_vllm_is_asked_for_batch_invariant_kernels_where_a_recipe_wants_them() -
     assert values == ["0", "1"]
 
 
-def test_keys_and_values_of_long_contexts_fit_a_card() -> None:
+def test_keys_and_values_of_long_contexts_fit_a_gpu() -> None:
     """All sequences of `deepscaler` at their longest would take 210 GB in bfloat16."""
     settings = load_recipe(ROOT / "pipelines" / "recipes" / "deepscaler.toml").generation
     page_bytes = 64 * 28_672

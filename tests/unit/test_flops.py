@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.objectives import M2PO
-from areal_flow.planning.cards import CARDS
+from areal_flow.planning.gpus import GPUS
 from areal_flow.policy.models import linear
 from areal_flow.policy.models.linear import swap_linear_layers
 from areal_flow.policy.models.lora import add_adapter
@@ -121,7 +121,7 @@ def test_utilization_is_of_the_data_sheet_of_a_known_gpu(name: str, tflops: floa
 
 
 def test_planner_and_utilization_have_the_same_data_sheets() -> None:
-    planned = {name: card.flops for name, card in CARDS.items() if name != "CPU"}
+    planned = {name: gpu.flops for name, gpu in GPUS.items() if name != "CPU"}
     spelled = {name: name.replace("RTX", "RTX ").replace("-", " ") for name in planned}
     assert planned == {name: peak_rate(spelled[name], "bfloat16") for name in planned}
 

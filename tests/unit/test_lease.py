@@ -20,8 +20,8 @@ import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
-from areal_flow.core.card_lock import ALONE, TOGETHER, card_lock
 from areal_flow.core.errors import RunError
+from areal_flow.core.gpu_lock import ALONE, TOGETHER, gpu_lock
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import (
     Fence,
@@ -99,9 +99,9 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nfs")
-def test_run_and_card_can_be_locked_on_nfs(tmp_path: Path) -> None:
+def test_run_and_gpu_can_be_locked_on_nfs(tmp_path: Path) -> None:
     async def take_turn(kind: int) -> None:
-        async with asyncio.timeout(2), card_lock(tmp_path, kind):
+        async with asyncio.timeout(2), gpu_lock(tmp_path, kind):
             pass
 
     with hold_lease(tmp_path) as writer:

@@ -15,8 +15,8 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.layout import RunLayout
 from areal_flow.planning import memory
-from areal_flow.planning.card_memory import plan_memory
-from areal_flow.planning.cards import GIB, card_bytes
+from areal_flow.planning.gpu_memory import plan_memory
+from areal_flow.planning.gpus import GIB, gpu_bytes
 from areal_flow.planning.memory import RankMemory, longest_rows, memory_of_step, trainer_memory
 from areal_flow.planning.shapes import model_config
 from areal_flow.policy.models.huggingface import AutoConfig
@@ -185,7 +185,7 @@ def test_shapes_known_by_name_have_as_many_weights_as_is_published(
     assert found / 1e9 == pytest.approx(billions, abs=0.001)
 
 
-def test_a_card_that_is_shared_has_what_the_generator_leaves() -> None:
+def test_a_gpu_that_is_shared_has_what_the_generator_leaves() -> None:
     with torch.device("meta"):
         policy = policy_from_config(config(), device="meta")
     device = {"device": "cuda"}
@@ -193,26 +193,26 @@ def test_a_card_that_is_shared_has_what_the_generator_leaves() -> None:
     generation = {**device, "engine": "vllm", "max_model_len": 2048, "vllm": vllm}
     trainer = {**device, "tokens_per_micro_batch": 4096}
     parts = {"generation": generation, "trainer": trainer}
-    half = card_bytes("H100-80GB") // 2
+    half = gpu_bytes("H100-80GB") // 2
     rank = RankMemory(0, int(0.8 * half), {"parameters": int(0.8 * half)})
     shared, apart = (
         build_recipe({**parts, "cluster": {"num_gpus": num}}, source="") for num in (1, 2)
     )
-    of_one = plan_memory(shared, [rank], policy, card="H100-80GB")
-    of_two = plan_memory(apart, [rank], policy, card="A100-40GB")
+    of_one = plan_memory(shared, [rank], policy, gpu="H100-80GB")
+    of_two = plan_memory(apart, [rank], policy, gpu="A100-40GB")
     assert of_one.trainer_bytes == pytest.approx(half, abs=1)
     assert of_one.fits
     assert of_one.generator
     assert of_one.generator.cache_token_bytes == 2 * 2 * 2 * 32 * 4
-    assert of_two.trainer_bytes == of_two.card_bytes
+    assert of_two.trainer_bytes == of_two.gpu_bytes
     larger = RankMemory(0, half, {"parameters": half})
-    assert not plan_memory(shared, [larger], policy, card="H100-80GB").fits
+    assert not plan_memory(shared, [larger], policy, gpu="H100-80GB").fits
 
 
-def test_a_card_in_turns_has_room_for_either_and_for_what_the_other_keeps() -> None:
+def test_a_gpu_in_turns_has_room_for_either_and_for_what_the_other_keeps() -> None:
     with torch.device("meta"):
         policy = policy_from_config(config(), device="meta")
-    card = card_bytes("H100-80GB")
+    gpu = gpu_bytes("H100-80GB")
 
     def fits(needed: float, kept: float, taken: float, schedule: str = "sync") -> bool:
         vllm = {"gpu_memory_utilization": taken}
@@ -222,9 +222,9 @@ def test_a_card_in_turns_has_room_for_either_and_for_what_the_other_keeps() -> N
             "trainer": {"device": "cuda"},
             "cluster": {"num_gpus": 1},
         }
-        rank = RankMemory(0, int(needed * card), {}, kept_bytes=int(kept * card))
+        rank = RankMemory(0, int(needed * gpu), {}, kept_bytes=int(kept * gpu))
         chosen = build_recipe(table, source="")
-        return plan_memory(chosen, [rank], policy, card="H100-80GB").fits
+        return plan_memory(chosen, [rank], policy, gpu="H100-80GB").fits
 
     assert fits(0.8, 0.2, taken=0.7)
     assert not fits(0.8, 0.2, taken=0.7, schedule="async"), "both at a time"
@@ -240,9 +240,9 @@ def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
     arguments += ["--generation.max-model-len", "64", "--gpu", "L4-24GB"]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"recipe", "card_bytes", "fits", "ranks"} <= found.keys()
+    assert {"recipe", "gpu_bytes", "fits", "ranks"} <= found.keys()
     assert (found["recipe"], found["fits"]) == ("arithmetic", True)
-    assert found["card_bytes"] == 22 * GIB
+    assert found["gpu_bytes"] == 22 * GIB
     (rank,) = found["ranks"]
     assert rank["peak_bytes"] == sum(rank["by_kind"].values())
     assert list(rank["by_kind"])[:3] == ["parameters", "gradients", "optimizer"]
@@ -255,7 +255,7 @@ def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
         (["--model", "Qwen2.5-7B", "--gpu", "A100"], "expected one of RTX4080-16GB"),
     ],
 )
-def test_an_unknown_model_or_card_is_refused_with_those_that_are_known(
+def test_an_unknown_model_or_gpu_is_refused_with_those_that_are_known(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--memory", "arithmetic", *arguments]) == 2

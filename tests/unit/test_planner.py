@@ -11,8 +11,8 @@ import pytest
 from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.planning.calibration import calibrate
-from areal_flow.planning.cards import CARDS, card_named
 from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, costs_of
+from areal_flow.planning.gpus import GPUS, gpu_named
 from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import RankMemory
 from areal_flow.planning.planner import (
@@ -62,7 +62,7 @@ def recipe_of(**sections: Any) -> Recipe:
 
 
 def job_of(policy: Policy, num_gpus: int = 8, **sections: Any) -> Job:
-    return Job(recipe_of(**sections), policy, CARDS["H100-80GB"], num_gpus, LENGTHS)
+    return Job(recipe_of(**sections), policy, GPUS["H100-80GB"], num_gpus, LENGTHS)
 
 
 def test_a_split_is_the_recipes_unless_the_best_one_is_asked_for(policy: Policy) -> None:
@@ -92,11 +92,11 @@ def test_splits_are_whole_generators_and_whole_rows_of_ranks(policy: Policy) -> 
         make_plan(replace(job, num_gpus=3))
 
 
-def test_money_is_hours_of_all_cards_at_a_price(policy: Policy) -> None:
+def test_money_is_hours_of_all_gpus_at_a_price(policy: Policy) -> None:
     plan = make_plan(job_of(policy))
     assert plan.hours == pytest.approx(plan.recipe.num_steps * plan.simulated.step_s / 3600)
     assert plan.cost(3.0) == pytest.approx(plan.hours * 8 * 3)
-    assert plan.cost() == pytest.approx(plan.hours * 8 * CARDS["H100-80GB"].price_per_hour)
+    assert plan.cost() == pytest.approx(plan.hours * 8 * GPUS["H100-80GB"].price_per_hour)
 
 
 def test_the_bottleneck_is_named_and_removing_it_helps_most(policy: Policy) -> None:
@@ -112,19 +112,19 @@ def test_the_bottleneck_is_named_and_removing_it_helps_most(policy: Policy) -> N
 
 def test_more_bandwidth_decodes_faster_and_more_ranks_train_faster(policy: Policy) -> None:
     recipe, efficiency = recipe_of(), Efficiencies()
-    cards = [CARDS[name] for name in ("A100-80GB", "H200-141GB")]
-    slow, fast = (costs_of(recipe, policy, card, LENGTHS, efficiency) for card in cards)
+    gpus = [GPUS[name] for name in ("A100-80GB", "H200-141GB")]
+    slow, fast = (costs_of(recipe, policy, gpu, LENGTHS, efficiency) for gpu in gpus)
     assert fast.cached_token_s / slow.cached_token_s == pytest.approx(2.039 / 4.8)
     ranks = with_cluster(recipe, num_trainers=4)
-    shared = costs_of(ranks, policy, cards[0], LENGTHS, efficiency)
+    shared = costs_of(ranks, policy, gpus[0], LENGTHS, efficiency)
     assert shared.train_pair_s == pytest.approx(slow.train_pair_s / 4)
 
 
-def test_a_card_is_named_by_any_part_that_no_other_has() -> None:
-    assert card_named("4090") is CARDS["RTX4090-24GB"]
-    assert card_named("H200") is CARDS["H200-141GB"]
-    with pytest.raises(ConfigError, match="'A100' is no card"):
-        card_named("A100")
+def test_a_gpu_is_named_by_any_part_that_no_other_has() -> None:
+    assert gpu_named("4090") is GPUS["RTX4090-24GB"]
+    assert gpu_named("H200") is GPUS["H200-141GB"]
+    with pytest.raises(ConfigError, match="'A100' is no GPU"):
+        gpu_named("A100")
 
 
 def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
@@ -192,7 +192,7 @@ def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) ->
 
 @pytest.mark.parametrize("eta", [0, 4])
 def test_the_model_has_the_papers_hours(eta: int) -> None:
-    """Of sync and async, Table 1: here with a sixteenth of batch and cards."""
+    """Of sync and async, Table 1: here with a sixteenth of batch and GPUs."""
     hours = 250 * Setting("1.5B", 16, eta=eta, scale=16, seeds=2).step_s(ASSUMED) / 3600
     assert hours == pytest.approx(HOURS[eta, "1.5B"], rel=0.1)
 
@@ -220,7 +220,7 @@ def test_the_command_prints_a_plan_as_one_object(
     assert {"step_s", "trained_tokens_per_second", "staleness_mean", "bottleneck"} < data.keys()
     assert main([*command, "1", "--cluster.num-reward-workers", "1000"]) == 0
     said = capsys.readouterr().out
-    assert "trainer and generator share one card" in said
-    assert "The card has both sides of a step" in said
+    assert "trainer and generator share one GPU" in said
+    assert "The GPU has both sides of a step" in said
     assert "bottleneck" in said
     assert main(["plan", "--price", "2"]) == 2

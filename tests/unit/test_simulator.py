@@ -159,14 +159,14 @@ def test_scoring_may_be_the_slowest_part() -> None:
     assert found.step_s == pytest.approx(BATCH_SIZE * 0.2, rel=0.05)
 
 
-def test_on_one_card_generation_and_training_take_the_time_of_both() -> None:
+def test_on_one_gpu_generation_and_training_take_the_time_of_both() -> None:
     recipe = with_cluster(recipe_of(2, generators=1), num_gpus=1)
     alone = with_cluster(recipe, num_gpus=2)
     costs = decoding(train_token_s=5e-5)
     shared, parted = (
         simulate(each, costs, LENGTHS, num_skipped=SKIPPED) for each in (recipe, alone)
     )
-    # The generator works all the time, so a step is as long as both of its sides on cards alone.
+    # The generator works all the time, so a step is as long as both of its sides on GPUs alone.
     side_s = parted.generators_busy * parted.step_s
     assert shared.generators_busy == pytest.approx(1.0, abs=0.02)
     assert shared.step_s == pytest.approx(side_s + parted.train_s, rel=0.1)

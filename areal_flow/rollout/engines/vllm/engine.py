@@ -97,7 +97,7 @@ class VLLMEngine:
             self._switch_weights()
 
     def suspend(self) -> None:
-        """Leave the card: weights go to main memory, keys and values are computed again later."""
+        """Leave the GPU: weights go to main memory, keys and values are computed again later."""
         self._core.call("sleep", SLEEP_LEVEL, "keep")  # running requests stay
 
     def resume(self) -> None:

@@ -1,7 +1,7 @@
-"""The lock of the one card of a run whose trainer and generators take turns.
+"""The lock of the one GPU of a run whose trainer and generators take turns.
 
 The driver holds it for the trainer's turn, so that its death ends the turn. Generators hold it
-together, each while it takes memory of the card: a new one waits although nobody has told it to.
+together, each while it takes memory of the GPU: a new one waits although nobody has told it to.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ POLL_S = 0.05
 
 
 @asynccontextmanager
-async def card_lock(processes: Path, kind: int) -> AsyncIterator[None]:
+async def gpu_lock(processes: Path, kind: int) -> AsyncIterator[None]:
     """Hold the lock that stands in the folder of a driver's processes."""
-    with (processes / "card").open("a+") as file:
+    with (processes / "gpu").open("a+") as file:
         while True:
             try:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)

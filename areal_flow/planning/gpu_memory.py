@@ -1,4 +1,4 @@
-"""Whether trainer ranks and generators fit their cards."""
+"""Whether trainer ranks and generators fit their GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from areal_flow.config import Recipe
 from areal_flow.core.errors import EngineError
-from areal_flow.planning.cards import GIB, card_bytes
+from areal_flow.planning.gpus import GIB, gpu_bytes
 from areal_flow.planning.memory import RankMemory
 from areal_flow.policy.models.policy import DTYPES
 from areal_flow.rollout.engines.protocol import GenerationSettings
@@ -24,13 +24,13 @@ ENGINE_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class GeneratorMemory:
-    """A generator's on each of its cards."""
+    """A generator's on each of its GPUs."""
 
     weights_bytes: int
     cache_token_bytes: int
     """Of the keys and values of one token."""
     taken_bytes: int
-    """All that it takes of the card, which the cache fills up."""
+    """All that it takes of the GPU, which the cache fills up."""
     longest_tokens: int
     """Of a sequence, which the cache must hold."""
 
@@ -46,27 +46,27 @@ class GeneratorMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    card_bytes: int
+    gpu_bytes: int
     ranks: Sequence[RankMemory]
     generator: GeneratorMemory | None
     """None on a CPU."""
-    shares_card: bool
+    shares_gpu: bool
     """Whether trainer and generator are on the same one."""
     takes_turns: bool = False
     """Whether each of the two leaves it while the other works, but for what it keeps."""
 
     @property
     def trainer_bytes(self) -> int:
-        """What is left of a card for a trainer rank."""
-        if not self.generator or not self.shares_card:
-            return self.card_bytes
-        return self.card_bytes - (ENGINE_BYTES if self.takes_turns else self.generator.taken_bytes)
+        """What is left of a GPU for a trainer rank."""
+        if not self.generator or not self.shares_gpu:
+            return self.gpu_bytes
+        return self.gpu_bytes - (ENGINE_BYTES if self.takes_turns else self.generator.taken_bytes)
 
     @property
     def generator_bytes(self) -> int:
-        """What is left of a card for a generator, beside what a trainer at rest keeps."""
+        """What is left of a GPU for a generator, beside what a trainer at rest keeps."""
         kept = max(rank.kept_bytes for rank in self.ranks) + RESERVED_BYTES
-        return self.card_bytes - (kept if self.takes_turns else 0)
+        return self.gpu_bytes - (kept if self.takes_turns else 0)
 
     @property
     def fits(self) -> bool:
@@ -78,17 +78,17 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe, ranks: Sequence[RankMemory], policy: nn.Module, *, card: str
+    recipe: Recipe, ranks: Sequence[RankMemory], policy: nn.Module, *, gpu: str
 ) -> MemoryPlan:
-    """Return who takes what of a card.
+    """Return who takes what of a GPU.
 
     Args:
         policy: of the recipe's shapes; its tensors may be on the meta device.
     """
-    num_bytes = card_bytes(card)
-    on_card = torch.device(recipe.generation.device).type == "cuda"
-    generator = generator_memory(recipe, policy, num_bytes) if on_card else None
-    return MemoryPlan(num_bytes, ranks, generator, recipe.shares_card, recipe.takes_turns)
+    num_bytes = gpu_bytes(gpu)
+    on_gpu = torch.device(recipe.generation.device).type == "cuda"
+    generator = generator_memory(recipe, policy, num_bytes) if on_gpu else None
+    return MemoryPlan(num_bytes, ranks, generator, recipe.shares_gpu, recipe.takes_turns)
 
 
 def planned_cache(recipe: Recipe, policy: Any, num_bytes: int) -> GenerationSettings:

@@ -1,4 +1,4 @@
-"""The turns of a trainer and of generators that have one card together.
+"""The turns of a trainer and of generators that have one GPU together.
 
 | who                                   | waits for                     | unblocked by       |
 |---------------------------------------|-------------------------------|--------------------|
@@ -20,7 +20,7 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.weights_loading import answer_of
-from areal_flow.core.card_lock import ALONE, card_lock
+from areal_flow.core.gpu_lock import ALONE, gpu_lock
 
 
 class GpuTurns:
@@ -33,7 +33,7 @@ class GpuTurns:
     @asynccontextmanager
     async def of_trainer(self) -> AsyncIterator[None]:
         """Have all generators sleep during the block, and wake unless it fails."""
-        async with card_lock(self._processes, ALONE):
+        async with gpu_lock(self._processes, ALONE):
             await asyncio.gather(*map(self._send_to_sleep, self._generators()))
             yield
         await asyncio.gather(*map(self._wake, self._generators()))
@@ -46,7 +46,7 @@ class GpuTurns:
         failed = not answer.done() or answer.exception() is not None
         if failed or any(isinstance(found, Exception) for found in answer.result().values()):
             answer.cancel()
-            await self._pool.replace(record.address, why="it did not leave the card to the trainer")
+            await self._pool.replace(record.address, why="it did not leave the GPU to the trainer")
 
     async def _wake(self, record: WorkerRecord) -> None:
         """Have it go on with the weights that it has; one that cannot is started again."""

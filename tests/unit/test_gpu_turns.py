@@ -1,4 +1,4 @@
-"""One card in turns: generators sleep while the trainer trains, and nothing is asked of them."""
+"""One GPU in turns: generators sleep while the trainer trains, and nothing is asked of them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from areal_flow.cluster import generator_tasks
-from areal_flow.cluster.card_turns import GpuTurns
 from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
+from areal_flow.cluster.gpu_turns import GpuTurns
 from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.trainer_tasks import _leave_generator_memory
 from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
-from areal_flow.core.card_lock import ALONE, card_lock
 from areal_flow.core.errors import EngineError, TrainerLost
+from areal_flow.core.gpu_lock import ALONE, gpu_lock
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import EngineStats, StepRequest
-from areal_flow.planning.card_memory import generator_memory
-from areal_flow.planning.cards import GIB
+from areal_flow.planning.gpu_memory import generator_memory
+from areal_flow.planning.gpus import GIB
 from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.policy.weights.media import ChosenChannel
 from areal_flow.rollout.engines import registry
@@ -50,7 +50,7 @@ def in_turns(**changed: Any) -> Recipe:
     return build_recipe({**table, **changed}, source="test")
 
 
-class CardEngine:
+class GpuEngine:
     """An `Engine` that notes what is asked of it, and while it sleeps refuses all but `wake`."""
 
     def __init__(self, happened: list[str]) -> None:
@@ -97,16 +97,16 @@ class Driver:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         layout, self.happened = RunLayout(root), list[str]()
-        self.engines: list[CardEngine] = []
+        self.engines: list[GpuEngine] = []
         write_model_directory(layout.model)
         publish_model_directory(layout.model, layout.weights_of(EPOCH))
         layout.config.write_text(dump_recipe(in_turns()))
         self.processes = layout.processes_of(EPOCH)
         self.processes.mkdir(parents=True)
 
-        async def start(_: Path, settings: GenerationSettings, *__: Any) -> CardEngine:
+        async def start(_: Path, settings: GenerationSettings, *__: Any) -> GpuEngine:
             self.settings = settings
-            self.engines.append(CardEngine(self.happened))
+            self.engines.append(GpuEngine(self.happened))
             return self.engines[-1]
 
         monkeypatch.setattr(os, "setpgrp", lambda: None)
@@ -168,7 +168,7 @@ def within_seconds(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
 
 
-def test_a_shared_card_is_taken_in_turns_by_the_sync_schedule_alone() -> None:
+def test_a_shared_gpu_is_taken_in_turns_by_the_sync_schedule_alone() -> None:
     chosen = in_turns()
     assert chosen.takes_turns
     assert chosen.generation.vllm.enable_sleep_mode
@@ -314,9 +314,9 @@ def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awa
 ) -> None:
     program = (
         "import asyncio, pathlib, sys\n"
-        "from areal_flow.core.card_lock import ALONE, card_lock\n"
+        "from areal_flow.core.gpu_lock import ALONE, gpu_lock\n"
         "async def hold():\n"
-        "    async with card_lock(pathlib.Path(sys.argv[1]), ALONE):\n"
+        "    async with gpu_lock(pathlib.Path(sys.argv[1]), ALONE):\n"
         "        print('held', flush=True)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(hold())\n"
@@ -328,7 +328,7 @@ def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awa
             assert killed.stdout is not None
             assert killed.stdout.readline() == b"held\n"
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2), card_lock(driver.processes, ALONE):
+                async with asyncio.timeout(0.2), gpu_lock(driver.processes, ALONE):
                     pass
             killed.kill()
         await driver.role.generate(None)  # type: ignore[arg-type]

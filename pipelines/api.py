@@ -185,15 +185,15 @@ def _resume(
     if given:
         raise ConfigError(f"expected resume without {', '.join(given)}: a run keeps its own")
     began = monotonic()
-    found = _found_run(runs, run, argument="resume")
-    if found.step is not None:
+    reference = _found_run(runs, run, argument="resume")
+    if reference.step is not None:
         raise ConfigError(
             f"expected resume without a step, found {run!r}: a run goes on from where it stands. "
             f"To begin a new run with that step's policy: source={run!r}"
         )
-    recipe = jobs.recipe_to_resume(found.run, nest(settings))
-    jobs.resume(jobs.TRAINING, found.run, recipe, accept_verifier=accept_verifier, began=began)
-    return open_run(found.run.root)
+    recipe = jobs.recipe_to_resume(reference.run, nest(settings))
+    jobs.resume(jobs.TRAINING, reference.run, recipe, accept_verifier=accept_verifier, began=began)
+    return open_run(reference.run.root)
 
 
 def _beginning(
@@ -210,8 +210,8 @@ def _beginning(
         return jobs.DEFAULT_RECIPE if recipe is None and "prompts" not in given else recipe
     if recipe is not None:
         raise ConfigError("expected a recipe or a source, found both")
-    found = _found_run(runs, source, argument="source")
-    return fork_of(found, reset_optimizer="reset_optimizer" in given)
+    reference = _found_run(runs, source, argument="source")
+    return fork_of(reference, reset_optimizer="reset_optimizer" in given)
 
 
 def _found_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:

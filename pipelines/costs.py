@@ -44,14 +44,14 @@ def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCos
     accounting, rows = CostAccounting(), LedgerReader(layout).rows(COLUMNS, since=1)
     steps = [accounting.add(row, workers) for row in rows]
     num_trained, whole = sum(row["num_trained_tokens"] for row in rows), accounting.whole(workers)
-    found = {
+    costs = {
         "run": layout.name,
         "unit": "money" if workers.has_prices else "device seconds",
         "by_use": (of_uses := by_use(whole)),
         "by_role": {role: {use: whole[role, use] for use in USES} for role in ROLES},
         "million_trained_tokens": 1e6 * of_uses["total"] / num_trained if num_trained else None,
     }
-    return found, steps
+    return costs, steps
 
 
 def trajectory_costs(run: Run, steps: Iterable[StepCost], *, waiting: float) -> pl.DataFrame:
@@ -63,8 +63,8 @@ def trajectory_costs(run: Run, steps: Iterable[StepCost], *, waiting: float) -> 
     schema = {"step": pl.Int64, "trained": pl.Float64, "discarded": pl.Float64}
     with closing(run.database()) as database:
         database.register("token_costs", pl.DataFrame(tokens, schema, orient="row").to_arrow())
-        found = database.sql(_TRAJECTORIES, params={"waiting": waiting})
-        return pl.DataFrame(found.to_arrow_table())
+        relation = database.sql(_TRAJECTORIES, params={"waiting": waiting})
+        return pl.DataFrame(relation.to_arrow_table())
 
 
 def report_costs(
@@ -72,19 +72,19 @@ def report_costs(
 ) -> Report:
     data, parts = list[dict[str, Any]](), list[Any]()
     for run in runs:
-        found, of_steps = costs_of(run, prices)
-        rows = trajectory_costs(run, of_steps, waiting=found["by_use"]["waiting"])
+        costs, of_steps = costs_of(run, prices)
+        rows = trajectory_costs(run, of_steps, waiting=costs["by_use"]["waiting"])
         discarded = rows.filter(status="discarded").group_by("reason").agg(pl.sum("cost"))
         reasons = dict(discarded.sort("reason").iter_rows())
         steps = [{"step": each.step, **by_use(each.accounts)} for each in of_steps] * by_step
         dearest = rows.head(num_trajectories).to_dicts()
         more = {"discarded_by_reason": reasons, "steps": steps, "trajectories": dearest}
-        data.append({**found, **more})
-        roles = [{"role": r, **of, "total": sum(of.values())} for r, of in found["by_role"].items()]
-        roles.append({"role": "all", **found["by_use"]})
-        parts.append(Table(_texts(roles), f"{found['run']}, {found['unit']}"))
+        data.append({**costs, **more})
+        roles = [{"role": r, **of, "total": sum(of.values())} for r, of in costs["by_role"].items()]
+        roles.append({"role": "all", **costs["by_use"]})
+        parts.append(Table(_texts(roles), f"{costs['run']}, {costs['unit']}"))
         parts += [f"Discarded, {why}: {amount(cost)}" for why, cost in reasons.items()]
-        if million := found["million_trained_tokens"]:
+        if million := costs["million_trained_tokens"]:
             parts.append(f"A million trained tokens, all included: {amount(million)}")
         tables = {"By step": steps, "The dearest trajectories": dearest}
         parts += [Table(_texts(table), title) for title, table in tables.items() if table]
@@ -102,14 +102,14 @@ def amount(value: float) -> str:
 
 def parse_prices(given: Sequence[str]) -> dict[str, float]:
     """Return prices by role or kind, from `KIND=PRICE`, or `PRICE` of a GPU; a GPU has its own."""
-    found = dict[str, float]()
+    prices = dict[str, float]()
     for text in given:
         kind, _, price = text.rpartition("=")
         with suppress(ValueError):
-            found[kind or "gpu"] = GPUS[price].price_per_hour if price in GPUS else float(price)
-        if not 0 <= found.get(kind or "gpu", -1.0) < inf or (kind or "gpu") not in PRICED:
+            prices[kind or "gpu"] = GPUS[price].price_per_hour if price in GPUS else float(price)
+        if not 0 <= prices.get(kind or "gpu", -1.0) < inf or (kind or "gpu") not in PRICED:
             raise ConfigError(
                 f"--price {text}: expected PRICE, or KIND=PRICE with one of {', '.join(PRICED)}; "
                 f"a price is 0 or more, or one of {', '.join(GPUS)}"
             )
-    return found
+    return prices

@@ -75,21 +75,21 @@ def _copy_without(source: Path, directory: Path, *names: str) -> None:
     )
 
 
-def trace_model(found: Reference, *, step: int | None = None) -> Traced:
+def trace_model(reference: Reference, *, step: int | None = None) -> Traced:
     """Return the lineage of a registered version, or of a run's step, by default its last."""
     from areal_flow.log.queries import Run
 
-    run = Run(found.run.root)
-    if found.directory is not None and found.step is None:
+    run = Run(reference.run.root)
+    if reference.directory is not None and reference.step is None:
         raise ModelError(
-            f"expected a step of run {found.run.name}, found {found.text}, which is of fine-tuning "
-            "before step 0"
+            f"expected a step of run {reference.run.name}, found {reference.text}, which is of "
+            "fine-tuning before step 0"
         )
-    step = chosen_step(found, step, option="--step")
+    step = chosen_step(reference, step, option="--step")
     steps = run.steps("arrow", columns=["step"])["step"].to_pylist() if step is None else [step]
     if not steps:
-        raise ModelError(f"{found.run.name} has no policy yet: its ledger is empty")
+        raise ModelError(f"{reference.run.name} has no policy yet: its ledger is empty")
     lineage, recorded = run.lineage(max(steps)), {}
-    if version := found.registered:
+    if version := reference.registered:
         recorded["the registered version"] = version.tags.get("weights_hash", "none")
     return Traced(lineage, version, lineage.hash_checks(recorded))

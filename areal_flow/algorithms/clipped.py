@@ -48,13 +48,13 @@ class ClippedTokens(ComposedAlgorithm):
         """
         ratio_T = bounded_exp(log_ratio_T)
         high = self.epsilon_high or self.epsilon
-        found = clipped_objective(ratio_T, inputs, low=self.epsilon, high=high)
+        clipped = clipped_objective(ratio_T, inputs, low=self.epsilon, high=high)
         if self.dual_clip is None:
-            return found
+            return clipped
         floor_T = self.dual_clip * inputs.advantages_T
-        ended_T = (inputs.advantages_T < 0) & (found.values_T < floor_T).detach()
-        values_T = floor_T.where(ended_T, found.values_T)
-        return Objective(values_T, ratio_T, found.low_T, found.high_T | ended_T)
+        ended_T = (inputs.advantages_T < 0) & (clipped.values_T < floor_T).detach()
+        values_T = floor_T.where(ended_T, clipped.values_T)
+        return Objective(values_T, ratio_T, clipped.low_T, clipped.high_T | ended_T)
 
 
 class PPO(ClippedTokens):

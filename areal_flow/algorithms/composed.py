@@ -266,7 +266,7 @@ class ComposedAlgorithm(Settings):
             inputs = replace(inputs, advantages_T=self.less_kl(inputs.advantages_T, kl_T))
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
-        found = self.objective(log_ratio_T, inputs)
+        objective = self.objective(log_ratio_T, inputs)
         weight_T = corrected_weights(
             log_weight_T,
             inputs,
@@ -274,8 +274,8 @@ class ComposedAlgorithm(Settings):
             floor=self.importance_weight_floor,
             cap=self.importance_weight_cap,
         )
-        losses_T = -(weight_T * found.values_T)
-        metrics = objective_metrics(found)
+        losses_T = -(weight_T * objective.values_T)
+        metrics = objective_metrics(objective)
         if self.proximal != "behavior":
             metrics |= weight_metrics(log_weight_T, weight_T)
         metrics["kl_policy_proximal"] = mean(bounded_exp(log_weight_T) * kl_from_older(log_ratio_T))
@@ -286,7 +286,9 @@ class ComposedAlgorithm(Settings):
             if self.kl_in == "loss":
                 losses_T = losses_T + self.kl_coefficient * kl_T
             metrics["kl_policy_reference"] = mean(kl_T)
-        ended_T = (found.low_T | found.high_T | at_bound(found.ratio_T)) & found.ends_gradients
+        ended_T = (
+            objective.low_T | objective.high_T | at_bound(objective.ratio_T)
+        ) & objective.ends_gradients
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
     def less_kl(self, advantages_T: Tensor, kl_T: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def gap_metrics(sums_K: Tensor) -> dict[str, float]:
     if not number:
         return {}
     difference, kl, p, q, pp, qq, pq = (each / number for each in sums[1:NUM_MOMENTS])
-    found = {
+    metrics = {
         "tokens": number,
         "logprob_difference_mean": difference,
         "logprob_difference_p99": _percentile(np.array(sums[NUM_MOMENTS:])),
@@ -78,8 +78,8 @@ def gap_metrics(sums_K: Tensor) -> dict[str, float]:
     variances = pp - p * p, qq - q * q
     if min(variances) > 1e-12 * max(pp, qq):
         correlation = (pq - p * q) / (variances[0] * variances[1]) ** 0.5
-        found["probability_correlation"] = min(1.0, correlation)
-    return {f"{ENGINE_GAP}{name}": value for name, value in found.items()}
+        metrics["probability_correlation"] = min(1.0, correlation)
+    return {f"{ENGINE_GAP}{name}": value for name, value in metrics.items()}
 
 
 def _percentile(counts: np.ndarray) -> float:

@@ -42,14 +42,14 @@ class Objective:
     """Whether a token has no gradient there; False: only its weight is bounded."""
 
 
-def objective_metrics(found: Objective) -> dict[str, Metric]:
+def objective_metrics(objective: Objective) -> dict[str, Metric]:
     return {
-        "clip_fraction": mean(found.low_T | found.high_T),
-        "clip_low_fraction": mean(found.low_T),
-        "clip_high_fraction": mean(found.high_T),
-        "ratio_mean": mean(found.ratio_T),
-        "ratio_max": maximum(found.ratio_T),
-        "ratio_ess_fraction": effective_sample_fraction(found.ratio_T),
+        "clip_fraction": mean(objective.low_T | objective.high_T),
+        "clip_low_fraction": mean(objective.low_T),
+        "clip_high_fraction": mean(objective.high_T),
+        "ratio_mean": mean(objective.ratio_T),
+        "ratio_max": maximum(objective.ratio_T),
+        "ratio_ess_fraction": effective_sample_fraction(objective.ratio_T),
     }
 
 

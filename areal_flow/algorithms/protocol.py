@@ -168,11 +168,11 @@ def effective_sample_fraction(weights_T: Tensor) -> Metric:
     return Metric(weights_T.sum().double(), float(weights_T.numel()), squares)
 
 
-def read_from_device(found: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
+def read_from_device(batches: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
     """Return metrics without tensors; all are read together, so that the device is awaited once."""
     import torch  # here: recipes are read without it
 
-    each = [metric for metrics in found for metric in metrics.values()]
+    each = [metric for metrics in batches for metric in metrics.values()]
     numbers = [number for metric in each for number in (metric.total, metric.squares)]
     tensors = [number for number in numbers if isinstance(number, torch.Tensor)]
     values = iter(torch.stack(tensors).cpu().tolist() if tensors else ())
@@ -183,7 +183,7 @@ def read_from_device(found: Sequence[Mapping[str, Metric]]) -> list[dict[str, Me
     def of(metric: Metric) -> Metric:
         return replace(metric, total=read(metric.total), squares=read(metric.squares))
 
-    return [{name: of(metric) for name, metric in metrics.items()} for metrics in found]
+    return [{name: of(metric) for name, metric in metrics.items()} for metrics in batches]
 
 
 def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -71,10 +71,10 @@ async def on_reward_worker(
     """Run a task of several items for an episode; an item that kills workers fails alone."""
     client, executions = get_client(), worker_context().executions
     try:
-        found: Sequence[Any] = await run_reward_task(
+        results: Sequence[Any] = await run_reward_task(
             client, executions, function, what, items, priority=MID_EPISODE_PRIORITY
         )
-        return found
+        return results
     except KillsWorkers:
         if len(items) == 1:
             return [RESULT_ON_CRASH[function]]

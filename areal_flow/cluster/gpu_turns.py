@@ -44,7 +44,7 @@ class GpuTurns:
     async def _send_to_sleep(self, record: WorkerRecord) -> None:
         answer = await answer_of(self._client, record, generator_tasks.sleep)
         failed = not answer.done() or answer.exception() is not None
-        if failed or any(isinstance(found, Exception) for found in answer.result().values()):
+        if failed or any(isinstance(reply, Exception) for reply in answer.result().values()):
             answer.cancel()
             await self._pool.replace(record.address, why="it did not leave the GPU to the trainer")
 

@@ -95,9 +95,9 @@ class FailureDetector:
             self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
         observed = {worker: self._updated(worker, seen) for worker, seen in signs.items()}
-        found = {worker: self._silence(known, heartbeat_s) for worker, known in observed.items()}
-        self._workers = {w: known for w, known in observed.items() if not found[w].is_hung}
-        return found
+        silences = {worker: self._silence(known, heartbeat_s) for worker, known in observed.items()}
+        self._workers = {w: known for w, known in observed.items() if not silences[w].is_hung}
+        return silences
 
     def _silence(self, observed: _Observed, heartbeat_s: float) -> Silence:
         silent_s = max(0.0, self._awake_s - observed.heard_awake_s - heartbeat_s)
@@ -133,8 +133,8 @@ def _look(pool: WorkerPool, detector: FailureDetector, settings: ClusterSettings
         if record.is_wanted and (record.address or pool.pid(record))
     }
     signs = {key: _signs(pool, record) for key, record in watched.items()}
-    found = detector.observe(signs, now=monotonic(), heartbeat_s=pool.heartbeat_s)
-    for key, silence in found.items():
+    silences = detector.observe(signs, now=monotonic(), heartbeat_s=pool.heartbeat_s)
+    for key, silence in silences.items():
         record = watched[key]
         record.silence_s = silence.silent_s
         if silence.is_hung:
@@ -149,8 +149,8 @@ def _look(pool: WorkerPool, detector: FailureDetector, settings: ClusterSettings
 
 def _progress(pool: WorkerPool, address: str) -> StepProgress | None:
     worker = pool.scheduler.workers.get(address)
-    found = worker.metrics.get(STEP_METRIC) if worker else None
-    return StepProgress(*found) if found else None
+    sample = worker.metrics.get(STEP_METRIC) if worker else None
+    return StepProgress(*sample) if sample else None
 
 
 def _signs(pool: WorkerPool, record: WorkerRecord) -> LivenessSample:

@@ -82,13 +82,13 @@ class RunMetrics(Collector):
         return []  # so that the registry does not collect all to learn the names
 
     def collect(self) -> Iterator[Metric]:
-        run, found = self._layout.name, dict[str, Metric]()
+        run, families = self._layout.name, dict[str, Metric]()
         for name, value, labels in self._samples():
             base = f"areal_flow_{name.removesuffix('_total')}"
             kind = "counter" if name.endswith("_total") else "gauge"
-            family = found.setdefault(base, Metric(base, MEANING, kind))
+            family = families.setdefault(base, Metric(base, MEANING, kind))
             family.add_sample(f"areal_flow_{name}", {"run": run, **labels}, value)
-        yield from found.values()
+        yield from families.values()
         if self._flow is not None:
             yield self.ledger.staleness(run)
 

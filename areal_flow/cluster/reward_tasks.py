@@ -66,10 +66,10 @@ def num_rows(rollout: RolloutRows) -> int:
 async def score_row(rollout: RolloutRows, row: int, *, is_last_try: bool) -> Score:
     table, notes = rollout
     one = replace(notes, scores=notes.scores[row : row + 1])
-    (found,) = await _scores(table.slice(row, 1), one)
+    (score,) = await _scores(table.slice(row, 1), one)
     if not is_last_try:
-        _check_infrastructure([found])
-    return found
+        _check_infrastructure([score])
+    return score
 
 
 async def score_and_write(
@@ -171,9 +171,9 @@ def _newest(spans: Iterable[VersionSpan]) -> int:
 
 
 def _check_infrastructure(scores: Iterable[Score]) -> None:
-    for found in scores:
-        if found.verdict == "infrastructure_error":
-            raise InfrastructureError(found.error)
+    for score in scores:
+        if score.verdict == "infrastructure_error":
+            raise InfrastructureError(score.error)
 
 
 async def judge(

@@ -88,8 +88,10 @@ class RunFeed:
         """Return of the trainer and of each generator whether it has something to do."""
         workers = self._pool.scheduler.workers
         generators = self._pool.registry.present("generator")
-        found = {e.name: bool(getattr(workers.get(e.address), "processing", 0)) for e in generators}
-        return found | {run_numbers.TRAINER: bool(self.flow and self.flow.accounting.in_step)}
+        at_work = {
+            e.name: bool(getattr(workers.get(e.address), "processing", 0)) for e in generators
+        }
+        return at_work | {run_numbers.TRAINER: bool(self.flow and self.flow.accounting.in_step)}
 
     def _read(self, at_work: Mapping[str, bool]) -> dict[str, pl.DataFrame]:
         ledger, newest = LedgerReader(self.layout), max(self._steps["step"], default=0)
@@ -107,10 +109,10 @@ class RunFeed:
         groups = run_numbers.groups_of(pl.DataFrame(rows))
         began, ended = steps["committed_at"][0], steps["committed_at"][-1]
         now = time() if any(at_work.values()) else ended
-        found = find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))
+        bottleneck = find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))
         flow = {"stages": run_numbers.flow_stages(self.flow, steps, groups)} if self.flow else {}
         return flow | {
-            "verdict": pl.DataFrame([{"step": steps["step"][-1], **found._asdict()}]),
+            "verdict": pl.DataFrame([{"step": steps["step"][-1], **bottleneck._asdict()}]),
             "curves": self._steps.select("step", *run_numbers.CURVES),
             "spans": run_numbers.work_spans(steps, groups, at_work=at_work, now=now),
             "swaps": steps.select(at=pl.col("committed_at") - now),

@@ -69,11 +69,11 @@ class DaskRollouts:
         suffix = f"{name}-{episodes[0].group_id}"
         rows = await self._roll_out(tuple(episodes), suffix, what=HELD_OUT)
         try:
-            found = await self._scoring.run(reward_tasks.score, rows, what=HELD_OUT)
+            scores = await self._scoring.run(reward_tasks.score, rows, what=HELD_OUT)
         except KillsWorkers:
             score = partial(reward_tasks.score, known=await self._scoring.row_by_row(rows))
-            found = await self._scoring.run(score, rows, what=HELD_OUT)
-        return found
+            scores = await self._scoring.run(score, rows, what=HELD_OUT)
+        return scores
 
     async def _roll_out(
         self, episodes: tuple[Episode, ...], suffix: str, *, what: str = "rollout"
@@ -240,7 +240,7 @@ class ScoringBatcher:
         """
         score_and_write = partial(reward_tasks.score_and_write, known=known)
         try:
-            found, seconds, self._max_concurrency = await self._scoring.run(
+            receipts, seconds, self._max_concurrency = await self._scoring.run(
                 score_and_write, [group.rows for group in batch]
             )
         except ArealFlowError as error:
@@ -248,7 +248,7 @@ class ScoringBatcher:
             return
         self._num_together = len(batch) * TARGET_TASK_S / max(1e-3, seconds)
         began = asyncio.get_running_loop().time() - seconds
-        for group, receipt in zip(batch, found, strict=True):
+        for group, receipt in zip(batch, receipts, strict=True):
             if isinstance(receipt, GroupReceipt):
                 queue_s = max(0.0, began - group.ready_at)
                 receipt = replace(receipt, reward_queue_s=queue_s)
@@ -281,11 +281,11 @@ class _Group:
     receipt: asyncio.Future[GroupReceipt]
     ready_at: float
 
-    def end(self, found: GroupReceipt | BaseException) -> None:
+    def end(self, outcome: GroupReceipt | BaseException) -> None:
         """Give the group its receipt or error, unless its episode was cancelled."""
         if self.receipt.done():
             return
-        if isinstance(found, BaseException):
-            self.receipt.set_exception(found)
+        if isinstance(outcome, BaseException):
+            self.receipt.set_exception(outcome)
         else:
-            self.receipt.set_result(found)
+            self.receipt.set_result(outcome)

@@ -48,11 +48,11 @@ class TrainerReplicas:
     async def fine_tune(self, source: Path) -> tuple[int, dict[str, float]]:
         """Fine-tune for a while; return how many steps were taken in all, and their metrics."""
         try:
-            found = await self._on_all_ranks(trainer_tasks.sft_chunk, self._connected(source))
+            answers = await self._on_all_ranks(trainer_tasks.sft_chunk, self._connected(source))
         except TrainerLost:
             self._name = uuid4().hex
             raise
-        return found[0]  # type: ignore[no-any-return]
+        return answers[0]  # type: ignore[no-any-return]
 
     async def save_fine_tuned(self) -> None:
         await self._on_all_ranks(trainer_tasks.sft_checkpoint, [()] * len(self._ranks))
@@ -60,16 +60,16 @@ class TrainerReplicas:
     async def begin(self, source: Path) -> tuple[PolicyHashes, str]:
         """Stage version 0; return its hashes, and the numeric environment."""
         begin = trainer_tasks.begin_from_directory
-        found = await self._on_all_ranks(begin, self._connected(source))
-        _require_equal([hashes for hashes, _ in found], of="version 0")
-        return found[0]  # type: ignore[no-any-return]
+        answers = await self._on_all_ranks(begin, self._connected(source))
+        _require_equal([hashes for hashes, _ in answers], of="version 0")
+        return answers[0]  # type: ignore[no-any-return]
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
         self._name = uuid4().hex
         restore = trainer_tasks.restore_trainer
-        found = await self._on_all_ranks(restore, self._connected(checkpoint))
-        _require_equal(found, of=f"checkpoint {checkpoint}")
-        return found[0]  # type: ignore[no-any-return]
+        hashes = await self._on_all_ranks(restore, self._connected(checkpoint))
+        _require_equal(hashes, of=f"checkpoint {checkpoint}")
+        return hashes[0]  # type: ignore[no-any-return]
 
     def _connected(self, argument: Any) -> list[tuple[Any, Rendezvous]]:
         """Return arguments for each rank: one, and where it connects to the others."""
@@ -78,9 +78,11 @@ class TrainerReplicas:
 
     async def step(self, request: StepRequest) -> StepResult:
         """Compute one step on all ranks, without retries: a step must not repeat."""
-        found = await self._on_all_ranks(trainer_tasks.train_step, [(request,)] * len(self._ranks))
-        _require_equal([result.hashes for result in found], of=f"step {request.step}")
-        return found[0]  # type: ignore[no-any-return]
+        results = await self._on_all_ranks(
+            trainer_tasks.train_step, [(request,)] * len(self._ranks)
+        )
+        _require_equal([result.hashes for result in results], of=f"step {request.step}")
+        return results[0]  # type: ignore[no-any-return]
 
     async def require_policy(self) -> None:
         """Return if every rank holds a policy, once ranks that start have started."""
@@ -134,14 +136,14 @@ class TrainerReplicas:
             for rank, answer in enumerate(answers):
                 if answer in waiting:
                     await self._replace(trainer_name(rank), why="its replica group has ended")
-            found = await asyncio.gather(*answers, return_exceptions=True)
+            results = await asyncio.gather(*answers, return_exceptions=True)
         finally:
             for answer in answers:
                 answer.cancel()
-        failures = [answer for answer in found if isinstance(answer, BaseException)]
+        failures = [answer for answer in results if isinstance(answer, BaseException)]
         for failure in sorted(failures, key=_rank_of_cause):
             raise failure
-        return found
+        return results
 
 
 def _rank_of_cause(failure: BaseException) -> int:
@@ -149,9 +151,9 @@ def _rank_of_cause(failure: BaseException) -> int:
     return isinstance(failure, TrainerLost) + (type(failure) is TrainerLost)
 
 
-def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:
-    if any(hashes != found[0] for hashes in found):
-        raise TrainerLost(f"{of}: the trainer's ranks hold different weights: {found}")
+def _require_equal(answers: Sequence[PolicyHashes], *, of: str) -> None:
+    if any(hashes != answers[0] for hashes in answers):
+        raise TrainerLost(f"{of}: the trainer's ranks hold different weights: {answers}")
 
 
 class DaskTrainer:

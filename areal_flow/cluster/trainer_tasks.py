@@ -75,8 +75,8 @@ def begin_from_directory(directory: Path, rendezvous: Rendezvous) -> tuple[Polic
 
     rank = _connected(rendezvous, directory)
     if 0 in list_checkpoints(rank.layout.checkpoints):
-        found = rank.restore(0), numeric_environment(rank.config, rank.replicas)
-        return _release_gpu(rank, found)
+        result = rank.restore(0), numeric_environment(rank.config, rank.replicas)
+        return _release_gpu(rank, result)
     rank.load_pretrained(directory)
     return _release_gpu(rank, rank.stage_initial_policy())
 

@@ -17,8 +17,8 @@ def usage(pool: WorkerPool) -> dict[str, float]:
     used = [(roles[each.address], each.metrics) for each in workers if each.address in roles]
     tasks = (t for t in pool.scheduler.task_prefixes.values() if t.name[:7] == "reward/")
     worked_s = sum(t.all_durations["compute"] for t in tasks if t.name[7:] != HELD_OUT)
-    found = usage_by_role([*used, ("driver", pool.scheduler.monitor.recent())])
-    return {**found, REWARD_TASKS: worked_s}
+    metrics = usage_by_role([*used, ("driver", pool.scheduler.monitor.recent())])
+    return {**metrics, REWARD_TASKS: worked_s}
 
 
 def usage_by_role(processes: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
@@ -28,12 +28,12 @@ def usage_by_role(processes: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[st
         processes: the role of each, and its last heartbeat as Dask has it: `cpu` in percent,
             `memory` in bytes, and where NVML is installed `gpu`.
     """
-    found: Counter[str] = Counter()
+    metrics: Counter[str] = Counter()
     for role, beat in processes:
         used = {"cpu_utilization_percentage": beat.get("cpu", 0.0)}
         used["memory_usage_megabytes"] = beat.get("memory", 0) / 1e6
         if device := beat.get("gpu"):
             used["gpu_utilization_percentage"] = device["utilization"]
             used["gpu_memory_usage_megabytes"] = device["memory-used"] / 1e6
-        found.update({f"{SYSTEM_AREA}{role}_{name}": value for name, value in used.items()})
-    return dict(found)
+        metrics.update({f"{SYSTEM_AREA}{role}_{name}": value for name, value in used.items()})
+    return dict(metrics)

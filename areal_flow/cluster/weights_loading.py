@@ -123,16 +123,16 @@ def _acknowledged(
         return None, f"version {version} was not loaded"
     if load.exception() is not None:
         return None, ""
-    for found in load.result().values():
-        if isinstance(found, BaseException) and not isinstance(found, OSError):
-            return None, f"version {version} was not loaded ({found})"
-        if isinstance(found, ServedWeights):
-            if found.policy_version < version:
-                return None, f"it serves version {found.policy_version}, expected {version}"
-            if found.policy_version == version and found.served_hash not in accepted:
+    for reply in load.result().values():
+        if isinstance(reply, BaseException) and not isinstance(reply, OSError):
+            return None, f"version {version} was not loaded ({reply})"
+        if isinstance(reply, ServedWeights):
+            if reply.policy_version < version:
+                return None, f"it serves version {reply.policy_version}, expected {version}"
+            if reply.policy_version == version and reply.served_hash not in accepted:
                 return None, (
                     f"expected weights {' or '.join(sorted(accepted))} of version {version}, as "
-                    f"the ledger has them, found it serving {found.served_hash}"
+                    f"the ledger has them, found it serving {reply.served_hash}"
                 )
-            return found, ""
+            return reply, ""
     return None, ""

@@ -126,16 +126,16 @@ class WorkerContext(WorkerPlugin):
 
     def _served_weights(self, worker: Worker) -> dict[str, Any] | None:
         """Return the `ServedWeights` of this worker, for its heartbeats."""
-        found = (getattr(part, "served", None) for part in list(self._parts.values()))
-        return next((asdict(served) for served in found if served is not None), None)
+        served_by_part = (getattr(part, "served", None) for part in list(self._parts.values()))
+        return next((asdict(served) for served in served_by_part if served is not None), None)
 
     def _engine_state(self, worker: Worker) -> dict[str, float]:
-        found = (getattr(part, "engine_state", None) for part in list(self._parts.values()))
-        return next((state() for state in found if state is not None), {})
+        readers = (getattr(part, "engine_state", None) for part in list(self._parts.values()))
+        return next((state() for state in readers if state is not None), {})
 
     def _step_progress(self, worker: Worker) -> StepProgress | None:
-        found = (getattr(part, "replicas", None) for part in list(self._parts.values()))
-        return next((self._step_clock.look(each) for each in found if each is not None), None)
+        groups = (getattr(part, "replicas", None) for part in list(self._parts.values()))
+        return next((self._step_clock.look(each) for each in groups if each is not None), None)
 
 
 def worker_context(worker: Worker | None = None) -> WorkerContext:

@@ -58,9 +58,9 @@ def explain(
         given: names of settings that the user gave beside it.
         spelling: how those were given: `OPTION`, or such as `--set {}`.
     """
-    found, names = error.errors(), setting_names()
-    parents = {d["loc"][:end] for d in found for end in range(len(d["loc"]))}
-    details = [d for d in found if d["loc"] not in parents]  # a part of those is what is wrong
+    errors, names = error.errors(), setting_names()
+    parents = {d["loc"][:end] for d in errors for end in range(len(d["loc"]))}
+    details = [d for d in errors if d["loc"] not in parents]  # a part of those is what is wrong
     where = f"{source}: " if source else ""
     lines = [f"{where}{len(details)} setting(s) are wrong; nothing was started"]
     for detail in details:
@@ -122,7 +122,7 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the known settings or options nearest to one that is not."""
-    return f". Did you mean {' or '.join(found)}?" if (found := nearest(name, known)) else ""
+    return f". Did you mean {' or '.join(matches)}?" if (matches := nearest(name, known)) else ""
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:

@@ -27,7 +27,7 @@ def git_commit(directory: Path = _PACKAGE) -> str:
 def _git(directory: Path, *arguments: str) -> str:
     command = ("git", "-C", str(directory), *arguments)
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return completed.stdout.strip() if completed.returncode == 0 else ""

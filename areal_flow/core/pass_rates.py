@@ -127,10 +127,10 @@ def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> Evaluati
 
 
 def rows_by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found = defaultdict[str, list[Row]](list)
+    by_set = defaultdict[str, list[Row]](list)
     for row in rows:
-        found[row["held_out"]].append(row)
-    return dict(found)
+        by_set[row["held_out"]].append(row)
+    return dict(by_set)
 
 
 def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationScores:
@@ -166,14 +166,14 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
 def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each prompt: a sample of an id that comes twice is of another prompt."""
-    found = defaultdict[tuple[str, str, int], list[Row]](list)
+    by_prompt = defaultdict[tuple[str, str, int], list[Row]](list)
     num_seen = Counter[tuple[str, str, int]]()
     for row in rows:
         prompt = row["held_out"], row["prompt_id"]
         sample = *prompt, row["sample"]
-        found[*prompt, num_seen[sample]].append(row)
+        by_prompt[*prompt, num_seen[sample]].append(row)
         num_seen[sample] += 1
-    return [*found.values()]
+    return [*by_prompt.values()]
 
 
 def _extracted(rows: Sequence[Row]) -> list[str]:

@@ -50,10 +50,10 @@ class Workers:
 
     def sums(self, epoch: int, of: Callable[[Tenure], float]) -> dict[str, float]:
         """Return the sums over a driver's workers, by role."""
-        found = dict.fromkeys(ROLES, 0.0)
+        totals = dict.fromkeys(ROLES, 0.0)
         for tenure in self.tenures:
-            found[tenure.role] += of(tenure) if tenure.writer_epoch == epoch else 0.0
-        return found
+            totals[tenure.role] += of(tenure) if tenure.writer_epoch == epoch else 0.0
+        return totals
 
     def held(self, epoch: int, within: Span) -> dict[str, float]:
         """Return what a driver's workers cost in a time, by role."""
@@ -93,13 +93,13 @@ def read_workers(path: Path, prices: Mapping[Any, float]) -> Workers:
     Args:
         prices: of an hour, by role, else by kind: `gpu`, or `cpu` for a core.
     """
-    found, latest, rows = dict[Any, Tenure](), dict[int, float](), [*_rows(path)]
+    workers, latest, rows = dict[Any, Tenure](), dict[int, float](), [*_rows(path)]
     of_rows = [prices.get(r["role"], prices.get(("cpu", "gpu")[r["is_gpu"]], 0.0)) for r in rows]
     for row, price in zip(rows, of_rows, strict=True):
         at, epoch = row["at"], row["writer_epoch"]
         rate = row["num_devices"] * (price / 3600 if any(of_rows) else 1.0)
         key, new = (epoch, row["worker"]), Tenure(epoch, row["role"], rate, (at, inf))
-        known = found.setdefault(key, new)
+        known = workers.setdefault(key, new)
         latest[epoch] = at
         for spans in (known.outages, known.in_queue):
             if spans and spans[-1][1] == inf:
@@ -110,7 +110,7 @@ def read_workers(path: Path, prices: Mapping[Any, float]) -> Workers:
             known.in_queue.append((at, inf))
         if row["event"] == "left":
             known.present = known.present[0], min(at, known.present[1])
-    return Workers([*found.values()], any(of_rows), latest)
+    return Workers([*workers.values()], any(of_rows), latest)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -27,9 +27,9 @@ def speed_shares(
     """Return what rows of the ledger that took time, with a key for each metric, say together:
     the share of it that the trainer waited, the share of theirs that generators decoded, and how
     many steps a group waited to be scored."""
-    found = speed_of(steps, num_generators=num_generators)
-    seconds, busy = found["seconds_step"], found[f"{SPEED_AREA}generators_busy_fraction"]
-    return found["seconds_wait"] / seconds, busy, found[QUEUE] / seconds
+    speeds = speed_of(steps, num_generators=num_generators)
+    seconds, busy = speeds["seconds_step"], speeds[f"{SPEED_AREA}generators_busy_fraction"]
+    return speeds["seconds_wait"] / seconds, busy, speeds[QUEUE] / seconds
 
 
 def speed_of(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> dict[str, float]:
@@ -46,19 +46,19 @@ def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) 
 def judge_speed(waiting: float, generators_busy: float, queue_steps: float) -> Bottleneck:
     """Return the verdict on `speed_shares`."""
     waits = f"the trainer waits {waiting:.0%} of its time for data"
-    found = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
+    observation = f"{waits}, generators are busy {generators_busy:.0%} of theirs"
     adding = "or `areal-flow workers add` while it runs"
     if waiting < LONG_WAIT and generators_busy >= BUSY:
-        return Bottleneck(f"Neither side waits for long: {found}")
+        return Bottleneck(f"Neither side waits for long: {observation}")
     if waiting < LONG_WAIT:
         remedy = "add a trainer rank (cluster.num_trainers), or use fewer generators"
-        return Bottleneck(f"Training is the bottleneck: {found}", remedy)
+        return Bottleneck(f"Training is the bottleneck: {observation}", remedy)
     if queue_steps > 1:
         queue = f"a group waits {queue_steps:.1f} steps to be scored"
         remedy = f"add a reward worker: cluster.num_reward_workers, {adding}"
         return Bottleneck(f"Scoring is the bottleneck: {waits}, {queue}", remedy)
     if generators_busy >= BUSY:
         remedy = f"add a generator: cluster.num_generators, {adding}"
-        return Bottleneck(f"Generation is the bottleneck: {found}", remedy)
+        return Bottleneck(f"Generation is the bottleneck: {observation}", remedy)
     remedy = "let generation run further ahead: raise controller.max_staleness"
-    return Bottleneck(f"Both sides wait for each other: {found}", remedy)
+    return Bottleneck(f"Both sides wait for each other: {observation}", remedy)

@@ -94,15 +94,15 @@ class CostAccounting:
     def whole(self, workers: Workers) -> Accounts:
         """Return the costs of the run so far, steps and all. A driver that was killed has lived
         until its last row, or a later event of its workers."""
-        found = Accounts(float, self.total)
+        accounts = Accounts(float, self.total)
         for epoch, latest in workers.latest.items():
             first, last = self._trained.get(epoch, (latest, inf))
             before = "outside" if epoch == min(workers.latest) else "lost"
             after = "outside" if epoch == max(workers.latest) else "lost"
             for use, within in ((before, (-inf, first)), (after, (last, latest))):
                 for role, cost in workers.held(epoch, within).items():
-                    found[role, use] += cost
-        return found
+                    accounts[role, use] += cost
+        return accounts
 
     def _charge(self, accounts: Accounts, role: str, row: Mapping[str, Any], cost: float) -> float:
         """Charge a role's work to tokens; return what each that was consumed cost."""

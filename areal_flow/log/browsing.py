@@ -73,11 +73,11 @@ def read_rows(
 ) -> pa.Table:
     names = "*" if columns is None else ", ".join(dict.fromkeys(["trajectory_id", *columns]))
     wanted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
-    found = database.sql(
+    rows = database.sql(
         f"SELECT {names} FROM trajectories WHERE trajectory_id IN ({wanted or 'NULL'})"
     ).to_arrow_table()
-    order = pc.index_in(pa.array(identifiers, pa.string()), value_set=found["trajectory_id"])
-    return found.take(order)
+    order = pc.index_in(pa.array(identifiers, pa.string()), value_set=rows["trajectory_id"])
+    return rows.take(order)
 
 
 def stream_rows(

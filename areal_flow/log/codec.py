@@ -125,7 +125,7 @@ def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> 
 
 def _detail(score: Score) -> str:
     names = ("verdict", "extracted", "error", "message", "extra")
-    detail = {name: found for name in names if (found := getattr(score, name))}
+    detail = {name: value for name in names if (value := getattr(score, name))}
     text = json.dumps(detail, default=str, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no JSON to a reader
 

@@ -104,12 +104,12 @@ def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer:
 def evaluation_names(layout: RunLayout) -> list[str]:
     if not layout.evaluations.exists():
         return []
-    found = read_rows(layout, "evaluations", ["evaluation"])["evaluation"]
-    return sorted(pc.unique(found).to_pylist())
+    names = read_rows(layout, "evaluations", ["evaluation"])["evaluation"]
+    return sorted(pc.unique(names).to_pylist())
 
 
 def read_evaluation(layout: RunLayout, name: str) -> list[dict[str, Any]]:
     if not layout.evaluations.exists():
         return []
-    found = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")
-    return found.to_pylist()  # type: ignore[no-any-return]
+    answers = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")
+    return answers.to_pylist()  # type: ignore[no-any-return]

@@ -132,8 +132,8 @@ def compared_answers(answers: pa.Table, *, pass_threshold: float) -> list[dict[s
     with empty_database() as connection:
         connection.register("answers", answers)
         connection.execute(read_sql("passing"))
-        found = connection.sql(read_sql("compared"), params={"threshold": pass_threshold})
-        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+        result = connection.sql(read_sql("compared"), params={"threshold": pass_threshold})
+        rows: list[dict[str, Any]] = result.to_arrow_table().to_pylist()
     return rows
 
 

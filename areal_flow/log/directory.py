@@ -145,16 +145,16 @@ def _write_state(layout: RunLayout, state: RunState) -> None:
 
 
 def list_runs(runs: Path) -> list[RunLayout]:
-    found = []
+    layouts = []
     for entry in sorted(runs.iterdir()) if runs.is_dir() else ():
         layout = RunLayout(entry.resolve())
         if layout.config.is_file():
             try:
                 check_schema_version(layout)
-                found.append(layout)
+                layouts.append(layout)
             except RunError as error:
                 logger.warning("%s", error)
-    return found
+    return layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def record_parent(layout: RunLayout, parent: Parent) -> None:
 
 
 def read_parent(layout: RunLayout) -> Parent | None:
-    found = json.loads(layout.identity.read_text()).get("forked_from")
-    return Parent(**found) if found else None
+    parent = json.loads(layout.identity.read_text()).get("forked_from")
+    return Parent(**parent) if parent else None
 
 
 def find_parent(layout: RunLayout, parent: Parent) -> RunLayout | None:

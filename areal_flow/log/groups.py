@@ -59,7 +59,7 @@ def select_groups(run: Run, chosen: GroupSelection) -> tuple[list[dict[str, Any]
         f"\nGROUP BY submission_index ORDER BY {ORDERS[chosen.order]} LIMIT {MOST_GROUPS}"
     )
     try:
-        found = _ask(run, query)
+        selected = _ask(run, query)
     except duckdb.InterruptException:
         raise ConfigError(
             f"the condition {chosen.where} takes longer than {MOST_SECONDS} s: expected one that "
@@ -68,7 +68,7 @@ def select_groups(run: Run, chosen: GroupSelection) -> tuple[list[dict[str, Any]
     except duckdb.Error as error:
         why = f"{str(error).splitlines()[0]}. {COLUMNS}"
         raise ConfigError(f"expected an SQL condition, found {chosen.where}: {why}") from None
-    indices = [index for index, _ in found]
+    indices = [index for index, _ in selected]
     members = read_rows(run.layout, "trajectories", _MEMBER, _one_of(indices))
     with empty_database() as database:
         database.register("members", members)
@@ -76,17 +76,17 @@ def select_groups(run: Run, chosen: GroupSelection) -> tuple[list[dict[str, Any]
         database.register("consumption", _consumption_of(run, members))
         rows = database.sql(read_sql("groups")).to_arrow_table().to_pylist()
     by_index = {row["group"]: row for row in rows}
-    return [by_index[index] for index in indices], found[0][1] if found else 0
+    return [by_index[index] for index in indices], selected[0][1] if selected else 0
 
 
 def condition(run: Run, chosen: GroupSelection) -> str:
     where = f"(\n{chosen.where or 'TRUE'}\n)"
     if chosen.step is None:
         return where
-    found = run.steps("arrow", columns=["trajectory_ids"], where=f"step = {chosen.step}")
-    if not len(found):
+    step = run.steps("arrow", columns=["trajectory_ids"], where=f"step = {chosen.step}")
+    if not len(step):
         raise RunError(f"{run.layout.name} has no step {chosen.step}")
-    trained = set(map(submission_index_of, found["trajectory_ids"][0].as_py()))
+    trained = set(map(submission_index_of, step["trajectory_ids"][0].as_py()))
     return f"{where} AND {_one_of(sorted(trained))}"
 
 
@@ -107,10 +107,10 @@ def _read_only(database: duckdb.DuckDBPyConnection, query: str) -> list[Any]:
         timer = Timer(MOST_SECONDS, database.interrupt)
         timer.start()
         try:
-            found: list[Any] = database.sql(query).fetchall()
+            rows: list[Any] = database.sql(query).fetchall()
         finally:
             timer.cancel()
-        return found
+        return rows
 
 
 def _consumption_of(run: Run, members: pa.Table) -> pa.Table:

@@ -84,9 +84,9 @@ def record_inputs(
 
 def read_inputs(layout: RunLayout) -> RunInputs:
     try:
-        found = json.loads(layout.inputs.read_text())
-        named = [(int(epoch), str(verifier)) for epoch, verifier in found["verifiers"]]
-        return RunInputs(**{**found, "verifiers": named})
+        record = json.loads(layout.inputs.read_text())
+        named = [(int(epoch), str(verifier)) for epoch, verifier in record["verifiers"]]
+        return RunInputs(**{**record, "verifiers": named})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(
             f"expected {layout.inputs}, which says what run {layout.name} is made of: {error}. "
@@ -155,9 +155,9 @@ def _hashes(paths: Iterable[Path]) -> dict[str, str]:
 
 def _changes(recorded: Mapping[str, str]) -> Iterator[str]:
     for name, known in recorded.items():
-        found = file_hash(Path(name)) if Path(name).is_file() else "no such file"
-        if found != known:
-            yield f"{name}: expected the content {known}, found {found}"
+        current = file_hash(Path(name)) if Path(name).is_file() else "no such file"
+        if current != known:
+            yield f"{name}: expected the content {known}, found {current}"
 
 
 def _write(layout: RunLayout, inputs: RunInputs) -> None:

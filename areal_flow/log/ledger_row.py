@@ -186,12 +186,12 @@ def update_metrics(served: Sequence[ServedWeights]) -> dict[str, float]:
     """Return how many generators loaded new weights, and how long reading and switching took."""
     if not served:
         return {}
-    found: dict[str, float] = {f"{SPEED_AREA}weights_num_served": len(served)}
+    metrics: dict[str, float] = {f"{SPEED_AREA}weights_num_served": len(served)}
     for name in ("transfer_s", "stall_s"):
         seconds = [getattr(update, name) for update in served]
-        found[f"{SPEED_AREA}weights_{name}_mean"] = sum(seconds) / len(seconds)
-        found[f"{SPEED_AREA}weights_{name}_max"] = max(seconds)
-    return found
+        metrics[f"{SPEED_AREA}weights_{name}_mean"] = sum(seconds) / len(seconds)
+        metrics[f"{SPEED_AREA}weights_{name}_max"] = max(seconds)
+    return metrics
 
 
 def reward_metrics(

@@ -105,16 +105,16 @@ class Lineage:
         parent = read_parent(layout)
         if parent is None:
             return []
-        found = {**asdict(parent), "ledger": None}
+        row = {**asdict(parent), "ledger": None}
         if (place := find_parent(layout, parent)) is None:
-            return [found]
+            return [row]
         try:
             with read_errors(place.steps):
                 lineage = type(self.run)(place.root).lineage(parent.step)
                 ledger = {**lineage.chain, "weights_hash": lineage._expected(parent.weights_hash)}
-            return [{**found, "ledger": ledger}, *lineage.forked_from]
+            return [{**row, "ledger": ledger}, *lineage.forked_from]
         except ArealFlowError:
-            return [found]
+            return [row]
 
     @property
     def chain(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Lineage:
             "run": self.run.layout.name,
             "genesis_hash": hashes[0]["weights_hash"],
             "weights_hash": hashes[-1]["weights_hash"],
-            "chain_breaks": [found["step"] for found in hashes if not found["follows"]],
+            "chain_breaks": [row["step"] for row in hashes if not row["follows"]],
         }
 
     @property
@@ -135,13 +135,13 @@ class Lineage:
 
     def hash_checks(self, recorded: Mapping[str, str]) -> tuple[HashCheck, ...]:
         """Compare weights hashes with the ledger's: those given, and the version's checkpoint's."""
-        found = dict(recorded)
+        hashes = dict(recorded)
         checkpoints = self.run.layout.checkpoints
         if self.version in list_checkpoints(checkpoints):
             state = read_checkpoint_state(checkpoint_path(checkpoints, self.version))
-            found["the checkpoint"] = state.weights_hash
+            hashes["the checkpoint"] = state.weights_hash
         chain = self.chain
-        checks = [HashCheck(what, value, self._expected(value)) for what, value in found.items()]
+        checks = [HashCheck(what, value, self._expected(value)) for what, value in hashes.items()]
         for parent in self.forked_from[:1]:
             what = f"step {parent['step']} of run {parent['name']}, which is the genesis,"
             known = (parent["ledger"] or parent)["weights_hash"]
@@ -166,7 +166,7 @@ class Lineage:
             "forked_from": self.forked_from,
             "version": self.version,
             "num_steps": len(steps) - 1,
-            "num_trajectories": sum(found["num_trajectories"] for found in verifiers),
+            "num_trajectories": sum(row["num_trajectories"] for row in verifiers),
             "num_prompts": len(self.prompts),
             "num_trained_tokens": sum(step["num_trained_tokens"] for step in steps),
             "num_masked_tokens": sum(step["num_masked_tokens"] for step in steps),

@@ -152,10 +152,10 @@ class Run:
 
     def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
         """As `trajectory`, in a connection that `database` made."""
-        found = database.sql(
+        result = database.sql(
             "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[str(trajectory_id)]
         )
-        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+        rows: list[dict[str, Any]] = result.to_arrow_table().to_pylist()
         if not rows:
             raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
         return rows[0]
@@ -236,10 +236,10 @@ class Run:
         return summary
 
     def _watermark(self, step: int) -> int:
-        found = self.steps("arrow", columns=["trajectory_watermark"], where=f"step = {step}")
-        if not len(found):
+        watermarks = self.steps("arrow", columns=["trajectory_watermark"], where=f"step = {step}")
+        if not len(watermarks):
             raise RunError(f"{self.layout.name} has no step {step} yet")
-        return int(found["trajectory_watermark"][0].as_py())
+        return int(watermarks["trajectory_watermark"][0].as_py())
 
     def _read(
         self, log: Log, format: TableFormat, columns: Sequence[str] | None, where: str | None
@@ -264,11 +264,11 @@ class Run:
     ) -> Any:
         relation = self.database(at=at).table("trajectories")
         with _explained("", columns, where, sorted(relation.columns)):
-            found = relation.filter(where) if where else relation
-            found = found.select(*columns) if columns else found
+            selected = relation.filter(where) if where else relation
+            selected = selected.select(*columns) if columns else selected
             if format == "duckdb":
-                return found
-            rows = found.to_arrow_table()
+                return selected
+            rows = selected.to_arrow_table()
         return convert(rows, format)
 
 

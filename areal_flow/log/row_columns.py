@@ -20,9 +20,9 @@ _IN_SQL = re.compile(rf"\b{re.escape(OF_ROW)}\w+")
 
 
 def refuse_row_columns(where: str | None) -> None:
-    if found := _IN_SQL.search(where or ""):
+    if match := _IN_SQL.search(where or ""):
         raise RunError(
-            f"where: {found[0]} is no stored column; expected it in `columns`, to filter the table "
+            f"where: {match[0]} is no stored column; expected it in `columns`, to filter the table "
             "by it then"
         )
 

@@ -133,14 +133,14 @@ class TrainingRows:
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         """Return exactly these rows, in this order, as `array_rows`."""
-        found, places = self._find(trajectory_ids)
+        table, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]
             raise StorageError(
                 f"expected {len(trajectory_ids)} trajectories in the log, {places.null_count} are "
                 f"missing, the first is {missing}"
             )
-        rows, hashes = array_rows(found), content_hashes(found)
+        rows, hashes = array_rows(table), content_hashes(table)
         for place in places.to_pylist():
             if rows[place]["content_hash"] != hashes[place]:
                 raise StorageError(
@@ -170,12 +170,12 @@ class TrainingRows:
                 fragments=fragments,
             )
             portions.append(scanner.to_table())
-            found = pa.concat_tables(portions)
-            places = pc.index_in(identifiers, found["trajectory_id"])
+            table = pa.concat_tables(portions)
+            places = pc.index_in(identifiers, table["trajectory_id"])
             if not places.null_count:
                 break
-        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
-        return found, places
+        self._rows_at_once = max(1, BYTES_AT_ONCE * len(table) // max(1, table.nbytes))
+        return table, places
 
 
 def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:

@@ -97,12 +97,16 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     for _ in range(ROUNDS):
         efficiency = replace(efficiency, decode_step_s=(low + high) / 2)
         costs = replace(job, efficiency=efficiency).costs(recipe)
-        found = simulate_steps(recipe, costs, lengths, len(steps))
-        busy_s = found.generators_busy * recipe.cluster.num_generators
-        too_slow = busy_s / found.generated_tokens_per_s > token_s
+        simulated = simulate_steps(recipe, costs, lengths, len(steps))
+        busy_s = simulated.generators_busy * recipe.cluster.num_generators
+        too_slow = busy_s / simulated.generated_tokens_per_s > token_s
         low, high = (
             (low, efficiency.decode_step_s) if too_slow else (efficiency.decode_step_s, high)
         )
     return Calibration(
-        efficiency, mean("seconds_step"), found.step_s, mean("staleness_mean"), found.staleness_mean
+        efficiency,
+        mean("seconds_step"),
+        simulated.step_s,
+        mean("staleness_mean"),
+        simulated.staleness_mean,
     )

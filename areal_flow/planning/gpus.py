@@ -47,10 +47,10 @@ GPUS = {
 
 def gpu_named(name: str) -> Gpu:
     """Return a GPU by its name, or by a part of it that no other one has."""
-    found = [each for each in GPUS if each == name] or [each for each in GPUS if name in each]
-    if not name or len(found) != 1:
+    matches = [each for each in GPUS if each == name] or [each for each in GPUS if name in each]
+    if not name or len(matches) != 1:
         raise ConfigError(f"unknown GPU {name!r}: expected one of {', '.join(GPUS)}")
-    return GPUS[found[0]]
+    return GPUS[matches[0]]
 
 
 def gpu_bytes(name: str) -> int:

@@ -166,11 +166,11 @@ def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, in
         train_step(backend, sequences, step=2, settings=settings)
         backend.free_memory()
         kept = tracker.get_tracker_snapshot("current").values()
-    found: Counter[str] = Counter(dict.fromkeys(_KINDS.values(), 0))
+    by_kind: Counter[str] = Counter(dict.fromkeys(_KINDS.values(), 0))
     for snapshot in tracker.get_tracker_snapshot("peak").values():
         for kind, name in _KINDS.items():
-            found[name] += snapshot.get(kind, 0)
-    return dict(found), sum(snapshot["Total"] for snapshot in kept)
+            by_kind[name] += snapshot.get(kind, 0)
+    return dict(by_kind), sum(snapshot["Total"] for snapshot in kept)
 
 
 def longest_rows(recipe: Recipe) -> list[int]:

@@ -92,8 +92,8 @@ class Plan:
             text = f"Generation is waited for {longest:.0%} of a step: "
             return Bottleneck(f"{text}{total:,.0f} s until the longest completion of a batch ends")
         if steady.reward_s > max(steady.generate_s, steady.train_s):
-            found = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
-            return Bottleneck(found, "add reward workers: cluster.num_reward_workers")
+            description = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
+            return Bottleneck(description, "add reward workers: cluster.num_reward_workers")
         if self.recipe.cluster.has_one_gpu:
             shares = f"{steady.generate_s:,.1f} s to generate and {steady.train_s:,.1f} s to train"
             return Bottleneck(f"The GPU has both sides of a step: {shares}", "use a second GPU")
@@ -186,12 +186,12 @@ def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
         **_setting(recipe, "generation", "interruption", "keep"),
         **_setting(recipe, "trainer", "activations", "keep"),
     }
-    found = {name: job.steady(each).step_s / now for name, each in changed.items()}
+    ratios = {name: job.steady(each).step_s / now for name, each in changed.items()}
     more = replace(job, num_gpus=2 * job.num_gpus)
     best = fastest_split(more, list(more.splits()))
-    found["twice the GPUs, split best"] = more.steady(best).step_s / now
+    ratios["twice the GPUs, split best"] = more.steady(best).step_s / now
     return {
-        name: ratio for name, ratio in sorted(found.items(), key=lambda f: f[1]) if ratio < 0.99
+        name: ratio for name, ratio in sorted(ratios.items(), key=lambda f: f[1]) if ratio < 0.99
     }
 
 

@@ -218,8 +218,10 @@ def simulate(
     troubles: FaultModel = FaultModel(),
 ) -> Simulated:
     """Run a recipe of so many generators in virtual time; measure all steps but the first ones."""
-    found: Simulated = run_in_virtual_time(_simulate(recipe, costs, lengths, troubles, num_skipped))
-    return found
+    simulated: Simulated = run_in_virtual_time(
+        _simulate(recipe, costs, lengths, troubles, num_skipped)
+    )
+    return simulated
 
 
 async def _simulate(

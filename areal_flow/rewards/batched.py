@@ -118,6 +118,8 @@ def _listed(returned: Any, num: int) -> list[Any]:
     except TypeError:
         rewards = None
     if rewards is None or len(rewards) != num:
-        found = repr(returned) if rewards is None else f"{len(rewards)} of them"
-        raise TypeError(f"the verifier must return a list of {num} rewards, found {found:.80}")
+        description = repr(returned) if rewards is None else f"{len(rewards)} of them"
+        raise TypeError(
+            f"the verifier must return a list of {num} rewards, found {description:.80}"
+        )
     return rewards

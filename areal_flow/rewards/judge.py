@@ -146,15 +146,15 @@ class JudgeReward:
                 failure = f"{type(error).__name__}: {error}"
         raise ServiceError(f"{self._url}: {failure}")
 
-    def _read(self, found: Any) -> Score:
+    def _read(self, response: Any) -> Score:
         try:
             if self._model:
-                said = found["choices"][0]["message"]["content"]
+                said = response["choices"][0]["message"]["content"]
                 score, message = float(_SCORE.findall(said)[-1]), said[-200:]
             else:
-                score, message = float(found["score"]), str(found.get("detail", ""))
+                score, message = float(response["score"]), str(response.get("detail", ""))
         except (TypeError, KeyError, IndexError, ValueError) as error:
-            raise ServiceError(f"{self._url}: no score in {str(found)[:200]!r}") from error
+            raise ServiceError(f"{self._url}: no score in {str(response)[:200]!r}") from error
         if not (math.isfinite(score) and self._lowest <= score <= self._highest):
             scale = f"expected a score from {self._lowest:g} to {self._highest:g}, found {score:g}"
             return Score(None, "error", error=f"{self._url}: {scale}: see `scale`", message=message)

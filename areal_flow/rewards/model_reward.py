@@ -67,7 +67,7 @@ class ModelReward:
 
         try:
             with without_progress_bars():
-                model, found = AutoModelForSequenceClassification.from_pretrained(
+                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     str(self._directory),
                     dtype="float32",
                     trust_remote_code=False,
@@ -78,7 +78,7 @@ class ModelReward:
             self._model = model.eval().to(self._device)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise RewardError(f"reward 'reward_model', {self._directory}: {error}") from error
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(loading_info["missing_keys"]):
             raise RewardError(
                 f"reward 'reward_model': {self._directory} lacks {', '.join(missing[:4])}, which "
                 "would be drawn at random: save the whole model with save_pretrained"
@@ -100,8 +100,8 @@ class ModelReward:
         for begin in range(0, len(order), self._max_concurrency):
             batch = order[begin : begin + self._max_concurrency]
             with self._lock:
-                found = self._logits([fitting[index] for index in batch])
-            logits |= zip(batch, found, strict=True)
+                batch_logits = self._logits([fitting[index] for index in batch])
+            logits |= zip(batch, batch_logits, strict=True)
         return [
             self._judged(logits[index]) if index in logits else self._unscored(len(ids))
             for index, ids in tokens.items()
@@ -122,11 +122,11 @@ class ModelReward:
         padded = [[*ids, *[padding] * (longest - len(ids))] for ids in sequences]
         mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
         with torch.inference_mode():
-            found = self._model(
+            output = self._model(
                 input_ids=torch.tensor(padded, device=self._device),
                 attention_mask=torch.tensor(mask, device=self._device),
             )
-        return [float(logit) for logit in found.logits[:, 0]]
+        return [float(logit) for logit in output.logits[:, 0]]
 
     def _judged(self, logit: float) -> Score:
         if not self._squash:
@@ -134,20 +134,20 @@ class ModelReward:
         return Score(0.5 * (1 + math.tanh(logit / 2)), message=f"score {logit:.6g}")
 
     def _unscored(self, num_tokens: int) -> Score:
-        found = f"{num_tokens} tokens" if num_tokens else "nothing, or millions of characters"
+        length = f"{num_tokens} tokens" if num_tokens else "nothing, or millions of characters"
         return Score(
             None, "output_limit", error=f"the reward model takes 1 to {self._num_tokens} tokens of "
-            f"prompt and completion, found {found}: see max_tokens in its settings",
+            f"prompt and completion, found {length}: see max_tokens in its settings",
         )  # fmt: skip
 
 
 def _check(directory: Path) -> str:
     files: list[Path] = []
     for pattern in FILES:
-        found = sorted(directory.glob(pattern))
-        if not found:
+        matching = sorted(directory.glob(pattern))
+        if not matching:
             raise ValueError(f"expected {pattern} of a reward model in {directory}, found none")
-        files += found
+        files += matching
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     (kind, *_), labels = config.get("architectures") or [""], config.get("id2label", {0: "", 1: ""})
     if not kind.endswith(_KIND) or len(labels) != 1:

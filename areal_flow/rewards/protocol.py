@@ -221,10 +221,10 @@ class LimitedReward:
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         limit_s = self._timeout_s * max(1, len(inputs))
-        found: Sequence[Score] = await call_on_loop(
+        scores: Sequence[Score] = await call_on_loop(
             partial(self._reward.score, inputs), limit_s=limit_s
         )
-        return found
+        return scores
 
 
 def max_concurrency(reward: Reward) -> int:

@@ -77,9 +77,9 @@ def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     except (ValueError, AssertionError) as error:  # unknown, or it needs settings of its own
         raise RewardError(f"reward 'reasoning_gym': task {task!r}: {error}") from error
     source = inspect.getsource(sys.modules[scorer.__module__])
-    if found := _EVALUATES.search(source):
+    if match := _EVALUATES.search(source):
         raise RewardError(
-            f"reward 'reasoning_gym': the code of task {task!r} uses {found[0]!r}, which may run "
+            f"reward 'reasoning_gym': the code of task {task!r} uses {match[0]!r}, which may run "
             "what the policy wrote outside a sandbox: choose another task"
         )
     return scorer  # type: ignore[no-any-return]

@@ -83,32 +83,32 @@ def load_reward(
     """
     settings = settings or {}
     if name.startswith(SHIPPED):
-        found: Any = load_shipped(name, directory)
+        code: Any = load_shipped(name, directory)
         identity, source = name.removeprefix(SHIPPED), ""
     else:
-        found = REWARDS.get(name) or import_function(
+        code = REWARDS.get(name) or import_function(
             name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
         )
-        identity, source = f"{name}@{code_hash(found)}", source_file(found)
+        identity, source = f"{name}@{code_hash(code)}", source_file(code)
     if settings:
         identity += f"-{text_hash(json.dumps(settings, sort_keys=True, default=str))}"
-    _check_settings(name, found, settings)
+    _check_settings(name, code, settings)
     reward: Any
-    if inspect.isclass(found):
-        reward = found(**settings)
+    if inspect.isclass(code):
+        reward = code(**settings)
         if content_hash := getattr(reward, "content_hash", ""):
             identity += f"-{content_hash}"
         if name not in REWARDS:
             reward = LimitedReward(reward, timeout_s=timeout_s)
     else:
-        function = partial(found, **settings) if settings else found
+        function = partial(code, **settings) if settings else code
         reward = function_reward(function, timeout_s=timeout_s)
     return NamedReward(name, identity, reward, source)
 
 
-def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
-    given = {} if inspect.isclass(found) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
-    parameters = inspect.signature(found).parameters.values()
+def _check_settings(name: str, code: Any, settings: Mapping[str, Any]) -> None:
+    given = {} if inspect.isclass(code) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
+    parameters = inspect.signature(code).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
     unknown = {} if takes_any else {key for key in settings if key not in named or key in given}
@@ -118,7 +118,7 @@ def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
     needed = [p.name for p in named.values() if p.default is p.empty and p.name not in given]
     is_built_in = name in REWARDS  # another function may name columns of the prompt's row
     missing = [key for key in needed if key not in settings]
-    if missing and (is_built_in or inspect.isclass(found)):
+    if missing and (is_built_in or inspect.isclass(code)):
         raise RewardError(
             f"reward {name!r} needs the setting {missing[0]!r}: set it in the settings of its "
             "[[rewards]] table"
@@ -225,12 +225,12 @@ async def _scores(
     chosen = [*compress(inputs, judges)]
     try:
         async with turn:
-            found = await part.reward.score(chosen) if chosen else []
-        if len(found) != len(chosen):
+            returned = await part.reward.score(chosen) if chosen else []
+        if len(returned) != len(chosen):
             raise ValueError(
-                f"reward {part.name!r} returned {len(found)} scores, expected {len(chosen)}"
+                f"reward {part.name!r} returned {len(returned)} scores, expected {len(chosen)}"
             )
     except Exception as error:  # noqa: BLE001 - `judged` counts it
-        found = [judged(error)] * len(chosen)
-    scores = map(judged, found)
+        returned = [judged(error)] * len(chosen)
+    scores = map(judged, returned)
     return [next(scores) if is_judged else Score(None, "no_reward") for is_judged in judges]

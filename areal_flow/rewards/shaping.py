@@ -33,25 +33,25 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
         last = deque(matches, maxlen=1)
         return (last[0].group(group) or "") if last else None
 
-    found = _in_time(last_match)
-    if isinstance(found, Score):
-        return found
-    if found is None:
+    match = _in_time(last_match)
+    if isinstance(match, Score):
+        return match
+    if match is None:
         return Score(0.0, "parse_error")
-    right = " ".join(found.split()) == " ".join(answer_text(answer).split())
-    return Score(float(right), "right" if right else "wrong", extracted=found[:80])
+    right = " ".join(match.split()) == " ".join(answer_text(answer).split())
+    return Score(float(right), "right" if right else "wrong", extracted=match[:80])
 
 
 @reads_completion
 def verify_format(*, completion: str, pattern: str) -> Score:
     """Give 1 to a completion that a pattern describes from its first character to its last."""
     compiled = _compiled(pattern)
-    found = _in_time(
+    match = _in_time(
         lambda: compiled.fullmatch(completion, timeout=MATCH_LIMIT_S, concurrent=True) is not None
     )
-    if isinstance(found, Score):
-        return found
-    return Score(float(found), "right" if found else "wrong")
+    if isinstance(match, Score):
+        return match
+    return Score(float(match), "right" if match else "wrong")
 
 
 def penalize_length(*, completion_ids: Sequence[int], max_tokens: int, buffer_tokens: int) -> float:

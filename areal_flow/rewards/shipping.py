@@ -45,10 +45,10 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
         source = (directory / f"{stem}.py").read_text()
     except OSError as error:
         raise RewardError(f"reward {name!r} is not in {directory}: {error}") from None
-    if (found := _hash(pickled, source)) != stem.rpartition("@")[2]:
+    if (actual := _hash(pickled, source)) != stem.rpartition("@")[2]:
         raise RewardError(
             f"reward {name!r}: expected the function that was shipped, found another with hash "
-            f"{found} in {directory}: restore it from a copy"
+            f"{actual} in {directory}: restore it from a copy"
         )
     try:
         return pickle.loads(pickled)  # type: ignore[no-any-return]

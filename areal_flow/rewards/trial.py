@@ -37,15 +37,15 @@ def main(run_directory: Path, output: Path) -> None:
     chosen = {name: reward for reward, name in named if is_foreign(reward)}
     with output.open("w", buffering=1) as lines:
         for name, settings in chosen.items():
-            found: dict[str, Any] = {"verifier": name, "scores": None, "error": ""}
-            lines.write(json.dumps(found) + "\n")
+            record: dict[str, Any] = {"verifier": name, "scores": None, "error": ""}
+            lines.write(json.dumps(record) + "\n")
             try:
                 row = given["rows"][settings.sources[0] if settings.sources else ANY_SOURCE]
                 row["trainer_state"] = TrainerState(0, given["num_steps"])
-                found["scores"] = asyncio.run(_judge(settings, layout, row))
+                record["scores"] = asyncio.run(_judge(settings, layout, row))
             except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
-                found["error"] = cause_of(error)
-            lines.write(json.dumps(found) + "\n")
+                record["error"] = cause_of(error)
+            lines.write(json.dumps(record) + "\n")
 
 
 def is_foreign(reward: RewardSettings) -> bool:
@@ -57,7 +57,7 @@ async def _judge(
 ) -> list[dict[str, Any]]:
     rewards = WeightedRewards([settings.model_copy(update={"weight": 1.0})], layout.rewards)
     rewards.open()
-    found: list[dict[str, Any]] = []
+    scores: list[dict[str, Any]] = []
     tokenizer = tokenizer_of(layout.model)
     for completion in (answer_text(given["answer"]), ""):
         tokens = tokenizer.encode(completion, add_special_tokens=False).ids
@@ -67,11 +67,11 @@ async def _judge(
         )
         seconds = perf_counter() - began
         error = "" if score.verdict == "no_reward" else score.error
-        found.append({"reward": score.reward, "error": error, "seconds": seconds})
+        scores.append({"reward": score.reward, "error": error, "seconds": seconds})
         if seconds > settings.timeout_s:
             break
     rewards.close()
-    return found
+    return scores
 
 
 if __name__ == "__main__":

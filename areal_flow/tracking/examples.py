@@ -29,13 +29,13 @@ def read_examples(run: Run, made: Sequence[Mapping[str, Any]]) -> list[dict[str,
     chosen = ", ".join(
         "'{}'".format(x.replace("'", "''")) for x in prompts["prompt_id_min"].to_pylist()
     )
-    found = run.evaluations(
+    answers = run.evaluations(
         "arrow",
         columns=[*_SHOWN, "held_out", "prompt_id", "evaluated_at"],
         where=f"{_first_answers(evenly_spaced(alike, MAX_VERSIONS))} AND prompt_id IN ({chosen})",
     )
     order = [*by_difficulty, "prompt_id", "evaluated_at"]
-    rows = found.sort_by([(name, "ascending") for name in order]).select(_SHOWN).to_pylist()
+    rows = answers.sort_by([(name, "ascending") for name in order]).select(_SHOWN).to_pylist()
     threshold = run.pass_threshold
     return [{**row, "passed": passes(row["reward"], threshold=threshold)} for row in rows]
 

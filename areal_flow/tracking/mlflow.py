@@ -147,7 +147,7 @@ class MlflowTracker:
             return frozenset()
         named = self._aliases().keeping(without=self._own_alias())
         return frozenset(
-            source_path(found.source) for found in versions if str(found.version) in named
+            source_path(version.source) for version in versions if str(version.version) in named
         )
 
     def remove(self) -> int:
@@ -159,8 +159,8 @@ class MlflowTracker:
             return 0
         self.run_id = known.info.run_id
         versions = self._versions()
-        for found in versions:
-            self._client.delete_model_version(self._model, found.version)
+        for version in versions:
+            self._client.delete_model_version(self._model, version.version)
         self._client.delete_run(self.run_id)
         if self.uri.startswith(SQLITE):  # a server's files are the server's to delete
             shutil.rmtree(source_path(known.info.artifact_uri).parent, ignore_errors=True)
@@ -194,9 +194,11 @@ class MlflowTracker:
         return self._client
 
     def _known_run(self) -> Any | None:
-        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.get_experiment_by_name(self._experiment)
         mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
-        runs = found and self._client.search_runs([found.experiment_id], mine, max_results=1)
+        runs = experiment and self._client.search_runs(
+            [experiment.experiment_id], mine, max_results=1
+        )
         return runs[0] if runs else None
 
     def _log(
@@ -242,10 +244,10 @@ class MlflowTracker:
         return alias
 
     def _experiment_id(self) -> str:
-        if found := self._client.get_experiment_by_name(self._experiment):
-            if KIND_TAG not in found.tags:
-                self._client.set_experiment_tag(found.experiment_id, KIND_TAG, KIND)
-            return str(found.experiment_id)
+        if experiment := self._client.get_experiment_by_name(self._experiment):
+            if KIND_TAG not in experiment.tags:
+                self._client.set_experiment_tag(experiment.experiment_id, KIND_TAG, KIND)
+            return str(experiment.experiment_id)
         place = None  # for a server to choose; a client of a database would take the working folder
         if self.uri.startswith(SQLITE):
             place = Path(self.uri.removeprefix(SQLITE)).with_name("mlflow-artifacts").as_uri()

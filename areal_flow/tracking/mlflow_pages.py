@@ -52,7 +52,7 @@ def first_page(client: Any) -> str:
     """
     from mlflow.exceptions import MlflowException
 
-    experiments = [found.experiment_id for found in client.search_experiments()]
+    experiments = [each.experiment_id for each in client.search_experiments()]
     newest = ["attributes.start_time DESC"]
     runs = client.search_runs(experiments, order_by=newest, max_results=1)
     if not runs:

@@ -43,8 +43,8 @@ class Aliases:
     model: str
 
     def versions(self) -> dict[str, str]:
-        found = self.client.get_registered_model(self.model).aliases
-        return {alias: str(version) for alias, version in found.items()}
+        aliases = self.client.get_registered_model(self.model).aliases
+        return {alias: str(version) for alias, version in aliases.items()}
 
     def keeping(self, *, without: str) -> frozenset[str]:
         """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases."""
@@ -69,10 +69,10 @@ class Aliases:
 
     def point_to_best(self) -> None:
         """Have `best` point to the highest pass rate; of equals, to the version that was first."""
-        found = self.client.search_model_versions(f"name = '{self.model}'")
+        versions = self.client.search_model_versions(f"name = '{self.model}'")
         rates = {
             int(version.version): float(version.tags[PASS_RATE_TAG])
-            for version in found
+            for version in versions
             if PASS_RATE_TAG in version.tags
         }
         if rates:
@@ -86,8 +86,8 @@ class Aliases:
         """
         if CURRENT in self.versions():
             there = self.client.get_model_version_by_alias(self.model, CURRENT)
-            found = self.client.get_model_version(self.model, version)
-            if there.tags.get(TRAINED_AT_TAG, "") > found.tags.get(TRAINED_AT_TAG, ""):
+            registered = self.client.get_model_version(self.model, version)
+            if there.tags.get(TRAINED_AT_TAG, "") > registered.tags.get(TRAINED_AT_TAG, ""):
                 return
         self.point(CURRENT, version)
 

@@ -80,10 +80,10 @@ def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(value) for k, value in {**fixed, **named}.items() if value is not None}
 
 
-def held_out_metrics(found: EvaluationTable) -> dict[str, float]:
+def held_out_metrics(table: EvaluationTable) -> dict[str, float]:
     """Return an evaluation's numbers as `held_out/NAME`, of several sets `held_out/SET/NAME`."""
-    sets = {f"held_out/{name}": scores for name, scores in found.several_sets.items()}
-    named = {"held_out": found.overall, **sets}
+    sets = {f"held_out/{name}": scores for name, scores in table.several_sets.items()}
+    named = {"held_out": table.overall, **sets}
     return {
         f"{area}/{label}": value
         for area, scores in named.items()
@@ -172,10 +172,10 @@ class Projection:
         if self._num_answers.get((name, version)) == made["count_all"]:
             return
         answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=answers_of(made))
-        found = tabulate(answers.to_pylist(), threshold=run.pass_threshold)
-        self._pass_rates[version] = found.overall.passed.pass_rate
+        table = tabulate(answers.to_pylist(), threshold=run.pass_threshold)
+        self._pass_rates[version] = table.overall.passed.pass_rate
         at, log = _milliseconds(made["evaluated_at_max"]), self._sink.log_evaluation
-        metrics = held_out_metrics(found)
+        metrics = held_out_metrics(table)
         self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
         self._num_answers[name, version] = made["count_all"]
 

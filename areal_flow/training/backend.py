@@ -97,7 +97,7 @@ class TrainerBackend:
             hashed = master.hash_async(in_main_memory(tensors), thread=thread)
 
             def read(name: str) -> Tensor:
-                weights = next(tensor for found, tensor in hashed if found == name)
+                weights = next(tensor for key, tensor in hashed if key == name)
                 return merge(name, weights).to(dtype)
 
             served = _like(split_adapter(tensors.like)[0], dtype)

@@ -117,10 +117,10 @@ def complete_checkpoint(
 def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
     """Return the hash of what is in the file, once that of the weights is what it should be."""
     expected, has_base = snapshot.description.weights_hash, (partial / MODEL_FILE).is_file()
-    if has_base and (found := hash_files(*weight_files(partial))) != expected:
+    if has_base and (actual := hash_files(*weight_files(partial))) != expected:
         raise StorageError(
             f"checkpoint {snapshot.description.step}: expected weights {expected}, the ranks wrote "
-            f"{found}: is {partial.parent} the same directory on all their hosts? Older "
+            f"{actual}: is {partial.parent} the same directory on all their hosts? Older "
             "checkpoints are intact"
         )
     return hash_files(partial / OPTIMIZER_FILE, without={RNG_STATE})
@@ -163,9 +163,9 @@ def _read(path: Path, kind: Literal["weights", "optimizer"]) -> Rows:
     try:
         files = weight_files(path) if kind == "weights" else [path / OPTIMIZER_FILE]
         expected = getattr(read_checkpoint_state(path), f"{kind}_hash")
-        found, rows = hash_files(*files, without={RNG_STATE}), rows_in_files(*files)
+        actual, rows = hash_files(*files, without={RNG_STATE}), rows_in_files(*files)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
-    if found != expected:
+    if actual != expected:
         raise TrainingError(f"checkpoint {path} was changed after it was written: hashes differ")
     return rows

@@ -59,8 +59,8 @@ class ContextParallel:
             top_Mk=None if micro.top_Mk is None else micro.top_Mk[own_M],
         )
         with raise_trainer_lost():
-            found = self._run(function, own, **keywords)
-            return tree_map(lambda each: self._whole(each, own_M, len(inside_M)), found)
+            results = self._run(function, own, **keywords)
+            return tree_map(lambda each: self._whole(each, own_M, len(inside_M)), results)
 
     def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
         """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""

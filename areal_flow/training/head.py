@@ -148,7 +148,7 @@ def _of_chunk(
     logprobs_M = next_token_logprobs(logits_MV, targets_M, temperature=temperature)
     if entropies is None:
         return (logprobs_M,)
-    found = logprobs_M, entropies(logits_MV, temperature=temperature)
+    result = logprobs_M, entropies(logits_MV, temperature=temperature)
     if top_Mk is None:
-        return found
-    return *found, bucket_logprobs(scaled_log_softmax(logits_MV, temperature), top_Mk)
+        return result
+    return *result, bucket_logprobs(scaled_log_softmax(logits_MV, temperature), top_Mk)

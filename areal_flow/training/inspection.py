@@ -82,11 +82,11 @@ class ClipWatch:
         self.clipped: list[bool] = []
 
     def __call__(self, inputs: LossInputs) -> PolicyLoss:
-        found = self._loss(inputs)
+        loss = self._loss(inputs)
         nothing_T = torch.zeros(inputs.logprobs_T.numel(), dtype=torch.bool)
-        clipped_T = nothing_T if found.clipped_T is None else found.clipped_T
+        clipped_T = nothing_T if loss.clipped_T is None else loss.clipped_T
         self.clipped.extend(clipped_T.tolist())
-        return found
+        return loss
 
 
 def completion_logprobs(
@@ -94,8 +94,8 @@ def completion_logprobs(
 ) -> list[tuple[float, ...]]:
     whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
     passes = backend.passes
-    found = passes.by_trajectory(lambda micro: passes.logprobs(micro, temperature), whole)
-    return [tuple(logprobs_M.tolist()) for logprobs_M in found]
+    logprobs = passes.by_trajectory(lambda micro: passes.logprobs(micro, temperature), whole)
+    return [tuple(logprobs_M.tolist()) for logprobs_M in logprobs]
 
 
 def trajectory_outcomes(
@@ -141,7 +141,7 @@ def inspect_trajectories(
 ) -> tuple[InspectedTrajectory, ...]:
     """Put together what a step was asked for and what it made, of each trajectory."""
     bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
-    found = []
+    trajectories = []
     for index, sequence in enumerate(sequences):
         spans = sequence.version_spans
         versions = tuple(version for version, length in spans for _ in range(length))
@@ -157,8 +157,8 @@ def inspect_trajectories(
             replayed=replayed[index],
             changed=changed[index] if changed else None,
         )
-        found.append(trajectory)
-    return tuple(found)
+        trajectories.append(trajectory)
+    return tuple(trajectories)
 
 
 def _mean_advantage(advantage: Advantage, trained: NDArray[np.bool_]) -> float:

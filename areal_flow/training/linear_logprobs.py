@@ -58,10 +58,10 @@ def linear_logprobs(
     multiplied in.
     """
     with torch.autocast(hidden_MH.device.type, enabled=False):
-        found: tuple[Tensor, ...] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden_MH, head.weight_VH, head.bias_V, targets_M, top_Mk, head
         )
-    return found
+    return outputs
 
 
 def logprob_chunks(hidden_MH: Tensor, head: LinearHead) -> Iterator[Tensor]:

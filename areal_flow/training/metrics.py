@@ -119,10 +119,10 @@ def labels(verifiers: Iterable[str]) -> dict[str, str]:
 
 
 def _split(rows: Rows, column: str, values: Sequence[float]) -> dict[Any, list[float]]:
-    found: dict[Any, list[float]] = defaultdict(list)
+    parts: dict[Any, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
-        found[row[column]].append(value)
-    return found
+        parts[row[column]].append(value)
+    return parts
 
 
 def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:

@@ -113,10 +113,10 @@ class Passes:
         for rank, batch in self.batches(sequences, planned).items():
             values_N = to_host(torch.cat([compute(micro) for micro in batch]))
             sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
-        found: dict[int, Tensor] = {}
+        by_index: dict[int, Tensor] = {}
         for values_N, of_rank, counts in zip(self._gather(sent), order, lengths, strict=True):
-            found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
-        return [found[index] for index in range(len(sequences))]
+            by_index |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
+        return [by_index[index] for index in range(len(sequences))]
 
     def minibatch_bound(self, minibatch: Minibatch) -> Tensor | None:
         """Return what an algorithm must know of all of a minibatch's tokens: one for all ranks."""
@@ -156,9 +156,11 @@ class Passes:
                 fresh_T = inputs.versions_T == inputs.policy_version
                 proximal_T, engine_T = inputs.proximal_logprobs_T, inputs.behavior_logprobs_T
                 minibatch.gap_sums[rank].add_(gap_sums(proximal_T, engine_T, fresh_T))
-            found = minibatch.settings.token_loss(inputs)
+            policy_loss = minibatch.settings.token_loss(inputs)
             assert inputs.entropy_T is not None
-            return replace(found, metrics={**found.metrics, "entropy_mean": mean(inputs.entropy_T)})
+            return replace(
+                policy_loss, metrics={**policy_loss.metrics, "entropy_mean": mean(inputs.entropy_T)}
+            )
 
         return self.backward_of(loss_of, minibatch, rank)
 
@@ -166,7 +168,7 @@ class Passes:
         self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
     ) -> MicroBatchMetrics:
         """As `backward`, with any loss of a micro-batch; without gradients, the numbers alone."""
-        aggregate, found = minibatch.settings.algorithm.aggregate, []
+        aggregate, metrics = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
             policy_loss = loss_of(micro)
             loss = aggregate(
@@ -178,13 +180,13 @@ class Passes:
             if torch.is_grad_enabled():
                 with raise_trainer_lost():
                     loss.backward()  # type: ignore[no-untyped-call]
-            found.append({LOSS: sum_of(loss), **policy_loss.metrics})
-        return found
+            metrics.append({LOSS: sum_of(loss), **policy_loss.metrics})
+        return metrics
 
     def add_gap(self, sums: Mapping[int, Tensor]) -> dict[str, Metric]:
         """Return the metrics of all ranks' gap, added in their order."""
-        found = gap_metrics(torch.stack(self._gather(sums)).sum(dim=0))
-        return {name: Metric(value, 1.0) for name, value in found.items()}
+        gap = gap_metrics(torch.stack(self._gather(sums)).sum(dim=0))
+        return {name: Metric(value, 1.0) for name, value in gap.items()}
 
     def read(self, computed: Mapping[int, MicroBatchMetrics], grad_norm: Tensor) -> UpdateNumbers:
         """Return what the ranks of a minibatch found, added up.
@@ -196,8 +198,8 @@ class Passes:
         in_order = iter(each)
         sent, kinds = {}, each[0]
         names = sorted(kinds)
-        for rank, found in computed.items():
-            of_rank = reduce(add_metrics, islice(in_order, len(found)), dict[str, Metric]())
+        for rank, batches in computed.items():
+            of_rank = reduce(add_metrics, islice(in_order, len(batches)), dict[str, Metric]())
             metrics = [of_rank[name] for name in names]
             numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
             sent[rank] = torch.tensor(numbers, dtype=torch.float64)

@@ -74,12 +74,12 @@ def _rows(directory: Path, model: Any, drawn: Rows) -> Rows:
             f"expected a Hugging Face model directory with config.json and safetensors, "
             f"found {directory}: {error}"
         ) from error
-    expected, found = policy_tensors(model), {**drawn, **stored}
+    expected, available = policy_tensors(model), {**drawn, **stored}
     if not (directory / ADAPTER_FILE).is_file():
-        if not expected.keys() <= found.keys():
-            found = {**drawn, **renamed_rows(stored, model)}
-        if expected.keys() <= found.keys():
-            return {name: found[name] for name in expected}
+        if not expected.keys() <= available.keys():
+            available = {**drawn, **renamed_rows(stored, model)}
+        if expected.keys() <= available.keys():
+            return {name: available[name] for name in expected}
     # An adapter that is to be merged, or tensors that are parts of those in the files.
     logger.warning("%s: its tensors have other names, so each rank loads it whole", directory)
     return whole_rows(policy_tensors(load_policy(directory)))
@@ -100,15 +100,17 @@ def renamed_rows(stored: Rows, model: Any) -> Rows:
             key, renamings, converters, model.base_model_prefix, shapes
         )
         parts.setdefault(name, {}).setdefault(pattern, []).append(key)
-    found: dict[str, ReadRows] = {}
+    renamed: dict[str, ReadRows] = {}
     for name, by_pattern in parts.items():
         converter = of_pattern.get(next(iter(by_pattern)) or "")
         if converter is None:
-            found[name] = stored[by_pattern[None][0]]
+            renamed[name] = stored[by_pattern[None][0]]
         elif name in shapes and len(converter.target_patterns) == 1:
             keys = {str(pattern): keys for pattern, keys in by_pattern.items()}
-            found[name] = partial(_fused, stored, converter, keys, name, shapes[name].shape, model)
-    return found
+            renamed[name] = partial(
+                _fused, stored, converter, keys, name, shapes[name].shape, model
+            )
+    return renamed
 
 
 def _fused(

@@ -216,10 +216,10 @@ class TrainerRank:
             self.backend.hold_reference(shapes_of(self.layout.model), first_weights())
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
-        found = self._hashes.weights_hash if self._hashes else "nothing"
-        if found != weights_hash:
+        held = self._hashes.weights_hash if self._hashes else "nothing"
+        if held != weights_hash:
             raise TrainerLost(
-                f"{purpose} needs weights {weights_hash}, this rank holds {found} (step "
+                f"{purpose} needs weights {weights_hash}, this rank holds {held} (step "
                 f"{self._step}): restore it from a checkpoint and the ledger"
             )
 

@@ -106,8 +106,8 @@ class TrainedModel(RankedModel):
             gradients.append([parameter.grad for parameter in optimizer.trainable])
         # Each batch's by itself, then in order: so did the ranks of older runs.
         for parameter, *of_batches in zip(optimizer.trainable, *gradients, strict=True):
-            found = [gradient for gradient in of_batches if gradient is not None]
-            parameter.grad = reduce(torch.add, found) if found else None
+            per_batch = [gradient for gradient in of_batches if gradient is not None]
+            parameter.grad = reduce(torch.add, per_batch) if per_batch else None
         max_norm = passes.settings.max_grad_norm
         norm = whole(torch.nn.utils.clip_grad_norm_(optimizer.trainable, max_norm))
         numbers = passes.read(computed, norm)

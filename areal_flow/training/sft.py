@@ -138,7 +138,7 @@ class SftTrainer:
     def take_step(self) -> float:
         """Update the policy once; return the loss in nats, a token or a pair; NaN if skipped."""
         rate = self.learning_rate(self.step)
-        found = train_step(
+        result = train_step(
             self.backend,
             self._sequences(self._rows_of(self.step)),
             step=self.step,
@@ -146,16 +146,20 @@ class SftTrainer:
             rate=rate,
         )
         self.step += 1
-        self._skipped.count(self.step, skipped=not found.losses)
-        if not found.losses:
+        self._skipped.count(self.step, skipped=not result.losses)
+        if not result.losses:
             return nan
-        shown = {name: found.metrics[name].value for name in self.objective.metrics}
-        numbers = {"loss": found.losses[0], "grad_norm": found.grad_norms[0], "learning_rate": rate}
+        shown = {name: result.metrics[name].value for name in self.objective.metrics}
+        numbers = {
+            "loss": result.losses[0],
+            "grad_norm": result.grad_norms[0],
+            "learning_rate": rate,
+        }
         due = self.step % self.settings.checkpoint_every_steps == 0
         if self.settings.num_held_out and (due or self.step == self.settings.num_steps):
             shown |= self.measure_held_out()
         self.metrics.append({"step": self.step, **numbers, **shown})
-        return found.losses[0]
+        return result.losses[0]
 
     def measure_held_out(self) -> dict[str, float]:
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
@@ -164,8 +168,8 @@ class SftTrainer:
         batches = passes.batches(sequences, self._planned(sequences))
         minibatch = Minibatch(batches, size, 0.0, self._of_step)
         with torch.no_grad(), raise_trainer_lost():
-            found = {rank: passes.backward(minibatch, rank, None) for rank in batches}
-        numbers = passes.read(found, torch.zeros(()))
+            computed = {rank: passes.backward(minibatch, rank, None) for rank in batches}
+        numbers = passes.read(computed, torch.zeros(()))
         shown = {f"held_out_{name}": numbers.metrics[name].value for name in self.objective.metrics}
         return {"held_out_loss": numbers.losses[0], **shown}
 

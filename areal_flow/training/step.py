@@ -76,10 +76,10 @@ def train_step(
         if inputs.kl_N is not None:
             numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
         for minibatch in minibatches:
-            found = backend.update(minibatch)
-            numbers.losses += found.losses
-            numbers.grad_norms += found.grad_norms
-            numbers.metrics = add_metrics(numbers.metrics, found.metrics)
+            update = backend.update(minibatch)
+            numbers.losses += update.losses
+            numbers.grad_norms += update.grad_norms
+            numbers.metrics = add_metrics(numbers.metrics, update.metrics)
         num_skipped = len(minibatches) - len(numbers.losses)
         if gap:
             numbers.metrics |= passes.add_gap(gap)
@@ -96,16 +96,16 @@ def _minibatches(
     one: Minibatch,
 ) -> list[Minibatch]:
     """Return those of a step that have a trained token, each with what `one` says of them all."""
-    settings, found = one.settings, list[Minibatch]()
+    settings, minibatches = one.settings, list[Minibatch]()
     for planned in plan:
         batches = backend.passes.batches(sequences, planned)
-        if found and settings.needs_proximal:  # before any update: of the policy before it
+        if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
-        updated = any(minibatch.size.num_tokens for minibatch in found)
+        updated = any(minibatch.size.num_tokens for minibatch in minibatches)
         gap = one.gap_sums if settings.needs_proximal or not updated else None
         size = _size(sequences, planned)
-        found.append(replace(one, micro_batches=batches, size=size, gap_sums=gap))
-    return [minibatch for minibatch in found if minibatch.size.num_tokens]
+        minibatches.append(replace(one, micro_batches=batches, size=size, gap_sums=gap))
+    return [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
 
 
 def _update_critic(

@@ -51,21 +51,21 @@ def whole_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
 
 def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     """Return this process's rows of tensors, which change as these do."""
-    found = {}
+    rows = {}
     for name, tensor in tensors.items():
         local, first_row = local_rows(tensor)
-        found[name] = TensorRows(local.detach(), tuple(tensor.shape), first_row)
-    return found
+        rows[name] = TensorRows(local.detach(), tuple(tensor.shape), first_row)
+    return rows
 
 
 def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     """Return a copy of this process's rows of tensors; of those of a second replica, none."""
-    found = {}
+    copies = {}
     for name, rows in own_rows(tensors).items():
         mesh = getattr(tensors[name], "device_mesh", None)
         values = rows.values[:0] if mesh and any(mesh.get_coordinate()[:-1]) else rows.values
-        found[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
-    return found
+        copies[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
+    return copies
 
 
 def rows_in_files(*paths: Path) -> Rows:
@@ -75,10 +75,10 @@ def rows_in_files(*paths: Path) -> Rows:
 
 
 def _read_rows(file: Any, name: str, first_row: int, num_rows: int) -> Tensor:
-    found = file.get_slice(name)
-    if not found.get_shape():
+    stored = file.get_slice(name)
+    if not stored.get_shape():
         return file.get_tensor(name)  # type: ignore[no-any-return]
-    return found[first_row : first_row + num_rows]  # type: ignore[no-any-return]
+    return stored[first_row : first_row + num_rows]  # type: ignore[no-any-return]
 
 
 def strip_prefix(prefix: str, rows: Rows) -> Rows:

@@ -50,18 +50,18 @@ def evaluate(
     if to is not None:
         check_table_file(to)
     named = [folders.find(name) for name in ([model] if against is None else [against, model])]
-    found = evaluate_all(
+    results = evaluate_all(
         [each.model() for each in named],
         [each.title for each in named],
         data=data or (),
         limit=num_prompts,
         settings=placed(settings or {}, section="evaluation"),
     )
-    report = report_evaluation(found[-1])
+    report = report_evaluation(results[-1])
     if against is not None:
-        report = report_comparison(compare_models(*found), compare_by_set(*found), *found)
+        report = report_comparison(compare_models(*results), compare_by_set(*results), *results)
     if to is not None:
-        table = answers_table(found)
+        table = answers_table(results)
         write_table_file(to, [table], table.schema)
     return report
 
@@ -120,15 +120,15 @@ def trajectories(
     from areal_flow.log.browsing import Selection, show_trajectory
     from pipelines.cli import trajectory_report as reports
 
-    found, at = reports.run_at(folders.find(run), at)
+    chosen, at = reports.run_at(folders.find(run), at)
     limit = limit if limit is not None else 0 if show or to else DEFAULT_LIMIT
     selection = Selection(where, sort, descending, limit or None)
     if to:
-        return reports.export_trajectories(found, selection=selection, at=at, path=to)
+        return reports.export_trajectories(chosen, selection=selection, at=at, path=to)
     if show:
-        shown = show_trajectory(found, show, selection=selection, at=at)
+        shown = show_trajectory(chosen, show, selection=selection, at=at)
         return reports.report_trajectory(shown, by_token=tokens)
-    return reports.report_listing(found, selection=selection, at=at)
+    return reports.report_listing(chosen, selection=selection, at=at)
 
 
 def lineage(

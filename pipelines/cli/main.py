@@ -67,8 +67,8 @@ def launch(
     if command.__name__ in IMPORT_USER_CODE:
         search_here_last()
     shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
-    found = command(*bound.args, **bound.kwargs, **shared)
-    return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)
+    outcome = command(*bound.args, **bound.kwargs, **shared)
+    return show(outcome, as_json=json) if isinstance(outcome, Report) else int(outcome or 0)
 
 
 class _Warnings(logging.Handler):

@@ -71,26 +71,26 @@ def _generator_row(generator: GeneratorMemory) -> dict[str, Any]:
 
 def _verdict(plan: MemoryPlan, gpu: str) -> str:
     needed = max(rank.needed_bytes for rank in plan.ranks)
-    found = (
+    verdict = (
         f"{gpu}: {_gib(plan.trainer_bytes)} GiB for a trainer rank, {_gib(needed)} needed "
         f"(the peak, {FRAGMENTATION:.0%} for fragmentation and {_gib(RESERVED_BYTES)} for CUDA)"
     )
     if plan.generator and not plan.generator.fits:
-        found += (
+        verdict += (
             ". The generator's cache does not hold the longest sequence: lower "
             "generation.max_model_len or raise generation.vllm.gpu_memory_utilization"
         )
     if plan.generator and plan.generator.taken_bytes > plan.generator_bytes:
-        found += (
+        verdict += (
             f". The trainer at rest leaves {_gib(plan.generator_bytes)} GiB to the generator: "
             "lower generation.vllm.gpu_memory_utilization"
         )
     if needed > plan.trainer_bytes:
-        found += (
+        verdict += (
             ". Lower trainer.tokens_per_micro_batch, set trainer.activations = 'recompute', or "
             "use more trainer ranks"
         )
-    return f"{'fits' if plan.fits else 'DOES NOT FIT'} {found}"
+    return f"{'fits' if plan.fits else 'DOES NOT FIT'} {verdict}"
 
 
 def _gib(num_bytes: int) -> str:

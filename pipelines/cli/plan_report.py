@@ -38,18 +38,18 @@ def report_plan(
         else assumed_lengths(recipe.generation.max_new_tokens)
     )
     job = Job(recipe, policy, spec, gpus, lengths)
-    found = None
+    calibration = None
     if calibrate_to:
-        found = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
-        job = replace(job, efficiency=found.efficiency)
+        calibration = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
+        job = replace(job, efficiency=calibration.efficiency)
     plan = make_plan(job, best=best_split)
     memory = plan_memory(
         plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, gpu=gpu
     )
     data = {"recipe": name, "gpus": gpus, "gpu": gpu} | plan_data(plan, memory, price=price)
-    if found:
-        data["calibration"] = asdict(found)
-    return Report(data, _said(plan, memory, data, found), code=int(not memory.fits))
+    if calibration:
+        data["calibration"] = asdict(calibration)
+    return Report(data, _said(plan, memory, data, calibration), code=int(not memory.fits))
 
 
 def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def plan_data(plan: Plan, memory: MemoryPlan, *, price: float | None) -> dict[st
 
 
 def _said(
-    plan: Plan, memory: MemoryPlan, data: dict[str, Any], found: Calibration | None
+    plan: Plan, memory: MemoryPlan, data: dict[str, Any], calibration: Calibration | None
 ) -> list[Any]:
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in plan.simulated.staleness.items())
     recipe, kept = plan.recipe, data["memory"]
@@ -117,6 +117,6 @@ def _said(
     ]
     if changes:
         parts.append(Table(changes, "What one change would give"))
-    if found:
-        parts.append(found.sentence)
+    if calibration:
+        parts.append(calibration.sentence)
     return parts

@@ -21,7 +21,7 @@ from pipelines.console.tables import Report, Table
 def report_replay(
     layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
 ) -> Report:
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "run": layout.name,
         "checkpoint": replayed.checkpoint,
         "before": [_compared(compared) for compared in replayed.before],
@@ -31,19 +31,19 @@ def report_replay(
         "verdict": verdict(replayed),
     }
     changes = [f"{name} {before} -> {after}" for name, (before, after) in replayed.changes.items()]
-    parts: list[RenderableType] = [_beginning(layout, replayed), _step_table(found)]
+    parts: list[RenderableType] = [_beginning(layout, replayed), _step_table(data)]
     parts += [f"Changed: {'; '.join(changes)}."] if changes else []
-    parts += found["verdict"]
+    parts += data["verdict"]
     if num_trajectories:
         different = most_different(replayed, num_trajectories)
-        found["trajectories"] = [asdict(trajectory) for trajectory in different]
+        data["trajectories"] = [asdict(trajectory) for trajectory in different]
         parts.append(_trajectory_table(different))
     if tokens_of:
         shown, decode = _trajectory(layout, replayed, tokens_of), tokenizer_of(layout.model).decode
         texts = [decode([token], skip_special_tokens=False) for token in shown.tokens]
-        found["tokens_of"] = {**asdict(shown), "texts": texts}
+        data["tokens_of"] = {**asdict(shown), "texts": texts}
         parts.append(_token_table(shown, texts))
-    return Report(found, parts, code=int(bool(replayed.refused)))
+    return Report(data, parts, code=int(bool(replayed.refused)))
 
 
 def most_different(replayed: Replayed, num: int) -> list[InspectedTrajectory]:
@@ -82,8 +82,10 @@ def verdict(replayed: Replayed) -> list[str]:
 
 
 def _environment(compared: ComparedStep) -> str:
-    if found := compared.environment_differences:
-        parts = (f"{name} {there} there, {here} here" for name, (there, here) in found.items())
+    if differences := compared.environment_differences:
+        parts = (
+            f"{name} {there} there, {here} here" for name, (there, here) in differences.items()
+        )
         return f"Recorded in another numeric environment: {'; '.join(parts)}. Bits may differ."
     if json.loads(compared.replayed.numeric_environment)["device"] != "cpu":
         return "Computed on a GPU, where sums may come out in another order: bits may differ."
@@ -107,8 +109,8 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
     return {"step": compared.step, **values, **{name: getattr(compared, name) for name in names}}
 
 
-def _step_table(found: dict[str, Any]) -> Table:
-    recorded, replayed, changed = (found[of] for of in ("recorded", "replayed", "changed"))
+def _step_table(data: dict[str, Any]) -> Table:
+    recorded, replayed, changed = (data[of] for of in ("recorded", "replayed", "changed"))
     rows = []
     for name in {**recorded, **replayed, **(changed or {})}:  # another algorithm has other metrics
         there, here = recorded.get(name), replayed.get(name)
@@ -186,12 +188,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> InspectedTrajectory:
-    found = {trajectory.trajectory_id: trajectory for trajectory in replayed.trajectories}
-    if identifier not in found:
-        identifiers = sorted(found)
+    trajectories = {trajectory.trajectory_id: trajectory for trajectory in replayed.trajectories}
+    if identifier not in trajectories:
+        identifiers = sorted(trajectories)
         raise RunError(
             f"step {replayed.compared.step} of run {layout.name} did not train trajectory "
-            f"{identifier!r}: it trained {len(found)}, from {identifiers[0]} to {identifiers[-1]}; "
-            "--trajectories K shows some of them"
+            f"{identifier!r}: it trained {len(trajectories)}, from {identifiers[0]} to "
+            f"{identifiers[-1]}; --trajectories K shows some of them"
         )
-    return found[identifier]
+    return trajectories[identifier]

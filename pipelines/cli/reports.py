@@ -36,31 +36,31 @@ _MOST_ROWS = 12
 
 def report_check(layout: RunLayout) -> Report:
     audit = check_run(layout)
-    found = audit.as_json()
+    data = audit.as_json()
     checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
     labels = ("", "rule", "where", "expected", "found", "what to do")
     rows = [dict(zip(labels, (f.severity, *f[:5]), strict=True)) for f in audit.findings]
     table = Table(rows, prose=labels[2:])
     last = f"{audit.run}: {audit.verdict}. Checked: {checked}"
-    return Report(found, [*([table] if audit.findings else []), last], code=int(not audit.clean))
+    return Report(data, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 
 def report_evaluation(result: EvaluationResult) -> Report:
     """Report pass rates and mean rewards: a line a held-out set or, of one set, a difficulty."""
-    found = result.table
-    label, parts = found.parts
+    evaluated = result.table
+    label, parts = evaluated.parts
     shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
     if len(shown) > 1:
-        shown.append({label: "all", **_scores(found.overall)})
-    table = Table(shown, f"{result.title}: held-out prompts, {samples_text(found.overall)}")
+        shown.append({label: "all", **_scores(evaluated.overall)})
+    table = Table(shown, f"{result.title}: held-out prompts, {samples_text(evaluated.overall)}")
     data = {
         "model": result.title,
         "policy_version": result.policy_version,
-        "overall": found.overall.as_json(),
-        "by_set": {name: scores.as_json() for name, scores in found.by_set.items()},
+        "overall": evaluated.overall.as_json(),
+        "by_set": {name: scores.as_json() for name, scores in evaluated.by_set.items()},
         "by_difficulty": [
             {"difficulty": difficulty, **scores.as_json()}
-            for difficulty, scores in found.by_difficulty.items()
+            for difficulty, scores in evaluated.by_difficulty.items()
         ],
     }
     return Report(data, [table])
@@ -118,20 +118,20 @@ def _compared(compared: PairedComparison) -> str:
 
 
 def report_runs(runs: Path) -> Report:
-    found = [_run(layout) for layout in list_runs(runs)]
-    if not found:
+    listed = [_run(layout) for layout in list_runs(runs)]
+    if not listed:
         return Report({"runs": []}, [f"no runs in {runs}"])
-    shown = [name for name in found[0] if name != "reason" or any(run[name] for run in found)]
+    shown = [name for name in listed[0] if name != "reason" or any(run[name] for run in listed)]
     rows = [
         {
             **{name: run[name] for name in shown},
             "pass rate": "→".join(f"{rate:.3f}" for rate in run["pass rate"]) or None,
             "since": run["since"] and short_time(datetime.fromisoformat(run["since"])),
         }
-        for run in found
+        for run in listed
     ]
     table = Table(rows, texts=[name for name in shown if name == "reason"])
-    return Report({"runs": found}, [table])
+    return Report({"runs": listed}, [table])
 
 
 def _run(layout: RunLayout) -> dict[str, Any]:
@@ -154,53 +154,53 @@ def _run(layout: RunLayout) -> dict[str, Any]:
 
 
 def report_lineage(traced: Traced) -> Report:
-    found, version = traced.lineage.summary(), traced.registered
+    summary, version = traced.lineage.summary(), traced.registered
     named = version and {"name": version.name, "version": version.version, "tags": version.tags}
     checks = [{**asdict(check), "holds": check.holds} for check in traced.checks]
-    parts: list[RenderableType] = [facts(_facts({**found, "registered": named}))]
-    if found["version"] > 0:
-        parts += [_steps(traced.lineage), _policy_versions(found["policy_versions"])]
+    parts: list[RenderableType] = [facts(_facts({**summary, "registered": named}))]
+    if summary["version"] > 0:
+        parts += [_steps(traced.lineage), _policy_versions(summary["policy_versions"])]
     parts += ["", *(_said(check) for check in traced.checks)]
     code = int(not all(check.holds for check in traced.checks))
-    return Report({"registered": named, **found, "checks": checks}, parts, code)
+    return Report({"registered": named, **summary, "checks": checks}, parts, code)
 
 
-def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    named = found["registered"]
-    forks = ", ".join(str(fork["step"]) for fork in found["forks"])
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    named = summary["registered"]
+    forks = ", ".join(str(fork["step"]) for fork in summary["forks"])
     forked = f"replayed to other weights, where replay does not repeat bits: steps {forks}"
     environments = [
         {**record, "text": ", ".join(f"{k} {v}" for k, v in record["numeric_environment"].items())}
-        for record in found["numeric_environments"]
+        for record in summary["numeric_environments"]
     ]
     return [
         *([("registered", f"models:/{named['name']}/{named['version']}")] if named else []),
-        ("policy", f"version {found['version']} of run {found['run']}"),
-        ("weights", found["weights_hash"]),
-        ("chain", _chain(found)),
-        *(("forked from", _ancestor(parent)) for parent in found["forked_from"]),
-        ("steps", str(found["num_steps"])),
-        ("trajectories", f"{found['num_trajectories']:,}, of {found['num_prompts']:,} prompts"),
+        ("policy", f"version {summary['version']} of run {summary['run']}"),
+        ("weights", summary["weights_hash"]),
+        ("chain", _chain(summary)),
+        *(("forked from", _ancestor(parent)) for parent in summary["forked_from"]),
+        ("steps", str(summary["num_steps"])),
+        ("trajectories", f"{summary['num_trajectories']:,}, of {summary['num_prompts']:,} prompts"),
         (
             "tokens",
-            f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} not: too "
+            f"{summary['num_trained_tokens']:,} trained, {summary['num_masked_tokens']:,} not: too "
             "old, or the environment's",
         ),
-        ("dataset", f"{found['trajectory_watermark']:,} trajectories in the log"),
-        ("verifier", _spans(found["verifiers"], "verifier") or "none"),
-        ("chat template", found["chat_template"] or "none"),
-        ("config", _spans(found["config_hashes"], "config_hash")),
-        ("code", _spans(found["code_versions"], "code_version")),
-        ("writer epoch", _spans(found["writer_epochs"], "writer_epoch")),
+        ("dataset", f"{summary['trajectory_watermark']:,} trajectories in the log"),
+        ("verifier", _spans(summary["verifiers"], "verifier") or "none"),
+        ("chat template", summary["chat_template"] or "none"),
+        ("config", _spans(summary["config_hashes"], "config_hash")),
+        ("code", _spans(summary["code_versions"], "code_version")),
+        ("writer epoch", _spans(summary["writer_epochs"], "writer_epoch")),
         ("environment", _spans(environments, "text")),
         ("forks", forked if forks else "none"),
     ]
 
 
-def _chain(found: dict[str, Any]) -> str:
-    breaks = found["chain_breaks"]
+def _chain(summary: dict[str, Any]) -> str:
+    breaks = summary["chain_breaks"]
     broken = f"broken before step {', '.join(map(str, breaks))}" if breaks else "unbroken"
-    return f"from the genesis {found['genesis_hash']}, {broken}"
+    return f"from the genesis {summary['genesis_hash']}, {broken}"
 
 
 def _ancestor(parent: dict[str, Any]) -> str:
@@ -240,8 +240,8 @@ def _steps(lineage: Lineage) -> Table:
 
 
 def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
-    found = bucketed(records)
-    most = max([1, *(trained for _, trained, _ in found)])
+    buckets = bucketed(records)
+    most = max([1, *(trained for _, trained, _ in buckets)])
     rows = [
         {
             "version": versions,
@@ -249,7 +249,7 @@ def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
             "not trained": f"{masked:,}",
             "": "█" * round(_BARS * trained / most),
         }
-        for versions, trained, masked in found
+        for versions, trained, masked in buckets
     ]
     return Table(rows, "its tokens by the policy version that sampled them")
 

@@ -183,8 +183,10 @@ def view(
         raise ConfigError(f"`view` needs panel: {how_to_install('view')}")
     layouts = [folders.find(run).whole_run("view") for run in runs]
     if not layouts:
-        found = sorted(list_runs(folders.runs), key=lambda each: each.config.stat().st_mtime)
-        layouts = found[-1:]
+        layouts_by_age = sorted(
+            list_runs(folders.runs), key=lambda each: each.config.stat().st_mtime
+        )
+        layouts = layouts_by_age[-1:]
     if not layouts:
         raise RunError(f"no runs in {folders.runs}: name one, or choose a folder with --runs")
     if len({layout.name for layout in layouts}) < len(layouts):
@@ -213,8 +215,8 @@ def cost(
     from pipelines.costs import parse_prices, report_costs
 
     prices = parse_prices(price)
-    found = [Run(folders.find(run).whole_run("cost").root) for run in runs]
-    return report_costs(found, prices, by_step=steps, num_trajectories=trajectories)
+    chosen = [Run(folders.find(run).whole_run("cost").root) for run in runs]
+    return report_costs(chosen, prices, by_step=steps, num_trajectories=trajectories)
 
 
 def _check_free(port: int) -> None:

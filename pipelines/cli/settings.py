@@ -121,11 +121,11 @@ def report_settings(wanted: str | None) -> Report:
         said = f"there is no such section or setting; did you mean {' or '.join(close)}?"
         sections_named = f"expected a setting, or a section: {', '.join(names)}"
         raise ConfigError(f"settings {wanted}: {said if close else sections_named}")
-    found = [
+    matching = [
         {"section": section, "meaning": meaning, "settings": [asdict(each) for each in settings]}
         for section, meaning, settings in sections
     ]
-    return Report({"sections": found}, [_table(*section) for section in sections])
+    return Report({"sections": matching}, [_table(*section) for section in sections])
 
 
 def _table(section: str, meaning: str, settings: list[Setting]) -> Table:

@@ -46,10 +46,10 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
         rows = browsing.read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
     more = "" if len(rows) == num_matching else "; --limit K lists more"
     last = f"{len(rows)} of {num_matching} that match{more}; --show # shows one in full"
-    found = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
+    data = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
     if not rows:
-        return Report(found, [f"no trajectory of {run.layout.name} matches"])
-    return Report(found, [listing(rows, extra=extra), Text(last, "dim")])
+        return Report(data, [f"no trajectory of {run.layout.name} matches"])
+    return Report(data, [listing(rows, extra=extra), Text(last, "dim")])
 
 
 def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
@@ -57,8 +57,8 @@ def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int |
         identifiers, _ = browsing.select_trajectories(database, selection)
         schema = browsing.read_rows(database, []).schema
         num_rows = write_table_file(path, browsing.stream_rows(database, identifiers), schema)
-    found = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}
-    return Report(found, [f"{num_rows} trajectories of {run.layout.name} in {path}"])
+    data = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}
+    return Report(data, [f"{num_rows} trajectories of {run.layout.name} in {path}"])
 
 
 def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Table:

@@ -49,8 +49,8 @@ def list_(run: str, /, *, folders: Given) -> Report:
     from pipelines.workers import scheduler_of
 
     statuses = asyncio.run(list_workers(*scheduler_of(folders.runs, run)))
-    found = {"run": run, "workers": [asdict(status) for status in statuses]}
-    return Report(found, [Table([_row(status) for status in statuses])])
+    data = {"run": run, "workers": [asdict(status) for status in statuses]}
+    return Report(data, [Table([_row(status) for status in statuses])])
 
 
 @group.command
@@ -191,21 +191,21 @@ def _place(worker: WorkerPlacement) -> dict[str, Any]:
 def doctor(*, folders: Given) -> Report:
     """Report what works on this machine."""
     marks = {True: "ok", False: "FAIL", None: "-"}
-    found = list(_subjects(folders.runs.resolve()))
-    failed = [what for what, _, works, _ in found if works is False]
+    subjects = list(_subjects(folders.runs.resolve()))
+    failed = [what for what, _, works, _ in subjects if works is False]
     rows = [
         {"": marks[works], "what": what, "found": said, "means": means}
-        for what, said, works, means in found
+        for what, said, works, means in subjects
     ]
     last = f"will not work until fixed: {', '.join(failed)}" if failed else "train will work here"
     names = ("what", "found", "works", "means")
-    data = {"works": not failed, "machine": [dict(zip(names, f, strict=True)) for f in found]}
+    data = {"works": not failed, "machine": [dict(zip(names, f, strict=True)) for f in subjects]}
     return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
 
 
 def _subjects(runs: Path) -> Iterator[Subject]:
-    found = ".".join(map(str, sys.version_info[:3]))
-    yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield "python", version, sys.version_info >= (3, 11), "3.11 or newer is needed"
     yield _system()
     enough = (cores := usable_cores()) >= MIN_CORES
     means = "generation and training overlap" if enough else "one core: they take turns, slowly"
@@ -214,7 +214,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     free = shutil.disk_usage(existing).free / 2**30
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
     yield _loopback()
-    installed = {found.name.lower(): found.version for found in distributions()}
+    installed = {version.name.lower(): version.version for version in distributions()}
     for name in PACKAGES:
         release = installed.get(name)
         advice = "installed" if release else "install the project with its constraints"
@@ -255,7 +255,9 @@ def _sandbox() -> Subject:
 
 
 def _engines(device: str) -> Iterator[Subject]:
-    builds = {build: found for device, build in BUILDS.items() if (found := installed_vllm(device))}
+    builds = {
+        build: version for device, build in BUILDS.items() if (version := installed_vllm(device))
+    }
     means = "installed" if builds else "not needed: the torch engine needs nothing more"
     yield "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
     name, reason = choose_engine(GenerationSettings(engine=AUTO, device=device))

@@ -167,8 +167,8 @@ class Progress:
     def _rates(self) -> dict[str, str]:
         """Return rates over the last steps, and how many of these had a skipped update."""
         rows = [{**row["metrics"], **row} for row in self._rows]
-        found = speed_of(rows, num_generators=self._num_generators)
-        rate = {name.removeprefix(SPEED_AREA): value for name, value in found.items()}
+        speeds = speed_of(rows, num_generators=self._num_generators)
+        rate = {name.removeprefix(SPEED_AREA): value for name, value in speeds.items()}
         num_skipped = sum(row.get(SKIPPED_UPDATES, 0.0) > 0 for row in rows)
         return {
             "generated tok/s": f"{rate['generated_tokens_per_s']:,.0f}",

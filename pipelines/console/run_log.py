@@ -51,8 +51,8 @@ class _JsonLines(logging.Handler, TextIOBase):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = self.format(record)
-        if found := re.match(r"\s*step (\d+)/", message):
-            self._step = int(found[1])
+        if match := re.match(r"\s*step (\d+)/", message):
+            self._step = int(match[1])
         event = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -119,8 +119,8 @@ def logged_warnings(path: Path) -> list[tuple[str, str]]:
     """Return the warnings and errors of a log: when, and the first line of what was said."""
     # A driver that is killed can leave half a character.
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = (_WARNING.fullmatch(line) for line in text.splitlines())
-    return [(match[1], match[2]) for match in found if match]
+    matches = (_WARNING.fullmatch(line) for line in text.splitlines())
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def logged_lines(layout: RunLayout, num_read: Counter[Path]) -> Iterator[str]:

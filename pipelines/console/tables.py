@@ -138,8 +138,8 @@ def make_console() -> Console:
 
 
 def with_interval(scores: EvaluationScores, name: str) -> str:
-    found = scores.by_name()
-    return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
+    rates = scores.by_name()
+    return f"{rates[name]:.3f} [{rates[f'{name}_low']:.3f}, {rates[f'{name}_high']:.3f}]"
 
 
 def samples_text(scores: EvaluationScores) -> str:

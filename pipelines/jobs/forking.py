@@ -93,8 +93,8 @@ class Fork:
         return f"fresh, since {' and '.join(changed)} changed" if changed else ""
 
 
-def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
-    parent, step = found.run, found.step
+def fork_of(reference: Reference, *, reset_optimizer: bool = False) -> Fork:
+    parent, step = reference.run, reference.step
     if not parent.steps.exists():
         raise RunError(
             f"run {parent.name} has no ledger: expected one that `areal-flow train` made. What "

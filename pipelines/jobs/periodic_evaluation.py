@@ -167,8 +167,8 @@ class HeldOutEvaluations:
 
         async def evaluate(name: str) -> None:
             await self._append(name, self.answer)
-            found = self.tables[name].overall
-            rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
+            scores = self.tables[name].overall
+            rate, reward = (with_interval(scores, what) for what in ("pass_rate", "reward_mean"))
             self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
             self.stop_on_plateau(flow)
 

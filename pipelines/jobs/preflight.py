@@ -73,24 +73,24 @@ def check_devices(recipe: Recipe) -> None:
     }
     on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
     if on_gpu and recipe.cluster.launcher == "local":
-        found = _cuda_found()
-        if not found["num_gpus"]:
+        gpus = _cuda_found()
+        if not gpus["num_gpus"]:
             settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
             raise ConfigError(
-                f"{settings}: expected CUDA, found none that torch {found['torch']} can use; "
+                f"{settings}: expected CUDA, found none that torch {gpus['torch']} can use; "
                 "install a build of torch for CUDA and its driver, or set device to 'cpu'"
             )
         num_wanted = sum(worker.num_gpus for worker in place_workers(recipe))
-        if num_wanted > found["num_gpus"]:
+        if num_wanted > gpus["num_gpus"]:
             raise ConfigError(
                 f"expected {num_wanted} GPUs for the trainers and generators with device 'cuda', "
-                f"found {found['num_gpus']}: start fewer, or fix cluster.num_gpus or "
+                f"found {gpus['num_gpus']}: start fewer, or fix cluster.num_gpus or "
                 "CUDA_VISIBLE_DEVICES, which name more"
             )
         for name, chosen in on_gpu.items():
-            if chosen.dtype == "bfloat16" and found["without_bfloat16"]:
+            if chosen.dtype == "bfloat16" and gpus["without_bfloat16"]:
                 raise ConfigError(
-                    f"{name}.dtype = 'bfloat16': {', '.join(found['without_bfloat16'])} cannot "
+                    f"{name}.dtype = 'bfloat16': {', '.join(gpus['without_bfloat16'])} cannot "
                     "compute in it; set it to 'float32'"
                 )
     check_cluster(recipe)
@@ -177,19 +177,19 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
     )
     if not tried:
         raise ConfigError(f"{subject} {ended} on the first prompt row: fix it, then start again")
-    (found,) = tried
-    if found["is_wrong"]:
+    (outcome,) = tried
+    if outcome["is_wrong"]:
         raise ConfigError(
-            f"{subject} fails on the first prompt row: {found['error']}. Fix it, then start again"
+            f"{subject} fails on the first prompt row: {outcome['error']}. Fix it, then start again"
         )
-    num_answers = found["num_answers"]
+    num_answers = outcome["num_answers"]
     line = (
         f"Workflow {recipe.workflow.path}, tried on the first row with its answer as all that the "
-        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {found['seconds']:.2g} s"
+        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {outcome['seconds']:.2g} s"
     )
-    if found["error"]:
-        return [f"{line}, then {found['error']}"]
-    rewards = ["none" if each is None else f"{each:g}" for each in found["rewards"]]
+    if outcome["error"]:
+        return [f"{line}, then {outcome['error']}"]
+    rewards = ["none" if each is None else f"{each:g}" for each in outcome["rewards"]]
     return [f"{line}; reward {', '.join(rewards)}"]
 
 

@@ -59,8 +59,10 @@ def planned_generators(layout: RunLayout, first_step: int, number: int) -> int:
     assert cluster.generators_between
     job = job_of_run(layout, gpu=cluster.planned_card)
     job = replace(job, recipe=with_cluster(job.recipe, num_generators=number))
-    found = calibrate_run(job, layout, first_step=first_step)
-    return enough_generators(replace(job, efficiency=found.efficiency), cluster.generators_between)
+    calibration = calibrate_run(job, layout, first_step=first_step)
+    return enough_generators(
+        replace(job, efficiency=calibration.efficiency), cluster.generators_between
+    )
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def make_charts(
         steps: rows of the ledger, from step 1 on.
     """
     held_out: dict[str, list[Interval]] = {"Pass rate": [], "Mean reward": []}
-    for at, found in evaluations:
-        passed, reward = found.overall.passed, found.overall.reward
+    for at, table in evaluations:
+        passed, reward = table.overall.passed, table.overall.reward
         held_out["Pass rate"].append((at, passed.pass_rate, passed.low, passed.high))
         held_out["Mean reward"].append((at, reward.reward_mean, reward.low, reward.high))
     charts, drawn = [], []
@@ -116,14 +116,19 @@ def compare_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Char
 def _other_lines(columns: set[str]) -> dict[str, tuple[str, dict[str, str]]]:
     """Return the charts of metrics that no other chart has: some together, the rest alone."""
     metrics = columns.difference(STEPS.names) | {"loss", "grad_norm", "learning_rate"}
-    found = {}
+    lines_by_title = {}
     for area, (title, meaning) in _BY_NAME.items():
         names = sorted((m for m in metrics if m.startswith(area)), key=lambda m: (len(m), m))
         lines = {name.removeprefix(area).removesuffix("_mean"): name for name in names}
-        found[title] = meaning, lines
-    drawn = {name for _, lines in [*_LINES.values(), *found.values()] for name in lines.values()}
+        lines_by_title[title] = meaning, lines
+    drawn = {
+        name for _, lines in [*_LINES.values(), *lines_by_title.values()] for name in lines.values()
+    }
     alone = {name if "/" in name else f"train/{name}": name for name in sorted(metrics - drawn)}
-    return {**found, **{title: ("", {title: name}) for title, name in sorted(alone.items())}}
+    return {
+        **lines_by_title,
+        **{title: ("", {title: name}) for title, name in sorted(alone.items())},
+    }
 
 
 INK = "#333333"

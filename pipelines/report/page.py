@@ -81,7 +81,7 @@ def report_page(
     recipe, steps, totals = entry["recipe"], entry["steps"], entry["totals"]
     answers = run.evaluations("arrow") if layout.evaluations.exists() else None
     evaluations = score_evaluations(answers, run) if answers else []
-    passed = [found.overall.passed for _, found in evaluations]
+    passed = [table.overall.passed for _, table in evaluations]
     first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
     entries = [entry, *([_read(other, prices)] if other else [])]
     with closing(run.database()) as database:
@@ -154,7 +154,7 @@ def held_out_rates(run: Run) -> list[Interval]:
     if not run.layout.evaluations.exists():
         return []
     scored = score_evaluations(run.evaluations("arrow", columns=_SCORED), run)
-    rates = [(at, found.overall.passed) for at, found in scored]
+    rates = [(at, table.overall.passed) for at, table in scored]
     return sorted((at, rate.pass_rate, rate.low, rate.high) for at, rate in rates)
 
 
@@ -168,8 +168,8 @@ def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
             "mean reward": with_interval(scores, "reward_mean"),
             "mean tokens": f"{scores.mean_tokens:.1f}",
         }
-        for version, found in evaluations
-        for name, scores in {"all": found.overall, **found.several_sets}.items()
+        for version, table in evaluations
+        for name, scores in {"all": table.overall, **table.several_sets}.items()
     ]
 
 

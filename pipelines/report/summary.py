@@ -70,8 +70,8 @@ def summarise(
         ledger = ledger.append_column(STALE, pa.nulls(len(ledger), pa.float64()))
     with empty_database() as connection:
         connection.register("ledger", ledger)
-        found = connection.sql(_TOTALS, params={"num_generators": num_generators})
-        (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+        relation = connection.sql(_TOTALS, params={"num_generators": num_generators})
+        (totals,) = relation.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
         verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
     compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
 

@@ -57,16 +57,16 @@ def judge_run(
     if len(held_out) < 2:
         of, rates = "Pass rate of batches", batch_pass_rates(recipe, alike)
     equal_groups = mean_of(alike, "rollout/zero_variance_groups_fraction") or 0.0
-    found = [judge_pass_rate(rates, of=of, equal_groups=equal_groups)] if rates else []
+    verdicts = [judge_pass_rate(rates, of=of, equal_groups=equal_groups)] if rates else []
     first, last = ends(steps, "entropy_mean")
     if first is not None and last is not None:
-        found.append(judge_entropy(first, last))
+        verdicts.append(judge_entropy(first, last))
     if any(row.get("seconds_step") for row in steps):
         text, remedy = find_bottleneck(steps, num_generators=recipe.cluster.num_generators)
-        found.append(Verdict("Speed", "look" if remedy else "good", text, remedy))
+        verdicts.append(Verdict("Speed", "look" if remedy else "good", text, remedy))
     mean, limit = totals["staleness_mean"], recipe.controller.max_staleness
     return [
-        *found,
+        *verdicts,
         *judge_engine_gap(steps),
         judge_staleness(mean, limit, masked=totals["masked_fraction"]),
         judge_failures(

@@ -97,13 +97,13 @@ class Page:
 
         def acted(*events: Any) -> Any:
             try:
-                found = act()
+                result = act()
             except ArealFlowError as error:
                 self.error.object = shown.render("error.html", error=error)
                 return None
             if events:  # the timer leaves what a user was told
                 self.error.object = ""
-            return found
+            return result
 
         return acted
 
@@ -117,8 +117,8 @@ class Page:
     def _show_groups(self, chosen: GroupSelection) -> None:
         rows, num_matching = list[dict[str, Any]](), 0
         for run in self._runs_with(chosen.step):
-            found, num = select_groups(run, chosen)
-            rows += [{"run": run.layout.name, **row} for row in found]
+            groups, num = select_groups(run, chosen)
+            rows += [{"run": run.layout.name, **row} for row in groups]
             num_matching += num
         self.selection, self.table.value = chosen, pd.DataFrame(rows, columns=[*_WIDTHS])
         said = f"{len(rows):,} of {num_matching:,} matching groups; click one to see its members."

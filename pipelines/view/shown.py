@@ -72,9 +72,9 @@ def compare(*both: tuple[Run, int]) -> list[dict[str, Any]]:
     """Return answers of two policy versions to the same held-out prompts, some a difficulty."""
     answers = []
     for place, (run, version) in enumerate(both):
-        found = run.evaluations("polars", where=f"policy_version = {version}")
-        moment = pl.lit(place).cast(found.schema["evaluated_at"]).alias("evaluated_at")
-        answers.append(found.with_columns(moment, policy_version=place))
+        evaluations = run.evaluations("polars", where=f"policy_version = {version}")
+        moment = pl.lit(place).cast(evaluations.schema["evaluated_at"]).alias("evaluated_at")
+        answers.append(evaluations.with_columns(moment, policy_version=place))
     return compared_answers(pl.concat(answers).to_arrow(), pass_threshold=run.pass_threshold)
 
 

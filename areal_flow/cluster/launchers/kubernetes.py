@@ -113,8 +113,8 @@ class KubernetesLauncher(QueuedLauncher):
 
     async def list_jobs(self) -> dict[str, JobState]:
         chosen = f"--selector=areal-flow/driver={self._driver}"
-        found = json.loads(await run_command(self.program, "get", "pods", chosen, "--output=json"))
-        return {pod["metadata"]["name"]: pod_state(pod) for pod in found["items"]}
+        pods = json.loads(await run_command(self.program, "get", "pods", chosen, "--output=json"))
+        return {pod["metadata"]["name"]: pod_state(pod) for pod in pods["items"]}
 
     async def cancel(self, job_id: str) -> None:
         await run_command(
@@ -163,9 +163,9 @@ def _words(said: Manifest) -> str:
 
 def _read(path: Path) -> Manifest:
     try:
-        found = yaml.safe_load(path.read_text())
+        manifest = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster.kubernetes.templates: {path}: {error}") from error
-    if not isinstance(found, dict) or found.get("kind") != "Pod":
+    if not isinstance(manifest, dict) or manifest.get("kind") != "Pod":
         raise ConfigError(f"cluster.kubernetes.templates: expected {path} to have `kind: Pod`")
-    return found
+    return manifest

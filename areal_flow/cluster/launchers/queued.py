@@ -251,19 +251,19 @@ class QueuedLauncher(ABC):
                 if not job.is_stopping and self._jobs.get(job.name) is job:
                     await self._look(job, states.get(job.id))
 
-    async def _look(self, job: Job, found: JobState | None) -> None:
-        if found is None or found.has_ended:
+    async def _look(self, job: Job, state: JobState | None) -> None:
+        if state is None or state.has_ended:
             said = _last_line(self.log(job.name, job.id))
-            cause = cause_of_end(f"{self.noun} {job.id}", found, said)
-            if found is not None and self.needs_delete:
+            cause = cause_of_end(f"{self.noun} {job.id}", state, said)
+            if state is not None and self.needs_delete:
                 await self._cancel(job)
             self._ended(job, cause)
         elif job.ending_since and monotonic() - job.ending_since > ENDING_LIMIT_S:
             await self._cancel(job)
             self._ended(job, f"{self.noun} {job.id}: its node does not answer")
-        elif found.is_waiting and not job.reported_waits & {kind := found.reason.partition(":")[0]}:
+        elif state.is_waiting and not job.reported_waits & {kind := state.reason.partition(":")[0]}:
             job.reported_waits.add(kind)
-            logger.warning("%s waits as %s %s (%s)", job.name, self.noun, job.id, found.reason)
+            logger.warning("%s waits as %s %s (%s)", job.name, self.noun, job.id, state.reason)
 
     async def _cancel(self, job: Job) -> None:
         try:
@@ -279,13 +279,13 @@ class QueuedLauncher(ABC):
                 job.on_exit(cause)
 
 
-def cause_of_end(job: str, found: JobState | None, said: str) -> str:
+def cause_of_end(job: str, state: JobState | None, said: str) -> str:
     """Return in words why a job ended; what it said last matters only if it ended by itself."""
-    if found is None:
+    if state is None:
         return f"{job} ended, and is no longer listed"
-    if found.exit_code is None:
-        return f"{job}: {found.reason}"
-    return cause_of_exit(found.exit_code, said or found.reason)
+    if state.exit_code is None:
+        return f"{job}: {state.reason}"
+    return cause_of_exit(state.exit_code, said or state.reason)
 
 
 def _last_line(log: Path) -> str:

@@ -88,11 +88,11 @@ def replay_step(
     _check_step(layout, step, head=local.ledger.head)
 
     async def replay() -> Replayed:
-        found = checkpoint_hashes(layout.checkpoints)
-        wanted = {at: text for at, text in found.items() if from_checkpoint in (None, at)}
+        hashes = checkpoint_hashes(layout.checkpoints)
+        wanted = {at: text for at, text in hashes.items() if from_checkpoint in (None, at)}
         replay = await local.begin(wanted, at_most=step - 1)
         if replay is None:
-            raise RunError(_no_checkpoint(layout, from_checkpoint, list(found), step=step))
+            raise RunError(_no_checkpoint(layout, from_checkpoint, list(hashes), step=step))
         before = [await replay.advance() for _ in range(replay.step + 1, step)]
         request = replay.next_request
         sequences = local.sequences(request)
@@ -212,10 +212,10 @@ def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
 
 
 def _no_checkpoint(
-    layout: RunLayout, wanted: int | None, found: Sequence[int], *, step: int
+    layout: RunLayout, wanted: int | None, checkpoints: Sequence[int], *, step: int
 ) -> str:
-    known = ", ".join(map(str, found)) or "none"
-    if wanted is not None and (wanted not in found or wanted >= step):
+    known = ", ".join(map(str, checkpoints)) or "none"
+    if wanted is not None and (wanted not in checkpoints or wanted >= step):
         return (
             f"--from {wanted}: expected a checkpoint of run {layout.name} below step {step}, found "
             f"checkpoints of steps {known}"

@@ -63,14 +63,14 @@ def describe_changes(
     recorded: Recipe, changed: Recipe, *, loss: TokenLoss | None
 ) -> dict[str, tuple[Any, Any]]:
     before, after = flatten(recorded.model_dump()), flatten(changed.model_dump())
-    found = {
+    changes = {
         name: (before.get(name), after.get(name))
         for name in settings_of_a_step()
         if before.get(name) != after.get(name)
     }
     if loss is not None:
-        found["loss"] = (recorded.algorithm.name, getattr(loss, "__name__", repr(loss)))
-    return found
+        changes["loss"] = (recorded.algorithm.name, getattr(loss, "__name__", repr(loss)))
+    return changes
 
 
 def device_is_here(device: str) -> bool:

@@ -120,8 +120,8 @@ class ComparedStep:
 
 def compared_values(result: StepResult) -> dict[str, Any]:
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
-    found = result.metrics.metrics.items()
-    computed = {name: value for name, value in found if not name.startswith(MEASURED_AREAS)}
+    values = result.metrics.metrics.items()
+    computed = {name: value for name, value in values if not name.startswith(MEASURED_AREAS)}
     return {**metrics, **computed, **asdict(result.hashes)}
 
 

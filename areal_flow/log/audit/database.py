@@ -69,9 +69,9 @@ class AuditDatabase:
         )
 
     def add(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        if found := list(rows):
+        if added := list(rows):
             statement = f"INSERT INTO {table} BY NAME FROM added"
-            self._with("added", pa.Table.from_pylist(found), statement)
+            self._with("added", pa.Table.from_pylist(added), statement)
 
     def recount(self) -> None:
         """Count the ledger's numbers again, once all other tables are complete."""
@@ -80,8 +80,8 @@ class AuditDatabase:
     def broken(self, name: str) -> Iterator[Finding]:
         """Yield findings of the rules in a file."""
         for rule, advice, query in rules_of(name):
-            found = self._connection.execute(f"FROM (\n{query}) ORDER BY 1")
-            while row := found.fetchone():
+            result = self._connection.execute(f"FROM (\n{query}) ORDER BY 1")
+            while row := result.fetchone():
                 where, expected, value = row
                 yield Finding(rule, where, str(expected), str(value), ADVICE[advice])
 

@@ -123,20 +123,20 @@ def read_directories(
     if kind == "weights":
         describe = partial(_weights, DirectoryReader(_weights_root(layout)))
     for path in paths:
-        found: dict[str, Any] | Finding
+        row: dict[str, Any] | Finding
         place, expected = path.relative_to(layout.root).as_posix(), "published weights"
         if kind == "checkpoint":
             place, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
         try:
-            found = {"place": place, **describe(path)}
+            row = {"place": place, **describe(path)}
         except (*_UNREADABLE, WeightsError) as error:
             cause = f"{type(error).__name__}: {error}"[:300]
-            found = Finding(f"{kind}-unreadable", place, expected, cause, _advice(kind, path))
-        if kind == "checkpoint" and _fails_for_its_base(path, found):
+            row = Finding(f"{kind}-unreadable", place, expected, cause, _advice(kind, path))
+        if kind == "checkpoint" and _fails_for_its_base(path, row):
             what = (place, "sound weights in checkpoint 0, which it adapts", "damaged ones")
-            found = Finding("not-judged", *what, ADVICE["unjudged"], "note")
+            row = Finding("not-judged", *what, ADVICE["unjudged"], "note")
         if path.exists():
-            yield found
+            yield row
 
 
 def _advice(kind: str, path: Path) -> str:
@@ -154,9 +154,9 @@ def _advice(kind: str, path: Path) -> str:
     return ADVICE[kind]
 
 
-def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
+def _fails_for_its_base(path: Path, row: dict[str, Any] | Finding) -> bool:
     base = weight_files(path)[0].parent
-    is_sound = isinstance(found, dict) and found["found_weights_hash"] == found["weights_hash"]
+    is_sound = isinstance(row, dict) and row["found_weights_hash"] == row["weights_hash"]
     if base == path or is_sound:
         return False
     from areal_flow.policy.models.hashing import hash_files
@@ -173,12 +173,12 @@ def not_prepared(layout: RunLayout) -> bool:
 
 
 def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
-    found = "not begun to train" if layout.steps.exists() else ""
+    description = "not begun to train" if layout.steps.exists() else ""
     if layout.sft_rows.is_file():
         taken = max(list_checkpoints(layout.sft_checkpoints), default=0)
         fine_tuning = f"fine-tuning at step {taken:,} of {recipe.sft.num_steps:,}"
-        found = "; ".join(filter(None, (fine_tuning, found)))
-    what = (layout.steps.name, "a policy", found)
+        description = "; ".join(filter(None, (fine_tuning, description)))
+    what = (layout.steps.name, "a policy", description)
     return Finding("before-training", *what, ADVICE["before"], "note")
 
 
@@ -205,21 +205,21 @@ def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
     except (*_UNREADABLE, ModelError) as error:
         yield unreadable(where, error)
         return
-    found = template.sha256 if template else "none"
-    if found != recorded:
-        yield Finding("chat-template", "model", recorded, found, ADVICE["file"])
+    current = template.sha256 if template else "none"
+    if current != recorded:
+        yield Finding("chat-template", "model", recorded, current, ADVICE["file"])
 
 
 def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
     for name, known in recorded.files.items():
         path = layout.root / name
-        if path.is_file() and (found := file_hash(path)) != known:
+        if path.is_file() and (current := file_hash(path)) != known:
             expected = f"the content {known}, by {layout.inputs.name}"
-            yield Finding("input-changed", name, expected, found, ADVICE["file"])
+            yield Finding("input-changed", name, expected, current, ADVICE["file"])
 
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
-    found = "leftover of an interrupted write"
+    description = "leftover of an interrupted write"
     for rule, pattern in (
         ("staged-weights", "weights/*/.staged-*"),
         ("partial-checkpoint", "checkpoints/.partial-*"),
@@ -227,7 +227,9 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
     ):
         # Not `Path.glob`, which ends with an error where a directory goes while it is listed.
         for where in sorted(glob(pattern, root_dir=layout.root)):  # noqa: PTH207
-            yield Finding(rule, where, "a finished directory", found, ADVICE["harmless"], "note")
+            yield Finding(
+                rule, where, "a finished directory", description, ADVICE["harmless"], "note"
+            )
     for path in (layout.trajectories, layout.steps, layout.evaluations):
         yield from _orphan_fragments(path)
 
@@ -267,8 +269,8 @@ def _intact(layout: RunLayout) -> list[Path]:
 
 def _weights(reader: DirectoryReader, path: Path) -> dict[str, Any]:
     step = int(path.name)
-    _, recorded, found = reader.read(step)
-    return {"step": step, "recorded_hash": recorded, "tensors_hash": found}
+    _, recorded, actual = reader.read(step)
+    return {"step": step, "recorded_hash": recorded, "tensors_hash": actual}
 
 
 def _validate_arrow(path: Path) -> None:
@@ -283,6 +285,6 @@ def _orphan_fragments(path: Path) -> Iterator[Finding]:
         yield unreadable(path.name, error)._replace(severity="note", advice=ADVICE["harmless"])
         return
     if orphans:
-        found = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
+        description = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
         where, expected = f"{path.name}/data", "files of committed fragments"
-        yield Finding("orphan-fragments", where, expected, found, ADVICE["harmless"], "note")
+        yield Finding("orphan-fragments", where, expected, description, ADVICE["harmless"], "note")

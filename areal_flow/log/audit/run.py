@@ -72,8 +72,8 @@ def _read(layout: RunLayout) -> Report:
             report.add(damaged._replace(expected="numbers that can be counted again"))
         return report
     report = Report(layout.name, KINDS)
-    found = f"it was cleaned up before it was read, {MOST_READINGS} times"
-    what = (overtaken, "a version that stays while it is read", found)
+    reason = f"it was cleaned up before it was read, {MOST_READINGS} times"
+    what = (overtaken, "a version that stays while it is read", reason)
     report.add(Finding("not-judged", *what, ADVICE["overtaken"]))
     return report
 
@@ -199,8 +199,8 @@ class _Audit:
                 expected = expected.set_column(column, "prompt_tokens", rows["prompt_tokens"])
             self.database.add_trajectories(rows, expected)
         if not all_read:
-            found = "some cannot be read: ledger and trajectories were not compared"
-            what = (self.layout.trajectories.name, "every trajectory", found)
+            description = "some cannot be read: ledger and trajectories were not compared"
+            what = (self.layout.trajectories.name, "every trajectory", description)
             self.report.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
         return all_read
 
@@ -220,10 +220,10 @@ class _Audit:
         return prompts
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
-        found = files.read_directories(self.layout, "checkpoint", checkpoints)
-        self.database.add("checkpoints", self._kept(found, "checkpoints"))
-        found = files.read_directories(self.layout, "weights", published)
-        self.database.add("published", self._kept(found, "published weights"))
+        directories = files.read_directories(self.layout, "checkpoint", checkpoints)
+        self.database.add("checkpoints", self._kept(directories, "checkpoints"))
+        directories = files.read_directories(self.layout, "weights", published)
+        self.database.add("published", self._kept(directories, "published weights"))
         # A replay that forked since the ledger was judged has published its weights again.
         forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
         self.database.add("forks", forks)

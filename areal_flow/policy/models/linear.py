@@ -114,8 +114,8 @@ def linear(rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> 
     if num_products < FEWEST_PRODUCTS or not onednn_is_faster():
         return nn.functional.linear(rows_RK, weight_NK, bias_N)
     # The operator that PyTorch's own compiler calls for linear layers on the CPU.
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows_RK, weight_NK, bias_N, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows_RK, weight_NK, bias_N, "none", [], "")
+    return product
 
 
 class _Linear(torch.autograd.Function):

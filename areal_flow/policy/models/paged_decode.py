@@ -187,9 +187,9 @@ class _Part:
         by_member = torch.unflatten(brought, 0, (self._num_pages, self._num_members))
         return by_member.transpose(1, 2).flatten(2, 3)
 
-    def by_place(self, found: Tensor) -> Tensor:
+    def by_place(self, values: Tensor) -> Tensor:
         """Return `[R, H * D]` of `[P, K, M * G, D]`."""
-        by_member = torch.unflatten(found, 2, (self._num_members, -1))
+        by_member = torch.unflatten(values, 2, (self._num_members, -1))
         return by_member.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _hide(self, window: int | None, page_tokens: int) -> Tensor:

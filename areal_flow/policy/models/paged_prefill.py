@@ -196,8 +196,8 @@ class _ChunkBatch:
         gather = self._gather_NQ.flatten()
         rows = packed_THD.index_select(0, gather)
         rows = rows.view(*self._gather_NQ.shape, *rows.shape[1:]).transpose(1, 2)
-        found = attend_where_visible(rows, keys, values, self._positions_NQ, rule)
-        real = found.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
+        attended = attend_where_visible(rows, keys, values, self._positions_NQ, rule)
+        real = attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
         into_THD.index_copy_(0, gather[self._real], real)
 
     def _unpaged(self, pages: Tensor) -> Tensor:

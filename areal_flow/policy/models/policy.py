@@ -43,7 +43,7 @@ def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
         return _load_merged(Path(directory), dtype=dtype)
     try:
         with without_progress_bars():
-            policy, found = AutoModelForCausalLM.from_pretrained(
+            policy, loading_info = AutoModelForCausalLM.from_pretrained(
                 str(directory),
                 dtype=DTYPES[dtype],
                 attn_implementation=ATTENTION_NAME,
@@ -57,7 +57,7 @@ def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
             f"expected a Hugging Face model directory with config.json and safetensors, "
             f"found {directory}: {error}"
         ) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"{directory} lacks {len(missing)} of the model's tensors, which would be drawn at "
             f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"

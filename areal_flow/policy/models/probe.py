@@ -107,10 +107,10 @@ def _compare(config: Any) -> None:
     passes = {"packed": _packed(policy, sequences), "decoded": _decoded(policy, sequences)}
     policy.set_attn_implementation("eager")
     expected = [policy(input_ids=ids_T[None], use_cache=False).logits[0] for ids_T in sequences]
-    for name, found in passes.items():
+    for name, logits in passes.items():
         difference = max(
             float((f_TV.log_softmax(-1) - e_TV[-len(f_TV) :].log_softmax(-1)).abs().max())
-            for f_TV, e_TV in zip(found, expected, strict=True)
+            for f_TV, e_TV in zip(logits, expected, strict=True)
         )
         if not difference <= TOLERANCE:
             raise ModelError(
@@ -168,12 +168,12 @@ def _decoded(policy: Any, sequences: Sequence[Tensor]) -> list[Tensor]:
     prefill(
         policy, cache, [Chunk(of, 0, pages) for of, pages in zip(prefixes, tables_SW, strict=True)]
     )
-    found = []
+    logits = []
     for left in range(_NUM_DECODED, 0, -1):
         tokens_S = np.array([int(ids_T[-left]) for ids_T in sequences])
         positions_S = np.array([len(ids_T) - left for ids_T in sequences])
-        found.append(decode(policy, cache, tokens_S, positions_S, tables_SW))
-    return list(torch.stack(found, dim=1))
+        logits.append(decode(policy, cache, tokens_S, positions_S, tables_SW))
+    return list(torch.stack(logits, dim=1))
 
 
 def check_weights(directory: Path, config: Any) -> None:

@@ -79,17 +79,17 @@ class Segments:
         Sequences may begin with tokens that an earlier one has. What a sequence has alone follows
         in the row what the one before it has.
         """
-        query_lengths, key_lengths, found, end = [], [], [], 0
+        query_lengths, key_lengths, places_per_segment, end = [], [], [], 0
         for places_L in places:
             num_own = len(places_L) - int(np.searchsorted(places_L, end))
             if num_own:
                 query_lengths.append(num_own)
                 key_lengths.append(len(places_L))
-                found.append(places_L)
+                places_per_segment.append(places_L)
             end += num_own
         if query_lengths == key_lengths:
             return cls(query_lengths, key_lengths, device)
-        index_K = to_device(np.concatenate(found), device)
+        index_K = to_device(np.concatenate(places_per_segment), device)
         return cls(query_lengths, key_lengths, device, keys=GatherIndex.of(index_K, end))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -157,7 +157,7 @@ def attend_by_flex(
     width = value.shape[-1]
     columns = (_widened(each).transpose(0, 1)[None] for each in (query, key, value))
     attended: Tensor
-    attended, found = flex_attention(query.device.type)(
+    attended, aux = flex_attention(query.device.type)(
         *columns,
         score_mod=None if rule.softcap is None else _soft_capped(rule.softcap),
         block_mask=segments.block_mask(rule.window),
@@ -167,7 +167,7 @@ def attend_by_flex(
         kernel_options=FLEX_KERNEL,
     )
     if rule.sinks is not None:
-        kept = torch.sigmoid(found.lse - rule.sinks.float()[:, None])
+        kept = torch.sigmoid(aux.lse - rule.sinks.float()[:, None])
         attended = (attended * kept[..., None]).to(attended.dtype)
     return attended[0, ..., :width].transpose(0, 1)
 

@@ -124,15 +124,15 @@ def _compare_chat_template(loaded: Any, directory: Path) -> None:
         return
     for messages, tools in _ASKED:
         try:
-            found = template.render(messages, tools=tools)
+            rendered = template.render(messages, tools=tools)
         except ValueError:  # refused where a run needs it
             continue
         expected = loaded.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
-        if found != expected:
+        if rendered != expected:
             raise ModelError(
                 f"{directory}: expected the chat template to render as apply_chat_template does, "
-                f"{expected!r}, found {found!r}: write the special tokens that it names into "
+                f"{expected!r}, found {rendered!r}: write the special tokens that it names into "
                 "tokenizer_config.json"
             )

@@ -79,8 +79,8 @@ def check_model_directory(directory: Path) -> None:
 
 
 def vocab_size_of(directory: Path) -> int | None:
-    found: int | None = _read_json(directory / "config.json").get("vocab_size")
-    return found
+    size: int | None = _read_json(directory / "config.json").get("vocab_size")
+    return size
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:
@@ -116,13 +116,17 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
     """Return the tokenizer's own chat template; of several `default`, and `tool_use` for tools."""
     settings = _read_json(directory / "tokenizer_config.json")
     file = directory / "chat_template.jinja"
-    found = file.read_text() if file.is_file() else settings.get("chat_template")
-    several = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {}
+    templates = file.read_text() if file.is_file() else settings.get("chat_template")
+    several = (
+        {each["name"]: each["template"] for each in templates}
+        if isinstance(templates, list)
+        else {}
+    )
     for more in directory.glob(_MORE_TEMPLATES):
         several[more.stem] = more.read_text()
-    if isinstance(found, list):
-        found = several.get("default")
-    if not found:
+    if isinstance(templates, list):
+        templates = several.get("default")
+    if not templates:
         return None
     named = {**_read_json(directory / "special_tokens_map.json"), **settings}
     special_tokens = {
@@ -130,7 +134,7 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
         for name, token in named.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    return ChatTemplate(found, special_tokens, several.get("tool_use", ""))
+    return ChatTemplate(templates, special_tokens, several.get("tool_use", ""))
 
 
 def copy_model_description(source: Path, target: Path) -> None:
@@ -186,9 +190,9 @@ def texts_of(tokenizer: Tokenizer, sequences: Sequence[Tokens]) -> list[str]:
 def stop_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
-        found = _read_json(directory / name).get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        ids = _read_json(directory / name).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
     raise ModelError(f"{directory}: config.json names no eos_token_id")
 
 

@@ -66,10 +66,10 @@ class DirectoryReader:
     def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
         """Do as `load`, and return the hash that was found, too."""
         try:
-            tensors, expected, found = self.read(version)
-            if found != expected:
+            tensors, expected, actual = self.read(version)
+            if actual != expected:
                 raise WeightsError(
-                    f"version {version}: expected weights with hash {expected}, found {found} in "
+                    f"version {version}: expected weights with hash {expected}, found {actual} in "
                     f"{published(self.root, version)}: files were changed after they were published"
                 )
         except WeightsError:
@@ -77,7 +77,7 @@ class DirectoryReader:
                 raise
             self._held = None  # the engine changed what it was given, or a fork replaced a version
             return self.load_with_hash(version)
-        return tensors, found
+        return tensors, actual
 
     def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:
         """Return published weights, the hash that they were published with, and that of them."""
@@ -91,10 +91,10 @@ class DirectoryReader:
             raise WeightsError(
                 f"version {version} cannot be read from {directory}: {error}"
             ) from error
-        found = hash_tensors(tensors)
-        if found == expected:
-            self._hold(HeldWeights(version, found, tensors))
-        return tensors, expected, found
+        actual = hash_tensors(tensors)
+        if actual == expected:
+            self._hold(HeldWeights(version, actual, tensors))
+        return tensors, expected, actual
 
     def _hold(self, weights: HeldWeights) -> None:
         from areal_flow.policy.weights.delta import is_delta_candidate

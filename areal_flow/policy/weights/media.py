@@ -99,11 +99,11 @@ def check_medium(medium: Medium) -> None:
 
 
 def uses_shared_memory(medium: Medium, *, num_bytes: int) -> bool:
-    wanted, found = NUM_COPIES * num_bytes, available_bytes()
-    if medium == "shared_memory" and found < wanted:
+    required, available = NUM_COPIES * num_bytes, available_bytes()
+    if medium == "shared_memory" and available < required:
         raise StorageError(
             f"weights.medium = 'shared_memory': expected room for {NUM_COPIES} copies of the "
-            f"policy in {SHARED_MEMORY}, {wanted / 1e9:.3g} GB, found {found / 1e9:.3g} GB: free "
-            "some, give the machine (or its container) more, or set it to 'directory'"
+            f"policy in {SHARED_MEMORY}, {required / 1e9:.3g} GB, found {available / 1e9:.3g} GB: "
+            "free some, give the machine (or its container) more, or set it to 'directory'"
         )
-    return medium in ("auto", "shared_memory") and found >= wanted
+    return medium in ("auto", "shared_memory") and available >= required

@@ -60,11 +60,11 @@ def _require_own(segments: Path) -> None:
     """Make the directory of segments unless it is there; other users may write around it."""
     with suppress(FileExistsError):
         segments.mkdir(mode=0o700)
-    found = segments.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = segments.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise StorageError(
             f"{segments}: expected a directory of user {os.geteuid()}, found a link or one of user "
-            f"{found.st_uid}: weights would go there. Have it removed, or set weights.medium to "
+            f"{status.st_uid}: weights would go there. Have it removed, or set weights.medium to "
             "'directory'"
         )
 

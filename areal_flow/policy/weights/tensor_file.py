@@ -66,11 +66,11 @@ def file_header(
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
-    found = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     names = {of_torch: of_file for of_file, of_torch in DTYPES.items()}
-    if found not in names:
+    if dtype not in names:
         raise WeightsError(
-            f"{name}: expected one of the types {', '.join(names)}, found {found}; convert it "
+            f"{name}: expected one of the types {', '.join(names)}, found {dtype}; convert it "
             "before it is staged"
         )
-    return names[found]
+    return names[dtype]

@@ -61,9 +61,11 @@ class CodeReward:
             row = {"prompt": given.prompt, **given.metadata}
             task = code_task(row, given.completion, given.prompt)
             no_code = Judgement("parse_error", "no code in the completion")
-            found = grade(self._pool, task) if task else no_code
+            judgement = grade(self._pool, task) if task else no_code
         except NoTests as error:
-            found = Judgement("bad_reference", str(error))
+            judgement = Judgement("bad_reference", str(error))
         except SandboxError as error:
             return Score(None, "infrastructure_error", error=str(error))
-        return Score(float(found.verdict == "right"), found.verdict, message=found.detail)
+        return Score(
+            float(judgement.verdict == "right"), judgement.verdict, message=judgement.detail
+        )

@@ -201,8 +201,8 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
             imported |= {node.attr} if node.value.id in modules else set()
     free = _free_names(source)
     if len(free) != (not imported):
-        found = ", ".join(sorted(free)) or "nothing"
-        raise ValueError(f"they use {found} from nowhere: name an entry_point, or import from "
+        listed = ", ".join(sorted(free)) or "nothing"
+        raise ValueError(f"they use {listed} from nowhere: name an entry_point, or import from "
                          f"`{MODULE}` what the program is to bring")  # fmt: skip
     return tuple(sorted(imported | free))
 

@@ -31,14 +31,14 @@ def is_same(answer: str, reference: str, algebra: Algebra) -> bool:
     if same_text(answer, reference):
         return True
     expected = elements_of(reference)
-    found = elements_of(answer)
-    if len(expected) != len(found):
-        expected, found = (elements_of(text, is_list=True) for text in (reference, answer))
-        if len(expected) != len(found) or len(expected) == 1:
+    elements = elements_of(answer)
+    if len(expected) != len(elements):
+        expected, elements = (elements_of(text, is_list=True) for text in (reference, answer))
+        if len(expected) != len(elements) or len(expected) == 1:
             return False
     if len(expected) == 1:
-        return _is_same_element(found[0], expected[0], algebra)
-    for element in found:
+        return _is_same_element(elements[0], expected[0], algebra)
+    for element in elements:
         equal = (other for other in expected if _is_same_element(element, other, algebra))
         if (match := next(equal, None)) is None:
             return False
@@ -53,13 +53,13 @@ def same_text(answer: str, reference: str) -> bool:
 
 def algebraic_elements(reference: str) -> list[str]:
     """Return those elements of a reference that are neither numbers nor words."""
-    found = []
+    elements = []
     for element in elements_of(reference):
         name, parts = _chain(element)
         bare = parts[-1] if name or len(parts) == 1 else element
         if not (quantity_of(bare) or _is_text(bare) or compact(bare) in _NOTHING):
-            found.append(bare)
-    return found
+            elements.append(bare)
+    return elements
 
 
 def value_of(text: str) -> str:
@@ -125,9 +125,9 @@ def _chain(text: str) -> tuple[str, list[str]]:
 def _is_same_value(answer: str, reference: str, algebra: Algebra) -> bool:
     if same_text(answer, reference):
         return True
-    found, expected = quantity_of(answer), quantity_of(reference)
-    if found and expected:
-        return same_quantity(found, expected)
+    value, expected = quantity_of(answer), quantity_of(reference)
+    if value and expected:
+        return same_quantity(value, expected)
     if _is_text(answer) or _is_text(reference):
         return False
     ours, theirs = _coordinates(answer), _coordinates(reference)

@@ -110,21 +110,21 @@ def quantity_of(text: str) -> Quantity | None:
     return _only_number(text)
 
 
-def same_quantity(found: Quantity, expected: Quantity) -> bool:
+def same_quantity(quantity: Quantity, expected: Quantity) -> bool:
     """Return whether two quantities are equal: exactly, and in their units where both are known.
 
     `18%` equals 18, and 0.18.
     """
-    if len(expected.unit) == 1 and not found.unit:
+    if len(expected.unit) == 1 and not quantity.unit:
         return False  # it may be a factor
-    value = found.value
-    for ours, theirs in zip(_measures(found), _measures(expected), strict=False):
+    value = quantity.value
+    for ours, theirs in zip(_measures(quantity), _measures(expected), strict=False):
         if ours.kind != theirs.kind or ours.power != theirs.power:
             return False
         value *= (ours.size / theirs.size) ** ours.power
-    if found.is_percent == expected.is_percent:
+    if quantity.is_percent == expected.is_percent:
         return value == expected.value
-    percent, plain = (found, expected) if found.is_percent else (expected, found)
+    percent, plain = (quantity, expected) if quantity.is_percent else (expected, quantity)
     return plain.value in {percent.value, percent.value / 100}
 
 

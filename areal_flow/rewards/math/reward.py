@@ -72,13 +72,13 @@ def judge(pool: MathPool | None, completion: str, answer: Any, prompt: str = "")
     marked = final_answer(completion, prompt)
     if marked is None:
         return _judged("parse_error", r"no answer: expected \boxed{} or ####")
-    found, problem = read_answer(marked)
-    if found and same_text(found, reference):
+    extracted, problem = read_answer(marked)
+    if extracted and same_text(extracted, reference):
         return _judged("right", "", marked)
     if problem:
         return _judged("parse_error", problem, marked)
     try:
-        verdict, detail = _compared(pool, found, reference)
+        verdict, detail = _compared(pool, extracted, reference)
     except MathPoolError as error:
         return Score(None, "infrastructure_error", extracted=marked[:80], error=str(error))
     return _judged(verdict, detail, marked)
@@ -107,11 +107,11 @@ read_reference = lru_cache(1024)(read_answer)
 """The completions of a prompt come together."""
 
 
-def _compared(pool: MathPool | None, found: str, reference: str) -> tuple[Verdict, str]:
+def _compared(pool: MathPool | None, answer: str, reference: str) -> tuple[Verdict, str]:
     try:
-        return ("right" if is_same(found, reference, _refuse) else "wrong"), ""
+        return ("right" if is_same(answer, reference, _refuse) else "wrong"), ""
     except _AlgebraNeeded:
-        return pool.ask(found, reference) if pool else ("parse_error", "not a number")
+        return pool.ask(answer, reference) if pool else ("parse_error", "not a number")
 
 
 class _AlgebraNeeded(Exception):

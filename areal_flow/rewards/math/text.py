@@ -195,7 +195,9 @@ def excess(text: str) -> str:
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
         return f"{deepest} levels of brackets, expected at most {MAX_NESTING}"
-    if any(int(found) > MAX_EXPONENT for found in _EXPONENT.findall(text)) or _TOWER.search(text):
+    if any(int(exponent) > MAX_EXPONENT for exponent in _EXPONENT.findall(text)) or _TOWER.search(
+        text
+    ):
         return f"an exponent above {MAX_EXPONENT}, or one with an exponent"
     numbers = map(int, _FACTORIAL.findall(text))
     if _HUGE_FACTORIAL.search(text) or any(number > MAX_FACTORIAL for number in numbers):

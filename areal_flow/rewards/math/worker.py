@@ -120,9 +120,9 @@ def _equal(answer: str, reference: str) -> bool:
     from math_verify import grader
 
     grader.sympy_numeric_eq = _same_number
-    expected, found = _parsed(reference, "bad_reference"), _parsed(answer, "parse_error")
+    expected, parsed = _parsed(reference, "bad_reference"), _parsed(answer, "parse_error")
     how = {"allow_set_relation_comp": True, "timeout_seconds": None}
-    return bool(grader.verify(expected, found, **how))
+    return bool(grader.verify(expected, parsed, **how))
 
 
 def _same_number(left: Any, right: Any, *_: int) -> bool:
@@ -159,16 +159,16 @@ def _parsed(text: str, verdict: str) -> Any:
     latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)
     # of LaTeX alone: other text would go through sympy's `parse_expr`, which evaluates it; and of
     # the first match, which is all: the next ones would be fractions somewhere in the text
-    found = parse(
+    expressions = parse(
         rf"\boxed{{{text}}}",
         [latex],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    if not found:
+    if not expressions:
         raise Unreadable(verdict, text)
-    return found
+    return expressions
 
 
 def _write(fd: int, reply: dict[str, Any]) -> None:

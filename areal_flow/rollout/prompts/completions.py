@@ -66,8 +66,8 @@ def tokenise_completions(
     """
 
     def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
-        prompt, completions = found = encoder.encode(row, fields)
-        _check_tokens(found, fields, max_tokens)
+        prompt, completions = encoded = encoder.encode(row, fields)
+        _check_tokens(encoded, fields, max_tokens)
         return [(prompt, turns) for turns in completions]
 
     bad_rows: dict[Place, PromptError] = {}

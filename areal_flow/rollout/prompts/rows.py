@@ -110,17 +110,19 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
         )
     messages = [checked_message(message, field) for message in value]
     if not messages or messages[-1]["role"] != "user":
-        found = messages[-1]["role"] if messages else "no message"
-        raise ValueError(f"field {field!r}: expected the user's message at the end, found {found}")
+        last_role = messages[-1]["role"] if messages else "no message"
+        raise ValueError(
+            f"field {field!r}: expected the user's message at the end, found {last_role}"
+        )
     checked_text(messages[-1]["content"], field)
     return messages
 
 
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
     value = row.get(field)
-    found = value if isinstance(value, list) else []
-    is_chat = all(isinstance(each, Mapping) and _is_message(each) for each in found)
-    return [*map(_as_rendered, found)] if is_chat else []
+    messages = value if isinstance(value, list) else []
+    is_chat = all(isinstance(each, Mapping) and _is_message(each) for each in messages)
+    return [*map(_as_rendered, messages)] if is_chat else []
 
 
 def _is_message(given: Mapping[str, Any]) -> bool:

@@ -81,13 +81,13 @@ def quotas(weights: Mapping[str, float]) -> dict[str, int]:
     """Return how many of a cycle each source has: its share by largest remainders, at least one."""
     total = sum(weights.values())
     exact = {name: CYCLE * weight / total for name, weight in weights.items()}
-    found = {name: max(1, int(share)) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: found[name] - exact[name])
-    for name in by_remainder[: max(0, CYCLE - sum(found.values()))]:
-        found[name] += 1
-    while sum(found.values()) > CYCLE:  # small ones were raised to one
-        found[max(found, key=lambda name: found[name])] -= 1
-    return found
+    counts = {name: max(1, int(share)) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: max(0, CYCLE - sum(counts.values()))]:
+        counts[name] += 1
+    while sum(counts.values()) > CYCLE:  # small ones were raised to one
+        counts[max(counts, key=lambda name: counts[name])] -= 1
+    return counts
 
 
 class Mixture:

@@ -198,8 +198,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _statuses(error: BaseException) -> list[int]:
     places = (error, getattr(error, "response", None))
     names = ("status_code", "status", "code")
-    found = (getattr(place, name, None) for place in places for name in names)
-    return [status for status in found if isinstance(status, int)]
+    statuses = (getattr(place, name, None) for place in places for name in names)
+    return [status for status in statuses if isinstance(status, int)]
 
 
 def answer_message(

@@ -34,7 +34,7 @@ ANSWERING = f"{__name__}:answer"
 
 def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
     """Return the import path of each tool by its name, which is that of its function."""
-    found: dict[str, str] = {}
+    tools: dict[str, str] = {}
     for given in names:
         if given not in TOOLS and ":" not in given:
             raise ValueError(
@@ -42,10 +42,10 @@ def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
                 f"'my_package.my_module:my_tool', found {given!r}"
             )
         name = given.rpartition(":")[2]
-        if name in found:
+        if name in tools:
             raise ValueError(f"workflow.tools: two tools are called {name!r}")
-        found[name] = TOOLS.get(given, given)
-    return found
+        tools[name] = TOOLS.get(given, given)
+    return tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class ToolCall:
 
 def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
     """Return the call with which a completion ends: the tool's name and its input between marks."""
-    said, found, _ = text.rpartition(end)
+    said, marker, _ = text.rpartition(end)
     _, began, asked = said.rpartition(start)
-    if not found:
+    if not marker:
         return None
     name, *rest = asked.split(maxsplit=1) or [""]
     return ToolCall(name, "".join(rest)) if began else ToolCall("", asked)

@@ -54,8 +54,8 @@ def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
     """Run a program on its tests; the first that it does not pass decides."""
     if not (task.tests or task.test_source):
         return Judgement("bad_reference", "there are no tests")
-    found = _GRADERS[task.mode](pool, task)
-    return Judgement(found.verdict, found.detail[-_MAX_DETAIL:])
+    judgement = _GRADERS[task.mode](pool, task)
+    return Judgement(judgement.verdict, judgement.detail[-_MAX_DETAIL:])
 
 
 def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
@@ -86,9 +86,9 @@ def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
         if failed is not None and not outcome.answer.endswith(b"\n"):  # within an answer
             answers = answers[:-1]
         for answer, (_, expected) in zip(answers, task.tests[begin:], strict=False):
-            found = _compare_answer(answer, expected)
-            if found is not RIGHT:
-                return failed or Judgement(found.verdict, f"test {number}: {found.detail}")
+            judgement = _compare_answer(answer, expected)
+            if judgement is not RIGHT:
+                return failed or Judgement(judgement.verdict, f"test {number}: {judgement.detail}")
             number += 1
         if failed is not None and number in (begin, len(task.tests)):
             return failed
@@ -116,10 +116,10 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
             kind, message = map(str, answer["raised"])
             verdict: Verdict = "memory_limit" if kind == "MemoryError" else "runtime_error"
             return Judgement(verdict, f"{kind}: {message}")
-        found = plain.canonical(answer["value"])
+        actual = plain.canonical(answer["value"])
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         return Judgement("wrong", f"the answer is not plain data: {error}")
-    if found != plain.canonical(plain.encode(expected, _refuse)):
+    if actual != plain.canonical(plain.encode(expected, _refuse)):
         return Judgement("wrong", f"returned {line[:60].decode(errors='replace')}")
     return RIGHT
 
@@ -143,14 +143,14 @@ def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
         ]
 
     candidate, tester = pool.run(programs)
-    found = _verdict(tester.answer, nonce)
-    if found is not None and found.verdict == "right":
+    judgement = _verdict(tester.answer, nonce)
+    if judgement is not None and judgement.verdict == "right":
         return RIGHT
-    is_gone = found is None or found.verdict == "runtime_error"
+    is_gone = judgement is None or judgement.verdict == "runtime_error"
     if is_gone and (failed := _failure(candidate)) is not None and not _was_stopped(candidate):
         return failed
-    if found is not None:
-        return found
+    if judgement is not None:
+        return judgement
     return _failure(tester, of_tests=True) or Judgement("runtime_error", "no verdict of the tests")
 
 
@@ -183,20 +183,20 @@ def _failure(outcome: Outcome, *, of_tests: bool = False) -> Judgement | None:
     return Judgement("runtime_error", detail) if outcome.exit_code else None
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Compare what was printed: line by line without white space at ends, numbers as numbers."""
     ours, theirs = ([line.split() for line in text.strip().splitlines()]
-                    for text in (found, expected))  # fmt: skip
+                    for text in (output, expected))  # fmt: skip
     return len(ours) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    are_numbers = _NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)
-    return bool(are_numbers) and Decimal(found) == Decimal(expected)
+    are_numbers = _NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)
+    return bool(are_numbers) and Decimal(word) == Decimal(expected)
 
 
 def _lines(text: Any) -> str:

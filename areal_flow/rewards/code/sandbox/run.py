@@ -192,13 +192,13 @@ class _Process:
         if not self._is_confined:
             why = stderr.decode(errors="replace") or f"exit code {report['exit_code']}"
             raise SandboxError(f"a process could not be confined: {why}")
-        found = self.outcome
-        found.exit_code, found.cpu_s = int(report["exit_code"]), report["cpu_s"]
-        found.stdout, found.stderr = stdout, stderr
-        found.answer = b"".join(bytes(self._outputs[fd].content) for fd in self._answers)
-        found.is_output_over = any(output.is_over for output in self._outputs.values())
-        if not found.timed_out and found.cpu_s >= self._limits.cpu_s:
-            found.timed_out = "cpu"
+        outcome = self.outcome
+        outcome.exit_code, outcome.cpu_s = int(report["exit_code"]), report["cpu_s"]
+        outcome.stdout, outcome.stderr = stdout, stderr
+        outcome.answer = b"".join(bytes(self._outputs[fd].content) for fd in self._answers)
+        outcome.is_output_over = any(output.is_over for output in self._outputs.values())
+        if not outcome.timed_out and outcome.cpu_s >= self._limits.cpu_s:
+            outcome.timed_out = "cpu"
         self.is_done = True
 
     def check_time(self, elapsed_s: float) -> float:

@@ -95,13 +95,13 @@ def check_tier(zygote: ZygoteClient) -> None:
         source = _CANARIES.format(
             port=server.getsockname()[1], folder=folder, home=home[:9], owner=os.getpid()
         )
-        (found,) = run_programs(
+        (result,) = run_programs(
             zygote, [Program(program.SCRIPT, source.encode())], Limits(cpu_s=10)
         )
-        if found.exit_code or found.timed_out:
-            said = found.stderr.decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"a program does not run: {said[-1] if said else found.exit_code}")
-        if can := json.loads(found.stdout):
+        if result.exit_code or result.timed_out:
+            said = result.stderr.decode(errors="replace").strip().splitlines()
+            raise SandboxError(f"a program does not run: {said[-1] if said else result.exit_code}")
+        if can := json.loads(result.stdout):
             raise SandboxError(f"a program can do what it must not: {', '.join(can)}")
         if not (Path(folder) / "secret").exists():
             raise SandboxError("a program can delete files")

@@ -39,14 +39,14 @@ class ZygoteClient:
         """Start a zygote; `modules` are what programs may import beside the standard library."""
         self.tier = tier
         own_path = str(Path(__file__).parent)
-        found = {name: Path(spec.origin).parent for name in modules
+        folders = {name: Path(spec.origin).parent for name in modules
                  if (spec := find_spec(name)) and spec.origin}  # fmt: skip
         settings = {
             "tier": tier,
             "own_path": own_path,
-            "site": sorted({str(folder.parent) for folder in found.values()}),
-            "modules": list(found),
-            "readable": _readable(found.values()),
+            "site": sorted({str(folder.parent) for folder in folders.values()}),
+            "modules": list(folders),
+            "readable": _readable(folders.values()),
             "devices": [path for path in _DEVICES if Path(path).exists()],
         }
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -55,7 +55,7 @@ def encode(value: Any, refer: Refer) -> Any:
     return {"r": [refer(value), kind.__name__]} if base is value else encode(base, refer)
 
 
-def decode(found: Any, resolve: Callable[[int, str], Any]) -> Any:
+def decode(encoded: Any, resolve: Callable[[int, str], Any]) -> Any:
     """Return the value that data stand for.
 
     Args:
@@ -64,11 +64,11 @@ def decode(found: Any, resolve: Callable[[int, str], Any]) -> Any:
     Raises:
         ValueError, TypeError: they stand for none.
     """
-    if isinstance(found, list):
-        return [decode(item, resolve) for item in found]
-    if not isinstance(found, dict):
-        return found
-    ((tag, content),) = found.items()
+    if isinstance(encoded, list):
+        return [decode(item, resolve) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((tag, content),) = encoded.items()
     if tag in _BYTES:
         return _BYTES[tag](bytes.fromhex(content))
     if tag in ("i", "f"):
@@ -83,7 +83,7 @@ def decode(found: Any, resolve: Callable[[int, str], Any]) -> Any:
     return iter([*items]) if tag == "g" else _SEQUENCES[tag](items)
 
 
-def canonical(found: Any) -> Any:
+def canonical(value: Any) -> Any:
     """Return data in a form that is equal where the values are, whatever their order in a set.
 
     A tuple counts as a list, and 2.0 as 2, but True not as 1. Values are never built, so that no
@@ -92,14 +92,14 @@ def canonical(found: Any) -> Any:
     Raises:
         ValueError, TypeError: they are no data that `encode` makes.
     """
-    if found is None or isinstance(found, bool | str):
-        return found if isinstance(found, str) else {"k": repr(found)}
-    if isinstance(found, int | float):
-        is_whole = isinstance(found, int) or found.is_integer()
-        return {"i": hex(int(found))} if is_whole else found
-    if isinstance(found, list):
-        return [canonical(item) for item in found]
-    ((tag, content),) = found.items()
+    if value is None or isinstance(value, bool | str):
+        return value if isinstance(value, str) else {"k": repr(value)}
+    if isinstance(value, int | float):
+        is_whole = isinstance(value, int) or value.is_integer()
+        return {"i": hex(int(value))} if is_whole else value
+    if isinstance(value, list):
+        return [canonical(item) for item in value]
+    ((tag, content),) = value.items()
     if tag in ("t", "g"):
         return [canonical(item) for item in content]
     if tag in ("s", "z", "d"):

@@ -93,12 +93,12 @@ class Candidate:
     def _next(self) -> Any:
         line = self._answers.readline(MAX_LINE)
         try:
-            found = plain.parse(line)
+            message = plain.parse(line)
         except ValueError:
             raise self._gone() from None
-        if not isinstance(found, dict):
+        if not isinstance(message, dict):
             raise self._gone()
-        return found
+        return message
 
     def _gone(self) -> CandidateGone:
         self.is_gone = True
@@ -150,18 +150,18 @@ def _verdict(calls: IO[str], answers: IO[str], first: dict[str, Any]) -> tuple[s
         candidate = Candidate(calls, answers)
         _run_tests(candidate, first)
     except AssertionError:
-        found = "wrong", traceback.format_exc(limit=-1)
+        outcome = "wrong", traceback.format_exc(limit=-1)
     except MemoryError as error:
-        found = "memory_limit", f"{error}"
+        outcome = "memory_limit", f"{error}"
     except BaseException as error:  # noqa: BLE001 - a test is judged, whatever it does
-        found = "runtime_error", f"{type(error).__name__}: {error}"
+        outcome = "runtime_error", f"{type(error).__name__}: {error}"
     else:
-        found = ("right", "") if candidate.num_calls else ("bad_reference", "no test calls it")
+        outcome = ("right", "") if candidate.num_calls else ("bad_reference", "no test calls it")
     if candidate is None or candidate.is_gone:
         return "runtime_error", "the candidate's process has ended"
     if candidate.unsendable:
         return "bad_reference", candidate.unsendable
-    return found
+    return outcome
 
 
 def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
@@ -180,10 +180,10 @@ def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
     if first["setup"]:
         exec(first["setup"], names)
         names |= lent
-    found = program.run_source(names, name=TESTS)
-    if entry_point and inspect.isfunction(found.get("check")):
-        found["check"](lent[entry_point])
-    for name, value in [*found.items()]:
+    namespace = program.run_source(names, name=TESTS)
+    if entry_point and inspect.isfunction(namespace.get("check")):
+        namespace["check"](lent[entry_point])
+    for name, value in [*namespace.items()]:
         if name.startswith("test_") and inspect.isfunction(value) and value.__module__ == TESTS:
             value()
     _run_cases(sys.modules[TESTS])

@@ -71,13 +71,13 @@ class StandIn(GeneratorRole):
         spans = (VersionSpan(0, len(tokens)),)
         is_whole = len(tokens) == len(self._answer)
         logprobs = np.zeros(len(tokens), np.float32)
-        said = Completion(tokens, logprobs, spans, "stop" if is_whole else "length")
+        completion = Completion(tokens, logprobs, spans, "stop" if is_whole else "length")
         self.num_answers += len(request.seeds)
         if request.on_token is not None:
             for index in range(len(request.seeds)):
                 for token in tokens.tolist():
                     request.on_token(index, token)
-        return [said] * len(request.seeds)
+        return [completion] * len(request.seeds)
 
     async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
         return [Score(0.0)] * len(completions)

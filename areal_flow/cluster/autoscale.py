@@ -84,10 +84,10 @@ class Autoscaler:
 async def _printed_by(*command: str) -> int:
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     try:
-        output, said = await process.communicate()
+        output, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise RunError(f"the planner failed: {last_line(said)}")
+        raise RunError(f"the planner failed: {last_line(errors)}")
     return int(output)

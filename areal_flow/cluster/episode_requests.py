@@ -34,10 +34,10 @@ TOOL_KILLS = RewardError(
 
 
 async def score_completions(
-    asked: tuple[Prompt, int], completions: Sequence[Tokens]
+    prompt_and_version: tuple[Prompt, int], completions: Sequence[Tokens]
 ) -> Sequence[Score]:
     """Score completions of a prompt, of which this policy version sampled the newest tokens."""
-    prompt, version = asked
+    prompt, version = prompt_and_version
     return await judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
 
 

@@ -158,15 +158,15 @@ class Submissions:
 
     async def _send(self) -> dict[str, Future]:
         await asyncio.sleep(0)  # while the others of this turn ask
-        asked, self._asked = self._asked, {}
+        pending, self._asked = self._asked, {}
         rollouts = self._client.map(
             generator_tasks.rollout,
-            list(asked.values()),
-            [self._weights.newest()] * len(asked),
-            key=list(asked),
+            list(pending.values()),
+            [self._weights.newest()] * len(pending),
+            key=list(pending),
             resources={"generator": 1},
         )
-        return dict(zip(asked, rollouts, strict=True))
+        return dict(zip(pending, rollouts, strict=True))
 
 
 class ScoringBatcher:

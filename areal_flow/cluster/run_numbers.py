@@ -85,5 +85,5 @@ def flow_stages(flow: Flow, steps: pl.DataFrame, groups: pl.DataFrame) -> pl.Dat
         ("trained", so_far.trained, committed, "tokens"),
         ("discarded", so_far.discarded, committed, "tokens"),
     ]
-    shown = [(name, number / of, f"{number:,} {said}") for name, number, of, said in rows]
+    shown = [(name, number / of, f"{number:,} {text}") for name, number, of, text in rows]
     return pl.DataFrame(shown, ["lane", "right", "text"], orient="row")

@@ -102,8 +102,8 @@ class TrainerReplicas:
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """Have every rank read rows while it trains; failures do not matter."""
         read = (trainer_tasks.read_ahead, tuple(trajectory_ids))
-        asked = self._ask_each(*read, num_slots=0)
-        await asyncio.gather(*asked, return_exceptions=True)
+        requests = self._ask_each(*read, num_slots=0)
+        await asyncio.gather(*requests, return_exceptions=True)
 
     def _ask_each(self, *call: Any, num_slots: int = 1) -> list[Any]:
         return [self._ask(rank, *call, num_slots=num_slots) for rank in self._ranks]

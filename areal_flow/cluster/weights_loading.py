@@ -99,8 +99,8 @@ async def answer_of(
     Args:
         timeout_s: since it was asked, or since `progress` last grew.
     """
-    asked = client.run(function, *arguments, workers=[record.address], on_error="return")
-    answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(asked)
+    reply = client.run(function, *arguments, workers=[record.address], on_error="return")
+    answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(reply)
     clock = asyncio.get_running_loop().time
     deadline, last_progress = clock() + timeout_s, 0.0
     try:

@@ -119,8 +119,8 @@ def assumed_lengths(
         too_long = np.minimum(median * shape, longest).mean() > mean
         low, high = (low, median) if too_long else (median, high)
     drawn = np.clip(low * shape, 1, longest).round().astype(np.int64)
-    said = f"assumed: lognormal, {mean:,.0f} tokens in the mean, cut at {longest:,}"
-    return Lengths(prompt_tokens, drawn, said, group_share)
+    source = f"assumed: lognormal, {mean:,.0f} tokens in the mean, cut at {longest:,}"
+    return Lengths(prompt_tokens, drawn, source, group_share)
 
 
 @cache

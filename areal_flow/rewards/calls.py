@@ -109,8 +109,8 @@ async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) ->
     """
     while True:
         loop, run = _current_loop(), _Run(call, limit_s)
-        asked = asyncio.run_coroutine_threadsafe(run.outcome(loop), loop.loop)
-        outcome = asyncio.wrap_future(asked)
+        future = asyncio.run_coroutine_threadsafe(run.outcome(loop), loop.loop)
+        outcome = asyncio.wrap_future(future)
         try:
             while not (outcome.done() or loop.leave_if_blocked(run) or loop.cannot_cancel(run)):
                 await asyncio.wait([outcome], timeout=limit_s / CHECKS_PER_LIMIT)

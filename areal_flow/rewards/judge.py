@@ -121,8 +121,8 @@ class JudgeReward:
     def _request(self, given: RewardInput) -> dict[str, Any]:
         if not self._model:
             answer, metadata = given.answer, dict(given.metadata)
-            asked = {"prompt": given.prompt, "completion": given.completion}
-            return {**asked, "answer": answer, "metadata": metadata}
+            values = {"prompt": given.prompt, "completion": given.completion}
+            return {**values, "answer": answer, "metadata": metadata}
         words = {"prompt": given.prompt, "completion": given.completion}
         words["answer"] = answer_text(given.answer)
         question = _PLACE.sub(lambda place: words[place[1]], self._question)
@@ -149,8 +149,8 @@ class JudgeReward:
     def _read(self, response: Any) -> Score:
         try:
             if self._model:
-                said = response["choices"][0]["message"]["content"]
-                score, message = float(_SCORE.findall(said)[-1]), said[-200:]
+                text = response["choices"][0]["message"]["content"]
+                score, message = float(_SCORE.findall(text)[-1]), text[-200:]
             else:
                 score, message = float(response["score"]), str(response.get("detail", ""))
         except (TypeError, KeyError, IndexError, ValueError) as error:

@@ -110,8 +110,8 @@ class ModelReward:
     def _tokens(self, given: RewardInput) -> list[int]:
         if overlong(given.completion):
             return []
-        said = self._tokenizer.encode(given.completion, add_special_tokens=False)
-        return [*prompt_tokens(self._tokenizer, given.prompt), *said.ids]
+        encoded = self._tokenizer.encode(given.completion, add_special_tokens=False)
+        return [*prompt_tokens(self._tokenizer, given.prompt), *encoded.ids]
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         import torch

@@ -250,5 +250,5 @@ def _as_number(returned: Any) -> float:
     try:
         return float(returned)
     except (TypeError, ValueError):
-        said = f"the verifier returned {returned!r:.80}, expected a number or a Score"
-        raise TypeError(said) from None
+        message = f"the verifier returned {returned!r:.80}, expected a number or a Score"
+        raise TypeError(message) from None

@@ -181,8 +181,8 @@ class WeightedRewards:
         FAILURES.sum_up()
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-        asked = zip(self._parts, self._turns, strict=True)
-        columns = await asyncio.gather(*(_scores(part, inputs, turn) for part, turn in asked))
+        parts = zip(self._parts, self._turns, strict=True)
+        columns = await asyncio.gather(*(_scores(part, inputs, turn) for part, turn in parts))
         return [self._sum(scores) for scores in zip(*columns, strict=True)]
 
     def _sum(self, scores: Sequence[Score]) -> Score:

@@ -104,6 +104,6 @@ def _failure(outcome: Outcome) -> str:
     if outcome.timed_out:
         return "Error: the program ran too long"
     if outcome.exit_code:
-        said = outcome.stderr.decode(errors="replace").strip()
-        return said or f"Error: the program ended with {outcome.exit_code}"
+        errors = outcome.stderr.decode(errors="replace").strip()
+        return errors or f"Error: the program ended with {outcome.exit_code}"
     return ""

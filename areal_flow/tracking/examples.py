@@ -21,10 +21,10 @@ def read_examples(run: Run, made: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """
     alike = [each for each in made if each["verifier"] == made[-1]["verifier"]]
     by_difficulty = ["held_out", "difficulty"]
-    asked = run.evaluations(
+    prompts_of_version = run.evaluations(
         "arrow", columns=[*by_difficulty, "prompt_id"], where=_first_answers(made[-1:])
     )
-    prompts = asked.group_by(by_difficulty).aggregate([("prompt_id", "min")])
+    prompts = prompts_of_version.group_by(by_difficulty).aggregate([("prompt_id", "min")])
     prompts = prompts.sort_by([(name, "ascending") for name in by_difficulty])[:MAX_PROMPTS]
     chosen = ", ".join(
         "'{}'".format(x.replace("'", "''")) for x in prompts["prompt_id_min"].to_pylist()

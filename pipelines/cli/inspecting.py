@@ -150,8 +150,8 @@ def lineage(
     if to:
         table = traced.lineage.trajectories("arrow")
         num_rows = write_table_file(to, [table], table.schema)
-        said = f"{num_rows} trajectories of version {traced.lineage.version} in {to}"
-        return replace(report, parts=[said])
+        message = f"{num_rows} trajectories of version {traced.lineage.version} in {to}"
+        return replace(report, parts=[message])
     return report
 
 

@@ -111,7 +111,7 @@ def _said(
         + ("" if memory.fits else ": DOES NOT FIT; `plan --memory` says what helps"),
         "lengths": data["lengths"],
     }
-    parts: list[Any] = [Table([{"": name, "plan": said} for name, said in rows.items()])]
+    parts: list[Any] = [Table([{"": name, "plan": text} for name, text in rows.items()])]
     changes = [
         {"change": name, "a step": f"{ratio - 1:+.0%}"} for name, ratio in plan.changes.items()
     ]

@@ -88,10 +88,10 @@ def report_comparison(
             for name in by_set
             for result in results
         ]
-        said = [f"{name}: {_compared(of)}" for name, of in [*by_set.items(), ("all", compared)]]
+        lines = [f"{name}: {_compared(of)}" for name, of in [*by_set.items(), ("all", compared)]]
     else:
         shown = [{"model": result.title, **_scores(result.table.overall)} for result in results]
-        said = [_compared(compared)]
+        lines = [_compared(compared)]
     data = {
         "models": [
             {
@@ -106,7 +106,7 @@ def report_comparison(
         "by_set": {name: of.as_json() for name, of in by_set.items()},
     }
     title = f"held-out prompts, {samples_text(second.table.overall)}"
-    return Report(data, [Table(shown, title), *said])
+    return Report(data, [Table(shown, title), *lines])
 
 
 def _compared(compared: PairedComparison) -> str:

@@ -118,9 +118,9 @@ def report_settings(wanted: str | None) -> Report:
     if not sections:
         names = [section.strip("[]") for section, _, _ in known if section]
         close = nearest(name, setting_names())
-        said = f"there is no such section or setting; did you mean {' or '.join(close)}?"
+        message = f"there is no such section or setting; did you mean {' or '.join(close)}?"
         sections_named = f"expected a setting, or a section: {', '.join(names)}"
-        raise ConfigError(f"settings {wanted}: {said if close else sections_named}")
+        raise ConfigError(f"settings {wanted}: {message if close else sections_named}")
     matching = [
         {"section": section, "meaning": meaning, "settings": [asdict(each) for each in settings]}
         for section, meaning, settings in sections

@@ -194,8 +194,8 @@ def doctor(*, folders: Given) -> Report:
     subjects = list(_subjects(folders.runs.resolve()))
     failed = [what for what, _, works, _ in subjects if works is False]
     rows = [
-        {"": marks[works], "what": what, "found": said, "means": means}
-        for what, said, works, means in subjects
+        {"": marks[works], "what": what, "found": value, "means": means}
+        for what, value, works, means in subjects
     ]
     last = f"will not work until fixed: {', '.join(failed)}" if failed else "train will work here"
     names = ("what", "found", "works", "means")

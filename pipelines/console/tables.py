@@ -152,8 +152,8 @@ def samples_text(scores: EvaluationScores) -> str:
         parts.append(f"best reward {scores.best_of:.3f}")
     if scores.majority is not None:
         parts.append(f"majority {scores.majority:.3f}")
-    said = f"{most} samples each" if most == fewest else f"{fewest} to {most} samples each"
-    return ": ".join([said, *([", ".join(parts)] if parts else [])])
+    text = f"{most} samples each" if most == fewest else f"{fewest} to {most} samples each"
+    return ": ".join([text, *([", ".join(parts)] if parts else [])])
 
 
 def short_time(moment: datetime) -> str:

@@ -148,9 +148,11 @@ def evaluate_model(
         progress = make_progress(to_stderr=True)
         if about_chat:
             progress.phase(about_chat)
-        said = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
+        phase = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
         try:
-            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress, said=said))
+            answers = wait_for(
+                lambda: _answer(layout, recipe, prompts_asked, progress, phase=phase)
+            )
         finally:
             progress.close()
     table = tabulate(answers, threshold=recipe.pass_threshold)
@@ -270,7 +272,7 @@ def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Pro
 
 
 async def _answer(
-    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress, *, said: str
+    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress, *, phase: str
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
@@ -278,7 +280,7 @@ async def _answer(
         progress.phase(executed)
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
-        progress.phase(said)
+        progress.phase(phase)
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
         rollouts = DaskRollouts(cluster.client, reader, cluster.pool)
         answers = answer_held_out(

@@ -298,12 +298,12 @@ def _drive(
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
         if state != "finished":
-            said = f"Everything committed is safe. Continue with: {_resumption(job, layout)}"
+            message = f"Everything committed is safe. Continue with: {_resumption(job, layout)}"
             if is_of_user_code:
-                said += _ACCEPT
+                message += _ACCEPT
             # A notebook shows standard error in red, as a failure.
-            print(said, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
-            log(said)
+            print(message, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
+            log(message)
     if outcome.finished:
         job.conclude(layout)
     return outcome

@@ -128,8 +128,8 @@ class Training:
         self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
         paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
         program = (sys.executable, "-P", "-m", "pipelines.jobs.run_plan")
-        asked = ("env", paths, *program, str(layout.root))
-        planner = asked if recipe.cluster.planned_card else ()
+        command = ("env", paths, *program, str(layout.root))
+        planner = command if recipe.cluster.planned_card else ()
         self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between, planner=planner)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace

@@ -98,7 +98,7 @@ def print_summary(
     *,
     model: str,
 ) -> None:
-    said = (
+    text = (
         "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
         "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
         "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
@@ -115,18 +115,18 @@ def print_summary(
             f"{num_failed} trajectories have no reward, since the workflow or the verifier failed: "
             + command(*listing, runs=layout.root.parent)
         )
-    said = said.format(**summary, **stages)
-    say(*compared, said, *notes, *next_commands(layout, model, evaluated=bool(held_out)))
+    text = text.format(**summary, **stages)
+    say(*compared, text, *notes, *next_commands(layout, model, evaluated=bool(held_out)))
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(verifiers) < 2:
         return []
-    said = "The verifier changed, and nothing is compared across it:"
+    heading = "The verifier changed, and nothing is compared across it:"
     listed = (
         f"  steps {of['first_step']} to {of['last_step']}: {of['verifier']}" for of in verifiers
     )
-    return [said, *listed]
+    return [heading, *listed]
 
 
 def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str]:

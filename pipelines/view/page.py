@@ -121,8 +121,8 @@ class Page:
             rows += [{"run": run.layout.name, **row} for row in groups]
             num_matching += num
         self.selection, self.table.value = chosen, pd.DataFrame(rows, columns=[*_WIDTHS])
-        said = f"{len(rows):,} of {num_matching:,} matching groups; click one to see its members."
-        self.found.object = f'<p class="soft">{said}</p>'
+        text = f"{len(rows):,} of {num_matching:,} matching groups; click one to see its members."
+        self.found.object = f'<p class="soft">{text}</p>'
 
     def _runs_with(self, step: int | None) -> list[Run]:
         """Return the runs that have the step; all, which says so, if none has."""
@@ -182,8 +182,8 @@ class Page:
         """Return the page, which refreshes itself while a browser shows it."""
         pn.state.add_periodic_callback(self._guarded(self.refresh), REFRESH_MS)
         charts = []
-        for name, said in FIGURES.items():
-            title = _html("<h3>{}</h3><p class='soft'>{}</p>".format(*said))
+        for name, texts in FIGURES.items():
+            title = _html("<h3>{}</h3><p class='soft'>{}</p>".format(*texts))
             figure = pn.pane.Bokeh(draw(name, self.curves), **_WIDE)
             charts.append(pn.Column(title, figure, styles={"flex": "1 1 330px"}, min_width=300))
         tabs = {

@@ -53,8 +53,8 @@ def _look(place: int, token: ShownToken, member: ShownTrajectory, by: str) -> tu
             colour = COLOURS[token.version % len(COLOURS)]
             return f"background: {colour}44", f"version {token.version}", masked
         case "log-prob":
-            said = f"log-prob {token.logprob:.3f}, probability {exp(token.logprob):.3f}"
-            return _shade("bad", 1 - exp(token.logprob)), said, masked
+            text = f"log-prob {token.logprob:.3f}, probability {exp(token.logprob):.3f}"
+            return _shade("bad", 1 - exp(token.logprob)), text, masked
         case "staleness" if token.staleness is not None:
             return _shade("bad", token.staleness / 8), f"{token.staleness} versions old", masked
         case "advantage" if advantage is not None and not masked:

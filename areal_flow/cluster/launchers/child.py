@@ -180,12 +180,12 @@ def last_line(output: bytes) -> str:
     return output.decode(errors="replace").strip().rpartition("\n")[2].strip()
 
 
-def cause_of_exit(code: int, said: str) -> str:
+def cause_of_exit(code: int, last_output: str) -> str:
     """Return in words how a process ended; a shell adds 128 to a signal, `Popen` negates it."""
     number = -code if code < 0 else code - 128
     if 0 < number < signal.NSIG:
         return f"killed by signal {number}"
-    return ": ".join(filter(None, (f"exit status {code}", said)))
+    return ": ".join(filter(None, (f"exit status {code}", last_output)))
 
 
 def import_paths() -> list[str]:
@@ -217,6 +217,6 @@ async def run_command(*command: str, given: str = "") -> str:
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} took longer than {COMMAND_LIMIT_S:.0f} s") from error
     if done.returncode:
-        said = KUBECTL_LOG.sub("", done.stderr).split()
-        raise OSError(" ".join(said) or f"{command[0]}: status {done.returncode}")
+        errors = KUBECTL_LOG.sub("", done.stderr).split()
+        raise OSError(" ".join(errors) or f"{command[0]}: status {done.returncode}")
     return str(done.stdout)

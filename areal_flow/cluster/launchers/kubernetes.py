@@ -149,16 +149,16 @@ def pod_state(pod: Manifest) -> JobState:
         why = why or ("deleted" if is_deleted else "")
         if why or ended.get("reason") not in ("Error", "Completed"):
             return JobState(has_ended=True, reason=why or _words(ended) or "no status")
-        said = last_line(ended.get("message", "").encode())
-        return JobState(has_ended=True, reason=said, exit_code=ended["exitCode"])
+        reason = last_line(ended.get("message", "").encode())
+        return JobState(has_ended=True, reason=reason, exit_code=ended["exitCode"])
     if status.get("phase") == "Running":
         return JobState()
     waits = _words(state.get("waiting", {})) or _words(conditions.get("PodScheduled", {}))
     return JobState(is_waiting=True, reason=waits or "not scheduled yet")
 
 
-def _words(said: Manifest) -> str:
-    return ": ".join(said[key] for key in ("reason", "message") if said.get(key))
+def _words(status: Manifest) -> str:
+    return ": ".join(status[key] for key in ("reason", "message") if status.get(key))
 
 
 def _read(path: Path) -> Manifest:

@@ -47,8 +47,8 @@ class LocalLauncher:
         assigned = [f"{name}={value}" for name, value in variables]
         return shlex.join(["env", *assigned, *self.command(placement, options)])
 
-    def describe(self, exit_code: int, said: str) -> str:
-        return cause_of_exit(exit_code, said)
+    def describe(self, exit_code: int, last_output: str) -> str:
+        return cause_of_exit(exit_code, last_output)
 
     def request_end(self, child: Child) -> None:
         child.process.terminate()

@@ -253,8 +253,8 @@ class QueuedLauncher(ABC):
 
     async def _look(self, job: Job, state: JobState | None) -> None:
         if state is None or state.has_ended:
-            said = _last_line(self.log(job.name, job.id))
-            cause = cause_of_end(f"{self.noun} {job.id}", state, said)
+            last_output = _last_line(self.log(job.name, job.id))
+            cause = cause_of_end(f"{self.noun} {job.id}", state, last_output)
             if state is not None and self.needs_delete:
                 await self._cancel(job)
             self._ended(job, cause)
@@ -279,13 +279,13 @@ class QueuedLauncher(ABC):
                 job.on_exit(cause)
 
 
-def cause_of_end(job: str, state: JobState | None, said: str) -> str:
+def cause_of_end(job: str, state: JobState | None, last_output: str) -> str:
     """Return in words why a job ended; what it said last matters only if it ended by itself."""
     if state is None:
         return f"{job} ended, and is no longer listed"
     if state.exit_code is None:
         return f"{job}: {state.reason}"
-    return cause_of_exit(state.exit_code, said or state.reason)
+    return cause_of_exit(state.exit_code, last_output or state.reason)
 
 
 def _last_line(log: Path) -> str:

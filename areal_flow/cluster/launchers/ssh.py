@@ -81,10 +81,10 @@ class SshLauncher(LocalLauncher):
         options = worker_options(placement, self._scheduler, self._network)
         return shlex.join(self.command(placement, options))
 
-    def describe(self, exit_code: int, said: str) -> str:
+    def describe(self, exit_code: int, last_output: str) -> str:
         if exit_code == CONNECTION_ENDED:
-            return ": ".join(filter(None, (UNREACHABLE, said)))
-        return super().describe(exit_code, said)
+            return ": ".join(filter(None, (UNREACHABLE, last_output)))
+        return super().describe(exit_code, last_output)
 
     def request_end(self, child: Child) -> None:
         child.input.close()

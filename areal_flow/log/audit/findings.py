@@ -91,8 +91,8 @@ class Report:
     @property
     def verdict(self) -> str:
         counts = Counter(finding.severity for finding in self.findings)
-        said = [f"{n} {kind}{'s' * (n != 1)}" for kind, n in sorted(counts.items())]
-        return ", ".join(["clean" if self.clean else "not clean", *said])
+        counted = [f"{n} {kind}{'s' * (n != 1)}" for kind, n in sorted(counts.items())]
+        return ", ".join(["clean" if self.clean else "not clean", *counted])
 
     def as_json(self) -> dict[str, Any]:
         return {

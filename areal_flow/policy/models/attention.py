@@ -113,18 +113,18 @@ def attend_by_layout(
 
 
 def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> None:
-    asked = [
+    unsupported = [
         name
         for name, value in arguments.items()
         if name not in IGNORED_KWARGS and value is not None and value is not False
     ]
     if not getattr(module, "is_causal", True):
-        asked.append("attention to later tokens")
+        unsupported.append("attention to later tokens")
     if getattr(module, "layer_idx", None) is None:
-        asked.append("layers without an index")
-    if asked:
+        unsupported.append("layers without an index")
+    if unsupported:
         raise ModelError(
-            f"{type(module).__name__} asks for attention with {', '.join(sorted(asked))}: choose a "
+            f"{type(module).__name__} needs attention with {', '.join(sorted(unsupported))}: choose a "
             "model with plain, windowed or soft-capped causal attention, with or without sinks"
         )
 

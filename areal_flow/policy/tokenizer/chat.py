@@ -104,10 +104,10 @@ class ChatTemplate:
     @cached_property
     def _rewrites(self) -> str:
         """How an answer is shown once another message follows, if not as it was given."""
-        asked = _said("user", "?")
-        first = self.render([asked])
+        question = _said("user", "?")
+        first = self.render([question])
         for answer in _ANSWERS:
-            whole = self.render([asked, _said("assistant", answer), _said("user", "??")])
+            whole = self.render([question, _said("assistant", answer), _said("user", "??")])
             if not whole.removeprefix(first).lstrip().startswith(answer):
                 return (
                     "the chat template rewrites earlier answers, and the policy must read what it "

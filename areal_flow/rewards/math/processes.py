@@ -133,11 +133,11 @@ class _Worker:
     def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
         """Return the verdict; after an error the process is no longer usable."""
         self._num_asked += 1
-        asked = {"number": self._num_asked, "answer": answer, "reference": reference}
+        request = {"number": self._num_asked, "answer": answer, "reference": reference}
         assert self._process.stdin is not None
         self.is_usable = False
         try:
-            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise MathPoolError(f"a process for algebra is gone: {error}") from None
         reply = self._reply(self._num_asked, self._limits.wall_s + GRACE_S)

@@ -84,8 +84,8 @@ def final_answer(completion: str, prompt: str = "", *, is_reference: bool = Fals
     if BOX in completion or MARK in completion:
         return None
     text = _ANNOTATION.sub("", completion[-_TAIL_CHARS:]).strip()
-    if said := _SAID.findall(text):
-        line = _SENTENCE_END.split(said[-1], maxsplit=1)[0]
+    if sentences := _SAID.findall(text):
+        line = _SENTENCE_END.split(sentences[-1], maxsplit=1)[0]
     else:
         line = text.rpartition("\n")[2]
         line = line if is_reference else _BULLET.sub("", line)

@@ -163,13 +163,13 @@ class RowEncoder:
         prompt, completions = conversation_of(row, fields)
         prompt = with_system_message(prompt, self._system)
         read = self._tokens(self._chat.render(prompt))
-        said = []
+        conversations = []
         for field, messages in completions:
             try:
-                said.append([*self._turns(self._chat, prompt, messages)])
+                conversations.append([*self._turns(self._chat, prompt, messages)])
             except ValueError as error:
                 raise ValueError(f"field {field!r}: {error}") from error
-        return read, said
+        return read, conversations
 
     def _turns(
         self, chat: ChatTemplate, prompt: Sequence[Message], completion: Sequence[Message]
@@ -216,19 +216,19 @@ def conversation_of(
     of an only field that is missing.
     """
     fields = _fields_of(row, fields)
-    said = [_messages(row, field) for field in fields]
-    for field, messages in zip(fields, said, strict=True):
+    conversations = [_messages(row, field) for field in fields]
+    for field, messages in zip(fields, conversations, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(
                 f"field {field!r}: expected the assistant's message at the end, found "
                 f"{messages[-1]['role']}"
             )
-    if all(messages[0]["role"] == "assistant" for messages in said):
-        return _prompt_of(row), [*zip(fields, said, strict=True)]
-    num_shared = _num_shared(fields, said)
-    _check_prompt(row, said[0][:num_shared], fields)
-    rest = [messages[num_shared:] for messages in said]
-    return said[0][:num_shared], [*zip(fields, rest, strict=True)]
+    if all(messages[0]["role"] == "assistant" for messages in conversations):
+        return _prompt_of(row), [*zip(fields, conversations, strict=True)]
+    num_shared = _num_shared(fields, conversations)
+    _check_prompt(row, conversations[0][:num_shared], fields)
+    rest = [messages[num_shared:] for messages in conversations]
+    return conversations[0][:num_shared], [*zip(fields, rest, strict=True)]
 
 
 def _fields_of(row: Row, fields: Sequence[str]) -> Sequence[str]:
@@ -269,11 +269,11 @@ def _prompt_of(row: Row) -> list[Message]:
     return messages
 
 
-def _num_shared(fields: Sequence[str], said: Sequence[Sequence[Message]]) -> int:
+def _num_shared(fields: Sequence[str], conversations: Sequence[Sequence[Message]]) -> int:
     """Return with how many messages whole conversations begin alike; one's ends at an answer."""
-    if len(said) == 1:
-        return len([*takewhile(lambda message: message["role"] != "assistant", said[0])])
-    turns = [[(each["role"], each["content"]) for each in messages] for messages in said]
+    if len(conversations) == 1:
+        return len([*takewhile(lambda message: message["role"] != "assistant", conversations[0])])
+    turns = [[(each["role"], each["content"]) for each in messages] for messages in conversations]
     num = len([*takewhile(lambda at: len({*at}) == 1, zip(*turns, strict=False))])
     next_roles = [each[num][0] if num < len(each) else "the end" for each in turns]
     if not num or {*next_roles} != {"assistant"}:

@@ -43,6 +43,8 @@ class DifficultyFilter:
 
     def __str__(self) -> str:
         unseen = "kept, too" if self._settings.keep_unseen else "left out"
-        said = ", ".join(f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard"))
+        counted = ", ".join(
+            f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard")
+        )
         of = f"by the pass rates of run {self._settings.run}"
-        return f"{of}: {said}, {self.counts['unseen']} unseen ({unseen})" if self.counts else ""
+        return f"{of}: {counted}, {self.counts['unseen']} unseen ({unseen})" if self.counts else ""

@@ -34,8 +34,8 @@ def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
         content = settings.template.replace("{question}", last["content"])
         if chat is None:
             return content
-        asked = [*earlier, {**last, "content": content}]
-        return chat.render(with_system_message(asked, settings.system), tools=tools)
+        conversation = [*earlier, {**last, "content": content}]
+        return chat.render(with_system_message(conversation, settings.system), tools=tools)
 
     return render
 

@@ -214,8 +214,8 @@ def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -
             if is_off and isinstance(row.get(other), list):
                 advice.append("prompts.chat_template = true")
     if missing:
-        said = f"; set {' and '.join(advice)}" if advice else ""
-        raise ValueError(f"{', '.join(missing)}; found fields: {_fields(row)}{said}")
+        hint = f"; set {' and '.join(advice)}" if advice else ""
+        raise ValueError(f"{', '.join(missing)}; found fields: {_fields(row)}{hint}")
 
 
 def _fields(row: Row) -> str:

@@ -110,13 +110,13 @@ class Endpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session(request)
-            asked = await _body(request)
-            _refuse_what_no_call_has(asked)
-            limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-            tools = () if asked.get("tool_choice") == "none" else asked.get("tools") or ()
-            complete = partial(session.complete, asked["messages"], tools, limit)
-            if asked.get("stream"):
-                return await _streamed(request, asked, complete)
+            body = await _body(request)
+            _refuse_what_no_call_has(body)
+            limit = body.get("max_completion_tokens") or body.get("max_tokens")
+            tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
+            complete = partial(session.complete, body["messages"], tools, limit)
+            if body.get("stream"):
+                return await _streamed(request, body, complete)
             return _whole(await complete())
         except CallRefused as refused:
             return _refusal(refused)
@@ -167,16 +167,16 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _refuse_what_no_call_has(asked: Mapping[str, Any]) -> None:
-    if not isinstance(asked.get("messages"), list) or not asked["messages"]:
+def _refuse_what_no_call_has(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallRefused("expected messages, a list with role and content each")
-    for name, value in asked.items():
+    for name, value in body.items():
         if name in _READ | _OF_THE_RECIPE | _WITHOUT_EFFECT or value is None:
             continue
         if value not in _ACCEPTED.get(name, ()):
             advice = _ADVICE.get(name, "")
             raise CallRefused(f"unsupported {name} {value!r:.80}{advice}")
-    limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise CallRefused(f"max_tokens: expected a number of 1 or more, found {limit!r:.80}")
 
@@ -212,7 +212,7 @@ def _whole(answer: Answer) -> web.Response:
 
 async def _streamed(
     request: web.Request,
-    asked: Mapping[str, Any],
+    body: Mapping[str, Any],
     complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, Answer]],
 ) -> web.StreamResponse:
     """Send an answer while it is sampled; what is refused before its first piece is raised."""
@@ -223,14 +223,14 @@ async def _streamed(
         piece = await pieces.get()
         if not piece:
             await answering
-        return await _sent(request, asked, pieces, piece, answering)
+        return await _sent(request, body, pieces, piece, answering)
     finally:
         answering.cancel()
 
 
 async def _sent(
     request: web.Request,
-    asked: Mapping[str, Any],
+    body: Mapping[str, Any],
     pieces: asyncio.Queue[str],
     piece: str,
     answering: asyncio.Task[Answer],
@@ -256,7 +256,7 @@ async def _sent(
         return response
     await send(_rest(answer, num_sent))
     await send({}, answer.finish_reason)
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    if (body.get("stream_options") or {}).get("include_usage"):
         await _send(response, {**named, "choices": [], "usage": _usage(answer)})
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

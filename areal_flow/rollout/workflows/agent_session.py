@@ -103,13 +103,13 @@ class Session:
             self.ended_by = self.limits[429] = f"workflow.max_calls ({self._max_calls})"
             raise CallRefused(f"{self.ended_by} calls were made", status=429, code="max_calls")
         messages = [_normal(message) for message in messages]
-        conversation, asked = self._asked(messages, tools)
+        conversation, draft = self._asked(messages, tools)
         conversation.is_asked = True
         try:
             completion = await self._context.generate(
-                asked.tokens,
+                draft.tokens,
                 conversation.num_answers,
-                branch=asked.branch,
+                branch=draft.branch,
                 max_new_tokens=max_new_tokens,
                 on_token=on_text and ContentStream(self._context, on_text, has_tools=bool(tools)),
             )
@@ -122,18 +122,18 @@ class Session:
         finally:
             conversation.is_asked = False
         conversation.ended_by = ""
-        conversation.draft = asked.with_completion(completion)
+        conversation.draft = draft.with_completion(completion)
         decode = self._context.decode
         message = answer_message(
             decode(completion.tokens),
             tools,
             call_number=self._num_calls,
-            is_thinking=begins_reasoning(decode(asked.tokens[-PROMPT_END:])),
+            is_thinking=begins_reasoning(decode(draft.tokens[-PROMPT_END:])),
         )
         conversation.messages = [*messages, _normal(message)]
         conversation.num_answers += 1
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-        return Answer(message, reason, len(asked.tokens), len(completion.tokens))
+        return Answer(message, reason, len(draft.tokens), len(completion.tokens))
 
     def limit_behind(self, error: Exception) -> str:
         """Return the limit whose refusal, by its status of HTTP, caused an error; else empty."""

@@ -110,9 +110,9 @@ class Coalescer(Generic[Key, Item, Result]):
     async def ask(self, key: Key, item: Item) -> Result:
         """Return the result of one item, or raise what its request raised."""
         if key not in self._open:
-            asked: dict[object, Item] = {}
+            batch: dict[object, Item] = {}
             asyncio.get_running_loop().call_soon(self._open.pop, key)
-            self._open[key] = asked, asyncio.create_task(self._request(key, asked))
+            self._open[key] = batch, asyncio.create_task(self._request(key, batch))
         waiting, request = self._open[key]
         mine = object()
         waiting[mine] = item
@@ -124,8 +124,8 @@ class Coalescer(Generic[Key, Item, Result]):
                 request.cancel()
 
     async def _request(self, key: Key, waiting: dict[object, Item]) -> dict[object, Result]:
-        asked = dict(waiting)
-        return dict(zip(asked, await self._send(key, [*asked.values()]), strict=True))
+        pending = dict(waiting)
+        return dict(zip(pending, await self._send(key, [*pending.values()]), strict=True))
 
 
 _REQUEST_NUMBERS = count()
@@ -238,10 +238,10 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
     """Return a context for each member of a group."""
 
     async def generate(
-        key: tuple[int, bytes, int], asked: Sequence[tuple[int, OnToken | None]]
+        key: tuple[int, bytes, int], members: Sequence[tuple[int, OnToken | None]]
     ) -> Sequence[Completion]:
         _, prefix, max_new_tokens = key
-        seeds, listeners = zip(*asked, strict=True)
+        seeds, listeners = zip(*members, strict=True)
         tokens = np.frombuffer(prefix, np.int32)
         changed = {**episode.sampling, "max_new_tokens": max_new_tokens}
         sampling = replace(services.sampling, **changed)

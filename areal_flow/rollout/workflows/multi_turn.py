@@ -50,8 +50,8 @@ class MultiTurn(TimedWorkflow):
 
     async def _converse(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
         turn = 1
-        while (asked := self._asked_again(draft, context, turn)) is not None:
-            draft = await self._answered(asked, context, turn)
+        while (next_draft := self._asked_again(draft, context, turn)) is not None:
+            draft = await self._answered(next_draft, context, turn)
             turn += 1
         return draft
 
@@ -81,5 +81,5 @@ class MultiTurn(TimedWorkflow):
         assert draft.score is not None
         message = draft.score.message or self.wrong_answer_message
         text = self.message_template.replace("{message}", message)
-        asked = draft.with_environment(context.user_turn(text, after=draft.tokens))
-        return asked if context.num_tokens_left(asked.tokens) > 0 else None
+        extended = draft.with_environment(context.user_turn(text, after=draft.tokens))
+        return extended if context.num_tokens_left(extended.tokens) > 0 else None

@@ -58,12 +58,12 @@ class ToolCall:
 
 def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
     """Return the call with which a completion ends: the tool's name and its input between marks."""
-    said, marker, _ = text.rpartition(end)
-    _, began, asked = said.rpartition(start)
+    before, marker, _ = text.rpartition(end)
+    _, began, call = before.rpartition(start)
     if not marker:
         return None
-    name, *rest = asked.split(maxsplit=1) or [""]
-    return ToolCall(name, "".join(rest)) if began else ToolCall("", asked)
+    name, *rest = call.split(maxsplit=1) or [""]
+    return ToolCall(name, "".join(rest)) if began else ToolCall("", call)
 
 
 def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
@@ -75,16 +75,18 @@ def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
     call = in_own_thread(lambda: str(tool(text)), name="tool")
     wait([call], timeout_s)
     if not call.done():
-        said = f"Error: no result within {timeout_s:g} s"
+        message = f"Error: no result within {timeout_s:g} s"
     elif error := call.exception():
         if isinstance(error, RewardError):
             raise error
-        said = f"Error: {type(error).__name__}: {error}"
+        message = f"Error: {type(error).__name__}: {error}"
     else:
-        said = call.result()
-    said = said.encode(errors="replace").decode()  # a lone surrogate has no tokens
-    left_out = len(said) - max_characters
-    return said if left_out <= 0 else f"{said[:max_characters]} ({left_out} characters left out)"
+        message = call.result()
+    message = message.encode(errors="replace").decode()  # a lone surrogate has no tokens
+    left_out = len(message) - max_characters
+    return (
+        message if left_out <= 0 else f"{message[:max_characters]} ({left_out} characters left out)"
+    )
 
 
 class ToolUse(TimedWorkflow):

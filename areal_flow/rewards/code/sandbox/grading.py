@@ -66,8 +66,8 @@ def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
         if (failed := _failure(outcome)) is not None:
             return failed
         if not same_output(outcome.stdout.decode(errors="replace"), _lines(expected)):
-            said = outcome.stdout[:60].decode(errors="replace")
-            return Judgement("wrong", f"test {number}: printed {said!r}")
+            output = outcome.stdout[:60].decode(errors="replace")
+            return Judgement("wrong", f"test {number}: printed {output!r}")
     return RIGHT
 
 
@@ -126,8 +126,8 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
 
 def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
     nonce = secrets.token_hex(16)
-    asked = {"entry_point": task.entry_point, "setup": task.setup, "borrowed": task.borrowed}
-    first = {"nonce": nonce, **asked}
+    request = {"entry_point": task.entry_point, "setup": task.setup, "borrowed": task.borrowed}
+    first = {"nonce": nonce, **request}
 
     def programs() -> Sequence[Program]:
         calls_in, calls_out = os.pipe2(os.O_CLOEXEC)
@@ -174,8 +174,8 @@ def _failure(outcome: Outcome, *, of_tests: bool = False) -> Judgement | None:
         return Judgement("timeout", f"the limit of {what} time")
     if outcome.is_output_over:
         return Judgement("output_limit", "too much output")
-    said = outcome.stderr.decode(errors="replace").strip().splitlines()
-    detail = said[-1] if said else f"exit code {outcome.exit_code}"
+    errors = outcome.stderr.decode(errors="replace").strip().splitlines()
+    detail = errors[-1] if errors else f"exit code {outcome.exit_code}"
     if outcome.exit_code == program.UNREADABLE:
         return Judgement("bad_reference" if of_tests else "parse_error", detail)
     if outcome.exit_code == program.OUT_OF_MEMORY:

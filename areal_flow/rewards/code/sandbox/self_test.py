@@ -99,8 +99,10 @@ def check_tier(zygote: ZygoteClient) -> None:
             zygote, [Program(program.SCRIPT, source.encode())], Limits(cpu_s=10)
         )
         if result.exit_code or result.timed_out:
-            said = result.stderr.decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"a program does not run: {said[-1] if said else result.exit_code}")
+            errors = result.stderr.decode(errors="replace").strip().splitlines()
+            raise SandboxError(
+                f"a program does not run: {errors[-1] if errors else result.exit_code}"
+            )
         if can := json.loads(result.stdout):
             raise SandboxError(f"a program can do what it must not: {', '.join(can)}")
         if not (Path(folder) / "secret").exists():

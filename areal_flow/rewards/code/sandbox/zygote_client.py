@@ -62,20 +62,20 @@ class ZygoteClient:
             stderr=errors,
         )
         theirs.close()
-        with os.fdopen(errors, "rb") as said:
-            self._wait_until_ready(said.fileno())
+        with os.fdopen(errors, "rb") as stderr:
+            self._wait_until_ready(stderr.fileno())
 
     def _wait_until_ready(self, errors: int) -> None:
         self._control.settimeout(START_S)
         try:
             ready = self._control.recv(64)
         except OSError as error:
-            ready, said = b"", str(error)
+            ready, message = b"", str(error)
         else:
-            said = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
+            message = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
         if not ready:
             self.close()
-            reason = said.splitlines()[-1] if said else "it ended without a word"
+            reason = message.splitlines()[-1] if message else "it ended without a word"
             raise SandboxError(f"sandbox tier {self.tier!r}: {reason}")
         self._control.settimeout(None)
 
@@ -87,9 +87,9 @@ class ZygoteClient:
         self, mode: str, fds: Sequence[int], limits: Limits, *, imports: bool = False
     ) -> None:
         """Ask for a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
-        asked = {"mode": mode, "imports": imports, **asdict(limits)}
+        message = {"mode": mode, "imports": imports, **asdict(limits)}
         try:
-            socket.send_fds(self._control, [json.dumps(asked).encode()], fds)
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
         except OSError as error:
             raise SandboxError(f"a sandbox's zygote is gone: {error}") from None
 

@@ -86,18 +86,18 @@ class _MapsByRoot:
         self._proc, self._uid, self._gid = proc, uid, gid
 
     def __enter__(self) -> _MapsByRoot:
-        asked, self._ask = os.pipe()
+        reader, self._ask = os.pipe()
         owner = str(os.getpid())
         self._helper = os.fork()
         if self._helper == 0:
             os.close(self._ask)
             code = 1
             with suppress(OSError):
-                if os.read(asked, 1):
+                if os.read(reader, 1):
                     _write_maps(self._proc, owner, self._uid, self._gid)
                     code = 0
             os._exit(code)
-        os.close(asked)
+        os.close(reader)
         return self
 
     def write(self) -> None:

@@ -85,9 +85,9 @@ def gap_metrics(sums_K: Tensor) -> dict[str, float]:
 def _percentile(counts: np.ndarray) -> float:
     """Return `PERCENTILE` of what is in the bins, as if it were even in each, on a log scale."""
     below = np.concatenate([[0.0], counts.cumsum()])
-    wanted = PERCENTILE * below[-1]
-    index = int(np.searchsorted(below[1:], wanted))
-    share = (wanted - below[index]) / counts[index]
+    target = PERCENTILE * below[-1]
+    index = int(np.searchsorted(below[1:], target))
+    share = (target - below[index]) / counts[index]
     if index == 0:
         return float(share * 10.0 ** (FIRST_DECADE + 1 / BINS_PER_DECADE))
     return float(10.0 ** (FIRST_DECADE + (index + share) / BINS_PER_DECADE))

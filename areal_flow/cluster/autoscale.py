@@ -57,7 +57,7 @@ class Autoscaler:
                 arguments = map(str, (rows[0]["step"], number))
                 target = min(await _printed_by(*self._planner, *arguments), balance.most)
             else:
-                target = balance.wanted(rows, number=number)
+                target = balance.target_number(rows, number=number)
             if target != number:
                 logger.info("generators: %d -> %d, for balance with the trainer", number, target)
             expected = self._pool.registry.expected("generator")

@@ -76,16 +76,16 @@ class WorkerPlacement:
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
     """Return the trainer ranks, generators and reward workers of a run, each on its machine."""
     machines = machines or machines_of(recipe.cluster)
-    wanted = _wanted_workers(recipe)
-    num_wanted = sum(worker.num_gpus for worker in wanted)
+    workers = _wanted_workers(recipe)
+    num_wanted = sum(worker.num_gpus for worker in workers)
     num_found = len(machines.hosts) * len(machines.gpus)
-    roles = [worker.role for worker in wanted for _ in range(worker.num_gpus)]
+    roles = [worker.role for worker in workers for _ in range(worker.num_gpus)]
     shares_gpu = recipe.cluster.num_gpus == num_found == 1 and sorted(roles) == [
         "generator",
         "trainer",
     ]
     if num_wanted > num_found and not machines.assign_gpus and not shares_gpu:
-        roles = [worker.role for worker in wanted if worker.num_gpus]
+        roles = [worker.role for worker in workers if worker.num_gpus]
         each = recipe.generation.vllm.tensor_parallel_size
         raise ConfigError(
             f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
@@ -96,8 +96,8 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
         )
     placed: list[WorkerPlacement] = []
     if shares_gpu:
-        wanted = [replace(each, num_sharing=2 if each.num_gpus else 1) for each in wanted]
-    for worker in wanted:
+        workers = [replace(each, num_sharing=2 if each.num_gpus else 1) for each in workers]
+    for worker in workers:
         placed.append(place_beside(worker, [] if shares_gpu else placed, machines))
     return placed
 

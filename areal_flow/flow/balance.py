@@ -44,14 +44,14 @@ class Balance:
         self._rows = []
         return counted
 
-    def wanted(self, rows: Sequence[Mapping[str, Any]], *, number: int) -> int:
+    def target_number(self, rows: Sequence[Mapping[str, Any]], *, number: int) -> int:
         """Return the number of generators to have, by the rows of a window."""
         demand = generators_demanded(rows, number=number)
         if demand > number + TOLERANCE:  # at most twice as many: far from balance it is a guess
-            wanted = min(ceil(demand - TOLERANCE), 2 * number)
+            target = min(ceil(demand - TOLERANCE), 2 * number)
         else:
-            wanted = min(ceil(demand + TOLERANCE), number)
-        return max(self.fewest, min(wanted, self.most))
+            target = min(ceil(demand + TOLERANCE), number)
+        return max(self.fewest, min(target, self.most))
 
 
 def generators_demanded(rows: Sequence[Mapping[str, Any]], *, number: int) -> float:

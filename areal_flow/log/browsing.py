@@ -72,9 +72,9 @@ def read_rows(
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
     names = "*" if columns is None else ", ".join(dict.fromkeys(["trajectory_id", *columns]))
-    wanted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
+    quoted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
     rows = database.sql(
-        f"SELECT {names} FROM trajectories WHERE trajectory_id IN ({wanted or 'NULL'})"
+        f"SELECT {names} FROM trajectories WHERE trajectory_id IN ({quoted or 'NULL'})"
     ).to_arrow_table()
     order = pc.index_in(pa.array(identifiers, pa.string()), value_set=rows["trajectory_id"])
     return rows.take(order)

@@ -32,10 +32,10 @@ def read_steps(
     A column is null where a row's map lacks its name; means, rates and durations are null at the
     genesis, which has trained nothing.
     """
-    wanted = {*STEPS.names} if columns is None else {*columns, "step"}
-    if wanted - {*STEPS.names}:
-        wanted.add("metrics")
-    stored = [name for name in STEPS.names if name in wanted]
+    names = {*STEPS.names} if columns is None else {*columns, "step"}
+    if names - {*STEPS.names}:
+        names.add("metrics")
+    stored = [name for name in STEPS.names if name in names]
     # A compaction beside an append leaves its older rows behind the newer ones.
     steps = flatten_metrics(read_rows(layout, "steps", stored, where).sort_by("step"))
     steps = _without_means_of_nothing(steps)

@@ -158,13 +158,13 @@ class TrainingRows:
         """
         identifiers = pa.array(trajectory_ids, pa.string())
         indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
-        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
+        in_submissions = f"submission_index IN ({', '.join(map(str, indices))})"
         self._dataset.checkout_latest()
         portions = []
         for fragments in _portions(self._dataset.get_fragments()):
             scanner = self._dataset.scanner(
                 columns=list(self.COLUMNS),
-                filter=conjunction(wanted, self._counted),
+                filter=conjunction(in_submissions, self._counted),
                 batch_size=self._rows_at_once,
                 io_buffer_size=IO_BUFFER_BYTES,
                 fragments=fragments,

@@ -125,13 +125,13 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
             "(trainer.parallel.context_ranks), in multiples of each"
         )
     fastest = fastest_split(job, splits)
-    wanted = generator_gpus(job.recipe) / (
+    target = generator_gpus(job.recipe) / (
         generator_gpus(job.recipe) + job.recipe.cluster.num_trainers
     )
     chosen = (
         fastest
         if best
-        else min(splits, key=lambda recipe: abs(generator_gpus(recipe) / job.num_gpus - wanted))
+        else min(splits, key=lambda recipe: abs(generator_gpus(recipe) / job.num_gpus - target))
     )
     simulated = simulated_run(chosen, job.costs(chosen), job.lengths)
     return Plan(

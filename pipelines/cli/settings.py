@@ -96,13 +96,13 @@ else:
 """Settings that `evaluate` takes without their section: only those that were given."""
 
 
-def report_settings(wanted: str | None) -> Report:
+def report_settings(requested: str | None) -> Report:
     """Report all settings, those of a section and of the sections within it, or one setting.
 
     Args:
         wanted: a section or a setting by its dotted name, as in a recipe or on the command line.
     """
-    name, known = (wanted or "").strip("-[]").replace("-", "_"), [*all_settings()]
+    name, known = (requested or "").strip("-[]").replace("-", "_"), [*all_settings()]
     sections = [
         (section, meaning, chosen)
         for section, meaning, settings in known
@@ -120,7 +120,7 @@ def report_settings(wanted: str | None) -> Report:
         close = nearest(name, setting_names())
         message = f"there is no such section or setting; did you mean {' or '.join(close)}?"
         sections_named = f"expected a setting, or a section: {', '.join(names)}"
-        raise ConfigError(f"settings {wanted}: {message if close else sections_named}")
+        raise ConfigError(f"settings {requested}: {message if close else sections_named}")
     matching = [
         {"section": section, "meaning": meaning, "settings": [asdict(each) for each in settings]}
         for section, meaning, settings in sections

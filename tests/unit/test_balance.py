@@ -32,7 +32,7 @@ def numbers(
     for _ in range(300):
         step = row(demand, number, float(random.uniform(1 - noise, 1 + noise)))
         if rows := balance.window(step, number=number):
-            number = balance.wanted(rows, number=number)
+            number = balance.target_number(rows, number=number)
         found.append(number)
     return found
 
@@ -67,7 +67,7 @@ def test_slow_rewards_are_no_reason_for_more_generators() -> None:
         "seconds_generate": 2.0,
         "metrics": {OBSERVED: 4.0},
     }
-    assert balance.wanted([waiting] * WINDOW_STEPS, number=2) == 2
+    assert balance.target_number([waiting] * WINDOW_STEPS, number=2) == 2
 
 
 def test_nothing_is_decided_from_steps_before_the_last_change() -> None:

@@ -33,10 +33,12 @@ async def write_version_0(
 ) -> None:
     """Write checkpoint 0 of a new run from a parent's step, by default its newest checkpoint's."""
     checkpoints = checkpoint_hashes(parent.checkpoints)
-    wanted = on_this_machine(load_recipe(parent.config))
+    parent_recipe = on_this_machine(load_recipe(parent.config))
     if step is None or step in checkpoints:
-        wanted = on_device(wanted, "cpu")  # only copied: the run's own workers need the GPUs
-    local = LocalTrainer(parent, wanted)
+        parent_recipe = on_device(
+            parent_recipe, "cpu"
+        )  # only copied: the run's own workers need the GPUs
+    local = LocalTrainer(parent, parent_recipe)
     last = local.ledger.head if step is None else step
     with threads_kept():
         replay = await local.begin(checkpoints, at_most=last)

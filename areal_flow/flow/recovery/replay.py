@@ -89,8 +89,8 @@ def replay_step(
 
     async def replay() -> Replayed:
         hashes = checkpoint_hashes(layout.checkpoints)
-        wanted = {at: text for at, text in hashes.items() if from_checkpoint in (None, at)}
-        replay = await local.begin(wanted, at_most=step - 1)
+        usable = {at: text for at, text in hashes.items() if from_checkpoint in (None, at)}
+        replay = await local.begin(usable, at_most=step - 1)
         if replay is None:
             raise RunError(_no_checkpoint(layout, from_checkpoint, list(hashes), step=step))
         before = [await replay.advance() for _ in range(replay.step + 1, step)]
@@ -212,15 +212,15 @@ def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
 
 
 def _no_checkpoint(
-    layout: RunLayout, wanted: int | None, checkpoints: Sequence[int], *, step: int
+    layout: RunLayout, requested: int | None, checkpoints: Sequence[int], *, step: int
 ) -> str:
     known = ", ".join(map(str, checkpoints)) or "none"
-    if wanted is not None and (wanted not in checkpoints or wanted >= step):
+    if requested is not None and (requested not in checkpoints or requested >= step):
         return (
-            f"--from {wanted}: expected a checkpoint of run {layout.name} below step {step}, found "
-            f"checkpoints of steps {known}"
+            f"--from {requested}: expected a checkpoint of run {layout.name} below step {step}, "
+            f"found checkpoints of steps {known}"
         )
-    which = "a checkpoint" if wanted is None else f"checkpoint {wanted}"
+    which = "a checkpoint" if requested is None else f"checkpoint {requested}"
     return (
         f"run {layout.name} has no usable {which} below step {step}: expected one that can be read "
         f"and holds the weights of its ledger row, found checkpoints of steps {known}; try --from "

@@ -124,8 +124,8 @@ def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> No
         unsupported.append("layers without an index")
     if unsupported:
         raise ModelError(
-            f"{type(module).__name__} needs attention with {', '.join(sorted(unsupported))}: choose a "
-            "model with plain, windowed or soft-capped causal attention, with or without sinks"
+            f"{type(module).__name__} needs {', '.join(sorted(unsupported))}: choose a model with "
+            "plain, windowed or soft-capped causal attention, with or without sinks"
         )
 
 

@@ -126,8 +126,8 @@ class ChatTemplate:
         called = {**_said("assistant", ""), "tool_calls": calls}
         shown = self.render([_said("user", "?"), called, _said("user", "??")]).removeprefix(first)
         start, brace, rest = shown.partition("{")
-        told = self.render([_said("user", "?")], tools=[tool_schema(_TOOL, "?")])
-        if _TOOL not in told or _json_call(brace + rest) != (_TOOL, "?"):
+        prompt = self.render([_said("user", "?")], tools=[tool_schema(_TOOL, "?")])
+        if _TOOL not in prompt or _json_call(brace + rest) != (_TOOL, "?"):
             raise ValueError(
                 "the chat template does not tell the policy of tools, or does not show their calls "
                 "as JSON with name and arguments"

@@ -201,11 +201,11 @@ def checked_text(value: Any, field: str) -> str:
 
 
 def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
-    wanted = {"question_field": (settings.question_field, QUESTION_FIELDS)}
+    fields = {"question_field": (settings.question_field, QUESTION_FIELDS)}
     if needs_answer:
-        wanted["answer_field"] = settings.answer_field, ANSWER_FIELDS
+        fields["answer_field"] = settings.answer_field, ANSWER_FIELDS
     missing, advice = [], []
-    for setting, (field, usual) in wanted.items():
+    for setting, (field, usual) in fields.items():
         if field not in row:
             missing.append(f"field {field!r} is missing")
             if other := next((name for name in usual if name in row), ""):

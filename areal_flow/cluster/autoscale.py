@@ -55,7 +55,7 @@ class Autoscaler:
         try:
             if self._planner:
                 arguments = map(str, (rows[0]["step"], number))
-                target = min(await _printed_by(*self._planner, *arguments), balance.most)
+                target = min(await _printed_by(*self._planner, *arguments), balance.max_number)
             else:
                 target = balance.target_number(rows, number=number)
             if target != number:
@@ -77,7 +77,7 @@ class Autoscaler:
         except RunError as error:
             logger.info("%s", error)
         except (ConfigError, EngineError) as error:
-            balance.most = number
+            balance.max_number = number
             logger.warning("no more than %d generators: %s", number, error)
 
 

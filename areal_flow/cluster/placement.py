@@ -113,17 +113,17 @@ def place_beside(
         hosts = [other.host for other in others]
         return replace(worker, host=min(machines.hosts, key=hosts.count))
     taken = {(other.host, gpu) for other in others for gpu in other.gpus}
-    most = 0
+    max_free = 0
     for host in machines.hosts:
         free = [gpu for gpu in machines.gpus if (host, gpu) not in taken]
-        most = max(most, len(free))
+        max_free = max(max_free, len(free))
         if len(free) >= worker.num_gpus:
             gpus = tuple(free[: worker.num_gpus])
             environment = worker.environment | {VISIBLE_GPUS: ",".join(gpus)}
             return replace(worker, host=host, gpus=gpus, environment=environment)
     raise ConfigError(
         f"expected {worker.num_gpus} free GPU(s) of one machine for {worker.name}, found "
-        f"{most} of {len(machines.gpus)}; start fewer workers, or remove one that has some first"
+        f"{max_free} of {len(machines.gpus)}; start fewer workers, or remove a GPU worker"
     )
 
 

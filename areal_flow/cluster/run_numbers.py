@@ -76,12 +76,25 @@ def flow_stages(flow: Flow, steps: pl.DataFrame, groups: pl.DataFrame) -> pl.Dat
     scoring = max(0, flow.num_pending_groups * gate.settings.group_size - gate.running)
     waits: list[Any] = [(groups[end] - groups[begin]).mean() for begin, end in pairwise(TIMES)]
     queued, generated, scored, trainer = (s or 0.0 for s in (*waits, steps["seconds_wait"].mean()))
-    most, committed = max(1, gate.running, scoring, flow.num_ready), max(1, so_far.committed)
+    max_trajectories, committed = (
+        max(1, gate.running, scoring, flow.num_ready),
+        max(1, so_far.committed),
+    )
     rows = [
-        ("running", gate.running, most, f"now; queued {queued:.1f} s, generated {generated:.1f} s"),
-        ("scored", scoring, most, f"now; queued and scored {scored:.1f} s"),
+        (
+            "running",
+            gate.running,
+            max_trajectories,
+            f"now; queued {queued:.1f} s, generated {generated:.1f} s",
+        ),
+        ("scored", scoring, max_trajectories, f"now; queued and scored {scored:.1f} s"),
         ("committed", so_far.committed, committed, "tokens"),
-        ("ready", flow.num_ready, most, f"now; the trainer waits {trainer:.1f} s a step"),
+        (
+            "ready",
+            flow.num_ready,
+            max_trajectories,
+            f"now; the trainer waits {trainer:.1f} s a step",
+        ),
         ("trained", so_far.trained, committed, "tokens"),
         ("discarded", so_far.discarded, committed, "tokens"),
     ]

@@ -99,6 +99,6 @@ def hung_ranks(
     is_still = all(each.seconds_since_collective >= LONGEST_LOOK_S for each in ranks.values())
     if len(ranks) < num_ranks or not is_still:
         return {}
-    fewest = min((each.num_collectives for each in ranks.values()), default=0)
-    behind = {name: r.idle_s for name, r in ranks.items() if r.num_collectives == fewest}
+    min_collectives = min((each.num_collectives for each in ranks.values()), default=0)
+    behind = {name: r.idle_s for name, r in ranks.items() if r.num_collectives == min_collectives}
     return behind if min(behind.values(), default=0.0) > silent_after_s else {}

@@ -109,9 +109,9 @@ class ClusterSettings(Settings):
 
     @model_validator(mode="after")
     def _bounded(self) -> ClusterSettings:
-        fewest, most = self.generators_between or (1, self.num_generators)
+        min_number, max_number = self.generators_between or (1, self.num_generators)
         require(
-            1 <= fewest <= self.num_generators <= most,
+            1 <= min_number <= self.num_generators <= max_number,
             f"cluster.generators_between = {self.generators_between}: expected bounds of at least "
             f"1 around cluster.num_generators ({self.num_generators})",
         )

@@ -125,7 +125,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {' or '.join(matches)}?" if (matches := nearest(name, known)) else ""
 
 
-def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
+def nearest(name: str, known: Iterable[str], *, max_names: int = 2) -> list[str]:
     """Return the known names most like another one, the best first; none if none is alike.
 
     A dotted name is compared as a whole and by its last part, of which a word or the initials
@@ -140,7 +140,7 @@ def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
     likeness = {other: _likeness(name, other) for other in names.values()}
     best = max(likeness.values(), default=0.0)
     alike = [other for other in likeness if likeness[other] >= max(ALIKE, best - 0.05)]
-    return sorted(alike, key=lambda other: (-likeness[other], other.count(".")))[:most]
+    return sorted(alike, key=lambda other: (-likeness[other], other.count(".")))[:max_names]
 
 
 def _plain(name: str) -> str:

@@ -143,11 +143,11 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
     """
     by_prompt = _by_prompt(rows)
     counts = [*map(len, by_prompt)] or [1]
-    num_samples, fewest = max(counts), min(counts)
+    num_samples, min_samples = max(counts), min(counts)
     passed = [[passes(row["reward"], threshold=threshold) for row in p] for p in by_prompt]
     scored = [[row["reward"] for row in p if row["reward"] is not None] for p in by_prompt]
     best_of, majority = None, None
-    if num_samples == fewest > 1:
+    if num_samples == min_samples > 1:
         best_of = fmean(max(rewards) for rewards in scored if rewards) if any(scored) else None
         votes = [*map(majority_vote, map(_extracted, by_prompt), passed)]
         has_votes = any(vote is not None for vote in votes)
@@ -157,10 +157,10 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
         normal_interval([fmean(rewards) for rewards in scored if rewards]),
         sum(row["num_output_tokens"] for row in rows) / max(1, len(rows)),
         num_samples,
-        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(fewest)},
+        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(min_samples)},
         best_of,
         majority,
-        fewest,
+        min_samples,
     )
 
 

@@ -27,8 +27,10 @@ class Balance:
     With too few generators they are all busy and the trainer waits; with too many they idle.
     """
 
-    def __init__(self, fewest: int, most: int, *, window_steps: int = WINDOW_STEPS) -> None:
-        self.fewest, self.most = fewest, most
+    def __init__(
+        self, min_number: int, max_number: int, *, window_steps: int = WINDOW_STEPS
+    ) -> None:
+        self.min_number, self.max_number = min_number, max_number
         self._window_steps = window_steps
         self._rows: list[Mapping[str, Any]] = []
         self._number = 0
@@ -51,7 +53,7 @@ class Balance:
             target = min(ceil(demand - TOLERANCE), 2 * number)
         else:
             target = min(ceil(demand + TOLERANCE), number)
-        return max(self.fewest, min(target, self.most))
+        return max(self.min_number, min(target, self.max_number))
 
 
 def generators_demanded(rows: Sequence[Mapping[str, Any]], *, number: int) -> float:

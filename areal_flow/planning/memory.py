@@ -175,10 +175,10 @@ def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, in
 
 def longest_rows(recipe: Recipe) -> list[int]:
     """Return the tokens of each sequence of a full micro-batch of the longest ones there can be."""
-    most = recipe.trainer.tokens_per_micro_batch
-    longest = min(most, recipe.generation.max_model_len or most)
-    rest = most % longest
-    return [longest] * (most // longest) + ([rest] if rest > 1 else [])
+    max_tokens = recipe.trainer.tokens_per_micro_batch
+    longest = min(max_tokens, recipe.generation.max_model_len or max_tokens)
+    rest = max_tokens % longest
+    return [longest] * (max_tokens // longest) + ([rest] if rest > 1 else [])
 
 
 def longest_sequences(lengths: Sequence[int], num_batches: int) -> list[TrainingSequence]:

@@ -157,8 +157,10 @@ def enough_generators(job: Job, between: tuple[int, int]) -> int:
         recipe = with_cluster(job.recipe, num_generators=number)
         return 1 / simulated_run(recipe, job.costs(recipe), job.lengths).step_s
 
-    fewest, most = between
-    return bisect_left(range(most), (1 - HARDLY_SLOWER) * speed(most), lo=fewest, key=speed)
+    min_number, max_number = between
+    return bisect_left(
+        range(max_number), (1 - HARDLY_SLOWER) * speed(max_number), lo=min_number, key=speed
+    )
 
 
 def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
@@ -255,8 +257,8 @@ def _overlapped(
         running = (controller.max_staleness + 1) * controller.batch_size - in_training
         # A group keeps its slot until its longest member ends.
         slots = groups_in_flight(recipe) * controller.group_size
-        most = min(running / generators, slots) * decoding_share
-        num_rows = max(1.0, min(costs.max_rows, most))
+        max_rows = min(running / generators, slots) * decoding_share
+        num_rows = max(1.0, min(costs.max_rows, max_rows))
         decoding_s = controller.batch_size * lengths.mean / generators
         decoding_s /= costs.tokens_per_s(num_rows, lengths)
         generate_s = decoding_s + _reprefill_s(recipe, costs, lengths, num_rows)

@@ -40,9 +40,9 @@ def read_examples(run: Run, made: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return [{**row, "passed": passes(row["reward"], threshold=threshold)} for row in rows]
 
 
-def evenly_spaced(rows: Sequence[Any], most: int) -> list[Any]:
+def evenly_spaced(rows: Sequence[Any], max_rows: int) -> list[Any]:
     """Return the first of rows, others evenly spaced, and the last: so many, or one more."""
-    spacing = -(-len(rows) // most) or 1
+    spacing = -(-len(rows) // max_rows) or 1
     return [*rows[:-1:spacing], *rows[-1:]]
 
 

@@ -241,13 +241,13 @@ def _steps(lineage: Lineage) -> Table:
 
 def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
     buckets = bucketed(records)
-    most = max([1, *(trained for _, trained, _ in buckets)])
+    max_trained = max([1, *(trained for _, trained, _ in buckets)])
     rows = [
         {
             "version": versions,
             "trained": f"{trained:,}",
             "not trained": f"{masked:,}",
-            "": "█" * round(_BARS * trained / most),
+            "": "█" * round(_BARS * trained / max_trained),
         }
         for versions, trained, masked in buckets
     ]

@@ -144,15 +144,19 @@ def with_interval(scores: EvaluationScores, name: str) -> str:
 
 def samples_text(scores: EvaluationScores) -> str:
     """Return how many samples each prompt has and, of several, pass@k, the best and the vote."""
-    most, fewest = scores.num_samples, scores.fewest_samples
-    if most == 1:
+    max_samples, min_samples = scores.num_samples, scores.fewest_samples
+    if max_samples == 1:
         return "one sample each"
     parts = [f"pass@{k} {rate:.3f}" for k, rate in scores.pass_at.items()]
     if scores.best_of is not None:
         parts.append(f"best reward {scores.best_of:.3f}")
     if scores.majority is not None:
         parts.append(f"majority {scores.majority:.3f}")
-    text = f"{most} samples each" if most == fewest else f"{fewest} to {most} samples each"
+    text = (
+        f"{max_samples} samples each"
+        if max_samples == min_samples
+        else f"{min_samples} to {max_samples} samples each"
+    )
     return ": ".join([text, *([", ".join(parts)] if parts else [])])
 
 

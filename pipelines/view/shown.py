@@ -36,9 +36,9 @@ def render(template: str, **content: Any) -> str:
     return page.render(f"view/templates/{template}", most_tokens=MOST_TOKENS, **given, **content)
 
 
-def stretches(member: ShownTrajectory, colour_by: str, most: int) -> list[tuple[Any, ...]]:
+def stretches(member: ShownTrajectory, colour_by: str, max_tokens: int) -> list[tuple[Any, ...]]:
     """Return style, title, whether it is masked, and text of tokens that look alike."""
-    looks = ((*_look(n, t, member, colour_by), t) for n, t in enumerate(member.tokens[:most]))
+    looks = ((*_look(n, t, member, colour_by), t) for n, t in enumerate(member.tokens[:max_tokens]))
     grouped = groupby(looks, key=lambda look: look[:3])
     return [(*look, "".join(token.text for *_, token in same)) for look, same in grouped]
 

@@ -62,9 +62,9 @@ def row_of(run: Run, target: float) -> dict[str, Any]:
     rates = {"before": interval(before), "after": interval(after)}
     gain = {"points": 100 * (after["pass_rate"] - before["pass_rate"])}
     lengths = {f"tokens_{when}": summary[f"held_out_{when}"]["mean_tokens"] for when in rates}
-    efficiency = {f"seconds_to_{target}": seconds_to(curve, target)} if target else {}
+    to_target = {f"seconds_to_{target}": seconds_to(curve, target)} if target else {}
     shares = {name: summary[name] for name in (*SECONDS, *SHARES)}
-    return {"run": run.layout.name, **rates, **gain, **lengths, **efficiency, **shares}
+    return {"run": run.layout.name, **rates, **gain, **lengths, **to_target, **shares}
 
 
 def curve_of(run: Run) -> Curve:

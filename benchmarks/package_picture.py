@@ -49,13 +49,13 @@ def imports_between_packages(root: Path = ROOT) -> dict[str, set[str]]:
 
 def without_implied(graph: Graph) -> dict[str, set[str]]:
     """Return the graph without arrows that follow from others: its transitive reduction."""
-    efficiency: dict[str, set[str]] = {}
+    reachable: dict[str, set[str]] = {}
     for package in TopologicalSorter(graph).static_order():
-        imported = graph.get(package, set())
-        efficiency[package] = imported.union(*(efficiency[each] for each in imported))
+        imported = set(graph.get(package, ()))
+        reachable[package] = imported.union(*(reachable[each] for each in imported))
     return {
         package: {
-            each for each in imported if not any(each in efficiency[other] for other in imported)
+            each for each in imported if not any(each in reachable[other] for other in imported)
         }
         for package, imported in graph.items()
     }

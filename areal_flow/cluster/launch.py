@@ -25,8 +25,8 @@ from areal_flow.cluster.certificates import (
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.queued import QueuedLauncher
-from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
@@ -90,7 +90,7 @@ async def launch_cluster(
     placements: Sequence[WorkerPlacement],
     settings: ClusterSettings,
     context: WorkerContext,
-    template: WorkerTemplate | None = None,
+    fork_server: ForkServer | None = None,
 ) -> AsyncIterator[RunningCluster]:
     """Start a process for each placement, wait for all, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
@@ -105,7 +105,7 @@ async def launch_cluster(
         security = connection_security(network)
         async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(
-                scheduler.address, settings, template, logs=context.layout.jobs
+                scheduler.address, settings, fork_server, logs=context.layout.jobs
             )
             executions = Executions(folder / EXECUTIONS)
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)

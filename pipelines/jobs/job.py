@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
+from areal_flow.cluster.launchers.fork_server import ForkServer, start_fork_server
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
@@ -212,7 +212,7 @@ def start(
             if url:
                 layout.datasets_url.write_text(url)
             writer = held.enter_context(hold_run(layout))
-            template = held.enter_context(worker_template(job.workers(recipe)))
+            fork_server = held.enter_context(start_fork_server(job.workers(recipe)))
             recipe = fill(layout, recipe)
             if fork is not None:
                 recipe = fork.begin(layout, recipe, writer)
@@ -221,7 +221,7 @@ def start(
             recipe = load_recipe(layout.config)  # a preparation may settle what it leaves open
         with log_kept(layout.log):
             say(f"Run {layout.name} in {layout.root}: {prepared}")
-            return _drive(job, layout, recipe, writer, template, resume=False, began=began)
+            return _drive(job, layout, recipe, writer, fork_server, resume=False, began=began)
 
 
 def resume(
@@ -252,14 +252,14 @@ def resume(
     with (
         raised_as_interrupts(),
         hold_run(layout, take_over=take_over) as writer,
-        worker_template(job.workers(recipe)) as template,
+        start_fork_server(job.workers(recipe)) as fork_server,
         log_kept(layout.log),
     ):
         accept(layout, verifier, writer)
         _record_num_steps(layout, recipe.num_steps)
         log("")
         say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
-        return _drive(job, layout, recipe, writer, template, resume=True, began=began)
+        return _drive(job, layout, recipe, writer, fork_server, resume=True, began=began)
 
 
 def _record_num_steps(layout: RunLayout, num_steps: int) -> None:
@@ -275,7 +275,7 @@ def _drive(
     layout: RunLayout,
     recipe: Recipe,
     writer: Writer,
-    template: WorkerTemplate,
+    fork_server: ForkServer,
     *,
     resume: bool,
     began: float,
@@ -283,7 +283,13 @@ def _drive(
     state: State = "failed"
     is_of_user_code = False
     drive = partial(
-        job.drive, layout, recipe, writer=writer, template=template, resume=resume, began=began
+        job.drive,
+        layout,
+        recipe,
+        writer=writer,
+        fork_server=fork_server,
+        resume=resume,
+        began=began,
     )
     try:
         outcome = wait_for(drive)

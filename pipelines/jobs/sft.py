@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_flow.cluster.launch import launch_cluster
-from areal_flow.cluster.launchers.template import WorkerTemplate
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
@@ -120,7 +120,7 @@ async def run_sft(
     recipe: Recipe,
     *,
     writer: Writer,
-    template: WorkerTemplate | None = None,
+    fork_server: ForkServer | None = None,
     **_: object,
 ) -> Outcome:
     """Fine-tune on a cluster of trainers alone; the policy is then the newest sft checkpoint."""
@@ -131,7 +131,7 @@ async def run_sft(
         progress.phase(f"Starting {len(workers)} worker{'s' * (len(workers) > 1)}")
         with StopSignals() as signals:
             async with launch_cluster(
-                workers, recipe.cluster, context, template=template
+                workers, recipe.cluster, context, fork_server=fork_server
             ) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
                 replicas = TrainerReplicas(

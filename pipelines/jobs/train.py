@@ -19,7 +19,7 @@ from areal_flow.cluster.autoscale import Autoscaler
 from areal_flow.cluster.gpu_turns import GpuTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
-from areal_flow.cluster.launchers.template import WorkerTemplate
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
@@ -62,7 +62,7 @@ async def run_training(
     recipe: Recipe,
     *,
     writer: Writer,
-    template: WorkerTemplate | None = None,
+    fork_server: ForkServer | None = None,
     resume: bool,
     began: float,
 ) -> Outcome:
@@ -80,7 +80,7 @@ async def run_training(
         progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
             async with launch_cluster(
-                workers, recipe.cluster, context, template=template
+                workers, recipe.cluster, context, fork_server=fork_server
             ) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)

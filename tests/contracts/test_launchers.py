@@ -22,7 +22,7 @@ from distributed import Client, Scheduler
 
 from areal_flow.cluster.certificates import connection_security, with_certificates
 from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
-from areal_flow.cluster.launchers.template import WorkerTemplate
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import (
     WorkerPlacement,
     machines_of,
@@ -78,7 +78,7 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 
 @asynccontextmanager
 async def empty_pool(
-    settings: ClusterSettings, template: WorkerTemplate | None = None
+    settings: ClusterSettings, fork_server: ForkServer | None = None
 ) -> AsyncIterator[WorkerPool]:
     with TemporaryDirectory() as folder:
         network = with_certificates(settings.network, Path(folder))
@@ -87,7 +87,7 @@ async def empty_pool(
         listen = {"host": HOST, "port": 0, "dashboard_address": f"{HOST}:0", "security": security}
         async with Scheduler(**listen) as scheduler:
             logs = Path(os.environ.get("SLURM_CONF") or os.environ.get("KUBECONFIG", "nowhere"))
-            launcher = make_launcher(scheduler.address, settings, template, logs.parent)
+            launcher = make_launcher(scheduler.address, settings, fork_server, logs.parent)
             executions = Executions(Path("nowhere"))
             pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
             try:

@@ -123,7 +123,7 @@ def test_signal_during_the_preparation_leaves_no_run(
     def prepare(placements: object) -> None:
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(pipelines.jobs.job, "worker_template", prepare)
+    monkeypatch.setattr(pipelines.jobs.job, "start_fork_server", prepare)
     assert main(["train", "--name", "n", "--runs", str(tmp_path)]) == code
     assert not [*tmp_path.iterdir()]
     assert signal.getsignal(number) == signal.SIG_DFL

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_flow.cluster.launchers.child import ProcessorUse
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
-from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
@@ -55,24 +55,24 @@ class Launcher(Protocol):
         """Return what the supervisor of a process on another machine reported last."""
 
 
-LAUNCHERS: dict[str, Callable[[str, ClusterSettings, WorkerTemplate, Path], Launcher]] = {
+LAUNCHERS: dict[str, Callable[[str, ClusterSettings, ForkServer, Path], Launcher]] = {
     "kubernetes": KubernetesLauncher,
     "local": LocalLauncher,
     "slurm": SlurmLauncher,
     "ssh": SshLauncher,
 }
-"""By `cluster.launcher`; each is made from the scheduler's address, the settings, the template
+"""By `cluster.launcher`; each is made from the scheduler's address, the settings, the fork server
 of workers and a folder for what workers print; it need not use the last two."""
 
 
 def make_launcher(
     scheduler: str,
     settings: ClusterSettings,
-    template: WorkerTemplate | None = None,
+    fork_server: ForkServer | None = None,
     logs: Path = Path(),
 ) -> Launcher:
     if settings.launcher not in LAUNCHERS:
         raise ConfigError(
             f"cluster.launcher = {settings.launcher!r}: expected one of {', '.join(LAUNCHERS)}"
         )
-    return LAUNCHERS[settings.launcher](scheduler, settings, template or WorkerTemplate(), logs)
+    return LAUNCHERS[settings.launcher](scheduler, settings, fork_server or ForkServer(), logs)

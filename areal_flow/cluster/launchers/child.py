@@ -18,9 +18,9 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, NamedTuple
 
+from areal_flow.cluster.fork_server import NUMBER_BYTES
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.supervisor import REPORT_END, REPORT_START
-from areal_flow.cluster.worker_template import NUMBER_BYTES
 
 
 class _OnStandardError(logging.Handler):
@@ -86,13 +86,13 @@ def start_process(
 
 
 def number_in(report: IO[bytes]) -> int:
-    """Read what the template sends; if it has ended, the kernel has killed its forks."""
+    """Read what the fork server sends; if it has ended, the kernel has killed its forks."""
     data = report.read(NUMBER_BYTES)
     return int.from_bytes(data, "big", signed=True) if data else -signal.SIGKILL
 
 
 class ForkedWorker:
-    """A worker that the template forked, with what a `Child` needs of a `Popen`."""
+    """A worker that the fork server forked, with what a `Child` needs of a `Popen`."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
         """Take its number, its pipes, and the pipe on which its exit code will come."""

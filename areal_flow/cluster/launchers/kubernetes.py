@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from areal_flow.cluster.launchers.child import last_line, run_command
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
-from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
@@ -50,9 +50,9 @@ class KubernetesLauncher(QueuedLauncher):
     needs_delete = True
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
+        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
     ) -> None:
-        super().__init__(scheduler, settings, template, logs)
+        super().__init__(scheduler, settings, fork_server, logs)
         files = settings.kubernetes.templates
         self._templates: dict[str, Manifest] = {role: _read(files[role]) for role in files}
         self._driver = secrets.token_hex(8)

@@ -16,7 +16,7 @@ from areal_flow.cluster.launchers.child import (
     last_line,
     start_process,
 )
-from areal_flow.cluster.launchers.template import WorkerTemplate
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.config.cluster import ClusterSettings
@@ -31,10 +31,10 @@ class LocalLauncher:
     """How long a process may take to end after SIGTERM."""
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
+        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
     ) -> None:
         self._scheduler = scheduler
-        self._template = template
+        self._fork_server = fork_server
         self._network = settings.network
         self._children: dict[str, Child] = {}
 
@@ -59,7 +59,7 @@ class LocalLauncher:
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         options = worker_options(placement, self._scheduler, self._network)
         try:
-            forked = await self._template.fork(placement, options)
+            forked = await self._fork_server.fork(placement, options)
             process = forked or start_process(self.command(placement, options), placement)
             child = Child(process, placement.name)
         except OSError as error:

@@ -38,7 +38,7 @@ from areal_flow.cluster.launchers.child import (
     last_line,
     take_reports,
 )
-from areal_flow.cluster.launchers.template import WorkerTemplate
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
 from areal_flow.cluster.worker_process import worker_options
@@ -136,7 +136,7 @@ class QueuedLauncher(ABC):
     """Whether ended jobs stay in the system until they are cancelled."""
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
+        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
     ) -> None:
         self.scheduler = scheduler
         self._host = urlsplit(scheduler).hostname or ""

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_flow.cluster.launchers.child import Child
+from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.local import LocalLauncher
-from areal_flow.cluster.launchers.template import WorkerTemplate
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.supervisor import GRACE_S, KILL
@@ -44,13 +44,13 @@ class SshLauncher(LocalLauncher):
     grace_s = GRACE_S + 3.0
 
     def __init__(
-        self, scheduler: str, settings: ClusterSettings, template: WorkerTemplate, logs: Path
+        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
     ) -> None:
         if not settings.remote.hosts:
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"
             )
-        super().__init__(scheduler, settings, template, logs)
+        super().__init__(scheduler, settings, fork_server, logs)
         self._remote = settings.remote
         self._connecting: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(MAX_CONNECTING)

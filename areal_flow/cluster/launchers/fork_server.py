@@ -16,18 +16,18 @@ from areal_flow.cluster.placement import THIS_MACHINE, WorkerPlacement
 from areal_flow.core.machine import is_linux
 
 
-class WorkerTemplate:
+class ForkServer:
     """A process that forks workers of one environment on this machine, without GPUs."""
 
     def __init__(self, placements: Iterable[WorkerPlacement] = ()) -> None:
         """Start it if any of these placements can be forked."""
         self._process: subprocess.Popen[bytes] | None = None
-        # A reward worker alone needs little of what a template imports.
+        # A reward worker alone needs little of what the fork server imports.
         served = [each for each in placements if each.role != "reward" and _can_be_forked(each)]
         for placement in served[:1]:
             self._environment = placement.environment
             self._requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            program = "areal_flow.cluster.worker_template"
+            program = "areal_flow.cluster.fork_server"
             command = [sys.executable, "-P", "-m", program, str(os.getpid())]
             with theirs, suppress(OSError):  # the launcher will say so
                 self._process = start_process(
@@ -60,7 +60,7 @@ class WorkerTemplate:
         return ForkedWorker(pid, stdin, stdout, report)
 
     def close(self) -> None:
-        """End the template, and with it any worker that is left."""
+        """End the fork server, and with it any worker that is left."""
         if self._process is not None:
             self._requests.close()
             self._process.kill()
@@ -68,16 +68,16 @@ class WorkerTemplate:
 
 
 @contextmanager
-def worker_template(placements: Iterable[WorkerPlacement]) -> Iterator[WorkerTemplate]:
-    template = WorkerTemplate(placements)
+def start_fork_server(placements: Iterable[WorkerPlacement]) -> Iterator[ForkServer]:
+    fork_server = ForkServer(placements)
     try:
-        yield template
+        yield fork_server
     finally:
-        template.close()
+        fork_server.close()
 
 
 def _can_be_forked(placement: WorkerPlacement) -> bool:
-    # A fork could not use a GPU that its template has looked at.
+    # A fork could not use a GPU that its parent has looked at.
     return is_linux() and placement.host == THIS_MACHINE and not placement.num_gpus
 
 

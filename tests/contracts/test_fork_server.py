@@ -1,4 +1,4 @@
-"""Workers that are forks of a template: they start, die and end as all workers do."""
+"""Workers that are forks of a fork server: they start, die and end as all workers do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from areal_flow.cluster.launchers.child import Child
-from areal_flow.cluster.launchers.template import WorkerTemplate, worker_template
+from areal_flow.cluster.launchers.fork_server import ForkServer, start_fork_server
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.machine import is_linux
@@ -31,7 +31,7 @@ from tests.contracts.test_launchers import (
 
 pytestmark = pytest.mark.skipif(not is_linux(), reason="needs Linux's parent-death signals")
 
-Started = tuple[WorkerTemplate, psutil.Process]
+Started = tuple[ForkServer, psutil.Process]
 PLACEMENT = WorkerPlacement("generator-0", "generator", 2, worker_environment(1))
 
 
@@ -40,20 +40,20 @@ def children() -> set[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def template() -> Iterator[Started]:
+def fork_server() -> Iterator[Started]:
     before = children()
-    with worker_template([PLACEMENT]) as template:
+    with start_fork_server([PLACEMENT]) as fork_server:
         (process,) = children() - before
-        yield template, process
+        yield fork_server, process
     assert children() <= before
 
 
-def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Started) -> None:
+def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(fork_server: Started) -> None:
     async def live() -> None:
-        async with empty_pool(ClusterSettings(), template[0]) as pool:
+        async with empty_pool(ClusterSettings(), fork_server[0]) as pool:
             await pool.start_until_joined([PLACEMENT])
             process = await process_of(pool)
-            assert (process.ppid(), process.name()) == (template[1].pid, PLACEMENT.name)
+            assert (process.ppid(), process.name()) == (fork_server[1].pid, PLACEMENT.name)
             async with client_of(pool) as client:
                 threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
                 group = await client.submit(os.getpgrp)
@@ -68,11 +68,11 @@ def test_fork_runs_tasks_in_its_environment_until_it_is_stopped(template: Starte
     run(live)
 
 
-def test_killed_and_stopped_forks_are_noticed_and_forked_again(template: Started) -> None:
+def test_killed_and_stopped_forks_are_noticed_and_forked_again(fork_server: Started) -> None:
     async def die_twice() -> None:
-        async with empty_pool(ClusterSettings(), template[0]) as pool:
+        async with empty_pool(ClusterSettings(), fork_server[0]) as pool:
             third = await third_process(pool, PLACEMENT)
-            assert third.ppid() == template[1].pid
+            assert third.ppid() == fork_server[1].pid
         await gone(third)
 
     run(die_twice)
@@ -81,9 +81,9 @@ def test_killed_and_stopped_forks_are_noticed_and_forked_again(template: Started
 def test_workers_of_a_killed_template_end_and_start_without_it() -> None:
     async def lose() -> None:
         before = children()
-        with worker_template([PLACEMENT]) as template:
+        with start_fork_server([PLACEMENT]) as fork_server:
             (process,) = children() - before
-            async with empty_pool(ClusterSettings(), template) as pool:
+            async with empty_pool(ClusterSettings(), fork_server) as pool:
                 await pool.start_until_joined([PLACEMENT])
                 first = await process_of(pool)
                 process.send_signal(signal.SIGKILL)
@@ -96,10 +96,10 @@ def test_workers_of_a_killed_template_end_and_start_without_it() -> None:
 
 
 def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
-    template: Started,
+    fork_server: Started,
 ) -> None:
     async def fail() -> None:
-        process = await template[0].fork(PLACEMENT, '{"name": "generator-0"}')
+        process = await fork_server[0].fork(PLACEMENT, '{"name": "generator-0"}')
         assert process is not None
         child = Child(process, "generator-0")
         await child.ended.wait()
@@ -113,7 +113,7 @@ def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
 FAILS_ONCE = """
 import os, socket, sys
 import numpy as np
-from areal_flow.cluster.worker_template import fork_for_requests
+from areal_flow.cluster.fork_server import fork_for_requests
 fork = os.fork
 def refuse():
     os.fork = fork
@@ -127,18 +127,18 @@ print(np.random.random(), flush=True)
 def test_failed_fork_ends_no_other_and_forks_draw_different_numbers() -> None:
     async def draw() -> tuple[float, float]:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        template = WorkerTemplate()
-        template._requests, template._environment = ours, PLACEMENT.environment
+        fork_server = ForkServer()
+        fork_server._requests, fork_server._environment = ours, PLACEMENT.environment
         with theirs:
             command = [sys.executable, "-c", FAILS_ONCE]
-            template._process = subprocess.Popen(command, stdin=theirs.fileno())
+            fork_server._process = subprocess.Popen(command, stdin=theirs.fileno())
         try:
-            failed, *forks = [await template.fork(PLACEMENT, "{}") for _ in range(3)]
+            failed, *forks = [await fork_server.fork(PLACEMENT, "{}") for _ in range(3)]
             assert failed is None
             first, second = (float(fork.stdout.read()) for fork in forks if fork is not None)
             return first, second
         finally:
-            template.close()
+            fork_server.close()
 
     first, second = asyncio.run(asyncio.wait_for(draw(), 20))
     assert first != second
@@ -149,12 +149,12 @@ def test_failed_fork_ends_no_other_and_forks_draw_different_numbers() -> None:
     [{"environment": worker_environment(2)}, {"num_gpus": 1}, {"host": "me@10.0.0.7"}],
 )
 def test_other_environments_gpus_and_hosts_are_not_forked(
-    template: Started, changes: dict[str, object]
+    fork_server: Started, changes: dict[str, object]
 ) -> None:
     other = replace(PLACEMENT, **changes)  # type: ignore[arg-type]
 
     async def refuse() -> None:
-        assert await template[0].fork(other, "{}") is None
+        assert await fork_server[0].fork(other, "{}") is None
 
     run(refuse)
 
@@ -162,15 +162,15 @@ def test_other_environments_gpus_and_hosts_are_not_forked(
 @pytest.mark.parametrize("changes", [{"role": "reward"}, {"num_gpus": 1}, {"host": "me@10.0.0.7"}])
 def test_template_starts_only_if_it_is_of_use(changes: dict[str, object]) -> None:
     before = children()
-    with worker_template([replace(PLACEMENT, **changes)]):  # type: ignore[arg-type]
+    with start_fork_server([replace(PLACEMENT, **changes)]):  # type: ignore[arg-type]
         assert children() == before
 
 
 DRIVER = """
 import asyncio
-from areal_flow.cluster.launchers.template import worker_template
+from areal_flow.cluster.launchers.fork_server import start_fork_server
 from areal_flow.config.cluster import ClusterSettings
-from tests.contracts.test_worker_template import PLACEMENT, empty_pool, process_of
+from tests.contracts.test_fork_server import PLACEMENT, empty_pool, process_of
 
 async def live(template):
     async with empty_pool(ClusterSettings(), template) as pool:
@@ -178,7 +178,7 @@ async def live(template):
         print((await process_of(pool)).pid, flush=True)
         await asyncio.sleep(600)
 
-with worker_template([PLACEMENT]) as template:
+with start_fork_server([PLACEMENT]) as template:
     asyncio.run(live(template))
 """
 

@@ -55,7 +55,7 @@ def fork_for_requests(requests: socket.socket) -> str:
     that gets its process number and, once it has ended, its exit code; nothing if the fork fails.
     The end of messages ends this process, and the kernel its forks.
     """
-    template = os.getpid()
+    fork_server = os.getpid()
     running: dict[int, tuple[int, int]] = {}
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -82,7 +82,7 @@ def fork_for_requests(requests: socket.socket) -> str:
             for descriptor, (_, reported) in running.items():
                 os.close(descriptor)
                 os.close(reported)
-            _become_worker(template, standard_input, output, report)
+            _become_worker(fork_server, standard_input, output, report)
             return options.decode()
         os.close(standard_input)
         os.close(output)
@@ -102,13 +102,13 @@ def _send(report: int, number: int) -> None:
         os.write(report, number.to_bytes(NUMBER_BYTES, "big", signed=True))
 
 
-def _become_worker(template: int, standard_input: int, output: int, report: int) -> None:
+def _become_worker(fork_server: int, standard_input: int, output: int, report: int) -> None:
     os.setpgid(0, 0)  # no Ctrl-C at a terminal reaches it
     for descriptor, standard in ((standard_input, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, standard)
     for descriptor in (standard_input, output, report):
         os.close(descriptor)
-    end_with_parent(template)
+    end_with_parent(fork_server)
     np.random.seed()  # else all forks would draw the same numbers; `random` does this by itself
 
 

@@ -180,7 +180,7 @@ def exchange_timeout_s(device_type: str, weights: Path) -> float:
 
 def _release_gpu(rank: TrainerRank, result: Result) -> Result:
     """Return a result once the GPU's memory is the generators', if both take turns."""
-    if worker_context().recipe.takes_turns:
+    if rank.config.takes_turns:
         rank.backend.free_memory()
     return result
 

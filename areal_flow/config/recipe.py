@@ -314,6 +314,7 @@ class Recipe(Settings):
             pass_threshold=self.pass_threshold,
             seed=self.seed,
             recipe_digest=self.digest(),
+            takes_turns=self.takes_turns,
         )
 
     def digest(self) -> str:

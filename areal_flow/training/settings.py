@@ -151,3 +151,5 @@ class RankSettings:
     seed: int
     recipe_digest: str
     """Of the whole recipe, for checkpoints."""
+    takes_turns: bool
+    """Whether a generator has the GPU while this rank waits."""

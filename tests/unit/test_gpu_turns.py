@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from areal_flow.core.types import EngineStats, StepRequest
 from areal_flow.planning.gpu_memory import generator_memory
 from areal_flow.planning.gpus import GIB
 from areal_flow.policy.weights.directory import publish_model_directory
-from areal_flow.policy.weights.media import ChosenChannel
 from areal_flow.rollout.engines import registry
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.training.pretrained import shapes_of
@@ -243,30 +241,6 @@ def test_new_generator_starts_once_the_trainers_turn_is_over(driver: Driver) -> 
 
     within_seconds(train())
     assert driver.happened == ["trained", "start"]
-
-
-def test_trainer_takes_its_turn_while_a_new_generator_waits_for_its_weights(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one does that starts while the trainer is lost, which has to be restored to send them."""
-    restored, load = threading.Event(), ChosenChannel.load
-
-    def received(channel: ChosenChannel, version: int) -> Any:
-        assert restored.wait(20)
-        return load(channel, version)
-
-    async def train() -> None:
-        started = asyncio.create_task(driver.role.serve(0))
-        await asyncio.sleep(0.2)
-        async with driver.turns.of_trainer():
-            driver.happened.append("restored")
-            restored.set()
-        await started
-        assert driver.role.served is not None
-
-    monkeypatch.setattr(ChosenChannel, "load", received)
-    within_seconds(train())
-    assert driver.happened == ["restored", "start"]
 
 
 def test_trainer_that_is_lost_is_restored_and_asked_again_in_its_turns(driver: Driver) -> None:

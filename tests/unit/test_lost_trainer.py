@@ -302,7 +302,7 @@ DONE = SimpleNamespace(hashes="weights")
 class Process:
     """A Dask client that runs tasks here, on a rank whose first steps raise these errors."""
 
-    recipe = SimpleNamespace(takes_turns=False)
+    config = SimpleNamespace(takes_turns=False)
 
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)

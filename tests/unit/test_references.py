@@ -128,7 +128,7 @@ def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
         (["report", "y"], "expected a run named 'y' in runs, found: x"),
         (["report", "x@40"], "`report` takes a run, not step 40 of it: give x"),
         (["check", "runs/x@0"], "`check` takes a run, not step 0 of it: give runs/x"),
-        (["difficulty", "x@1"], "`difficulty` is of a whole run, found step 1: give x"),
+        (["difficulty", "x@1"], "`difficulty` takes a run, not step 1 of it: give x"),
     ],
 )
 def test_reference_that_does_not_fit_is_refused(

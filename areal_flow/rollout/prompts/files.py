@@ -177,6 +177,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
     import lance  # only where there is such a source
 
+    if not path.exists():
+        raise PromptError(f"expected a Lance dataset at {path}, found none")
     try:
         dataset = lance.dataset(path)
     except (OSError, ValueError) as error:

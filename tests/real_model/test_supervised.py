@@ -39,13 +39,15 @@ def pairs() -> list[dict[str, Any]]:
     ]
 
 
-def answer_logprobs(directory: Path, conversations: Sequence[Messages]) -> tuple[list[float], int]:
+def answer_logprobs(
+    directory: Path, conversations: Sequence[Messages], dtype: torch.dtype
+) -> tuple[list[float], int]:
     """Return each answer's log-probability with its end, and how many tokens they have.
 
-    Of float32 products of weights in bfloat16, as the passes that trained them had them: the
+    Of float32 products of weights in the type of the passes that trained them: in bfloat16 the
     loss of the master weights, of which many moved by less than a rounding, is 4% higher.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).float().eval()
     tokenizer, found, num_tokens = AutoTokenizer.from_pretrained(directory), [], 0
     for messages in conversations:
         prompt = tokenizer.apply_chat_template(
@@ -61,9 +63,11 @@ def answer_logprobs(directory: Path, conversations: Sequence[Messages]) -> tuple
     return found, num_tokens
 
 
-def fine_tuned(model: Path, root: Path, rows: Sequence[Any], **sft: Any) -> tuple[Path, Any]:
+def fine_tuned(
+    model: Path, root: Path, rows: Sequence[Any], dtype: str, **sft: Any
+) -> tuple[Path, Any]:
     """Return the directory of the fine-tuned policy, and its numbers by step."""
-    trainer = {"dtype": "bfloat16", "tokens_per_micro_batch": 1024}
+    trainer = {"dtype": dtype, "tokens_per_micro_batch": 1024}
     settings = {"num_learning_rate_warmup_steps": 2, "checkpoint_every_steps": 100, **sft}
     policy = areal_flow.sft(
         model=model, rows=rows, runs=root, name="learned", sft=settings, trainer=trainer
@@ -75,11 +79,17 @@ def test_200_answers_lower_the_loss_of_others(model: Path, tmp_path: Path, figur
     rows = [conversation(r["question"], r["answer"]) for r in SAMPLE[: NUM_TRAINED + NUM_HELD_OUT]]
     given, settings = [{"messages": each} for each in rows], {"num_steps": 25, "batch_size": 8}
     policy, metrics = fine_tuned(
-        model, tmp_path, given, num_held_out=NUM_HELD_OUT, learning_rate=5e-5, **settings
+        model,
+        tmp_path,
+        given,
+        "bfloat16",
+        num_held_out=NUM_HELD_OUT,
+        learning_rate=5e-5,
+        **settings,
     )
     losses = []
     for directory in (model, policy):
-        logprobs, num_tokens = answer_logprobs(directory, rows[NUM_TRAINED:])
+        logprobs, num_tokens = answer_logprobs(directory, rows[NUM_TRAINED:], torch.bfloat16)
         losses.append(-sum(logprobs) / num_tokens)
     figure("sft", "held-out loss before and after 200 answers", "{:.3f}, {:.3f}".format(*losses))
     assert metrics[-1]["held_out_loss"] == pytest.approx(losses[1], rel=4 * BFLOAT16)
@@ -89,20 +99,25 @@ def test_200_answers_lower_the_loss_of_others(model: Path, tmp_path: Path, figur
 def test_50_pairs_teach_to_prefer_what_is_right(
     model: Path, tmp_path: Path, figure: Figure
 ) -> None:
+    """In float32: in bfloat16 the margin below was 0.82, and 0.76 by transformers in float32."""
     rows = pairs()
     assert len(rows) == NUM_PAIRS
     settings = {"objective": "dpo", "num_steps": 10, "batch_size": 4, "learning_rate": 2e-5}
-    policy, metrics = fine_tuned(model, tmp_path, rows, num_held_out=10, beta=BETA, **settings)
+    policy, metrics = fine_tuned(
+        model, tmp_path, rows, "float32", num_held_out=10, beta=BETA, **settings
+    )
     rewards = []
     for field in ("chosen", "rejected"):
         answers = [conversation(row["prompt"][0]["content"], row[field]) for row in rows[-10:]]
-        (first, _), (last, _) = (answer_logprobs(each, answers) for each in (model, policy))
+        (first, _), (last, _) = (
+            answer_logprobs(each, answers, torch.float32) for each in (model, policy)
+        )
         rewards.append(BETA * (sum(last) - sum(first)) / 10)
     margin = metrics[-1]["held_out_pair_margin"]
     begin = sum(row["pair_margin"] for row in metrics[:3]) / 3
     end = sum(row["pair_margin"] for row in metrics[-3:]) / 3
     figure("dpo", "margin of 4 trained pairs, steps 1 to 3 and 8 to 10", f"{begin:.2f}, {end:.2f}")
     figure("dpo", "margin of 10 held-out pairs", margin)
-    assert margin == pytest.approx(rewards[0] - rewards[1], abs=0.05)
+    assert margin == pytest.approx(rewards[0] - rewards[1], rel=1e-3)
     assert end > begin + 0.2
     assert margin > 0

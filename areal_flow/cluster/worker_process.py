@@ -100,33 +100,37 @@ def work(options: str) -> None:
     asyncio.run(_work(**chosen))
 
 
-async def _work(
-    name: str, scheduler: str, num_threads: int, resources: dict[str, int], network: str
-) -> None:
+async def _work(**options: Any) -> None:
     closing: list[asyncio.Task[Any]] = []
 
     def close() -> None:
         closing.append(asyncio.ensure_future(worker.close(timeout=CLOSE_TIMEOUT_S)))
 
     with dask.config.set(DASK_SETTINGS):
-        worker = Worker(
-            scheduler,
-            name=name,
-            nthreads=num_threads,
-            resources=resources,
-            security=connection_security(NetworkSettings.model_validate_json(network)),
-            host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
-            memory_limit=0,
-            dashboard_address=f"{DASHBOARD_HOST}:0",  # Dask listens, though there are no pages
-            startup_information={VERSIONS: _own_versions},
-            extensions=used_extensions(DEFAULT_EXTENSIONS),
-        )
-        await worker
+        worker = await make_worker(**options)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
         await worker.finished()
         await asyncio.gather(*closing)
     sys.stderr.flush()
     os._exit(0)  # a thread in a long call would hold up a regular exit
+
+
+def make_worker(
+    name: str, scheduler: str, num_threads: int, resources: dict[str, int], network: str
+) -> Worker:
+    """Return a worker with these `worker_options`, which joins its scheduler when awaited."""
+    return Worker(
+        scheduler,
+        name=name,
+        nthreads=num_threads,
+        resources=resources,
+        security=connection_security(NetworkSettings.model_validate_json(network)),
+        host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
+        memory_limit=0,
+        dashboard_address=f"{DASHBOARD_HOST}:0",  # Dask listens, though there are no pages
+        startup_information={VERSIONS: _own_versions},
+        extensions=used_extensions(DEFAULT_EXTENSIONS),
+    )
 
 
 def used_extensions(default: Mapping[str, Any]) -> dict[str, Any]:

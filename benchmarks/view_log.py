@@ -17,7 +17,7 @@ from areal_flow.log.dataset import create_dataset
 from areal_flow.log.groups import GroupSelection, select_groups, show_group
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run
-from pipelines.view.curves import read_points
+from pipelines.pages.view import read_points
 from schemas import content_hashes
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table

@@ -163,7 +163,7 @@ def report(
     Raises:
         RunError: there is no run, or it was never prepared for training.
     """
-    from pipelines.report.page import write_report
+    from pipelines.pages.report import write_report
 
     layout, *other = (
         (each if isinstance(each, Run) else open_run(each, runs=runs)).layout

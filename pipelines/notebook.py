@@ -29,7 +29,7 @@ class Run(queries.Run):
         return Trajectory(self, super().trajectory(trajectory_id))
 
     def _repr_html_(self) -> str:
-        from pipelines.report.page import render
+        from pipelines.pages.report import render
 
         facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
         columns = ["reward_mean", "seconds_step", "num_trained_tokens", "staleness_mean"]
@@ -39,7 +39,7 @@ class Run(queries.Run):
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
             facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
             facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"
-        return render("report/notebook.html", facts=facts, shown=None)
+        return render("pages/notebook.html", facts=facts, shown=None)
 
 
 class Trajectory(dict[str, Any]):
@@ -53,13 +53,13 @@ class Trajectory(dict[str, Any]):
         self._run = run
 
     def _repr_html_(self) -> str:
-        from pipelines.report.charts import COLOURS
-        from pipelines.report.page import render
+        from pipelines.pages.charts import COLOURS
+        from pipelines.pages.report import render
 
         shown = show_trajectory(self._run, self["trajectory_id"], selection=Selection())
         names = ("trajectory_id", "status", "step", "reward", "verdict", "staleness")
         facts = {**{name: self[name] for name in names}, "answer": shown.answer}
-        return render("report/notebook.html", facts=facts, shown=shown, colours=COLOURS)
+        return render("pages/notebook.html", facts=facts, shown=shown, colours=COLOURS)
 
 
 class Plots:
@@ -70,7 +70,7 @@ class Plots:
 
     def reward(self, ax: Axes | None = None) -> Axes:
         """Draw mean reward and pass rate of batches, and the pass rates of held-out answers."""
-        from pipelines.report.page import held_out_rates
+        from pipelines.pages.report import held_out_rates
 
         rates = held_out_rates(self._run)
         return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, rates)
@@ -117,7 +117,7 @@ def open_run(run: Path | str, *, runs: Path | str = "runs") -> Run:
 def _draw(function: str, ax: Axes | None, *shown: Any) -> Axes:
     from matplotlib import pyplot
 
-    from pipelines.report import charts
+    from pipelines.pages import charts
 
     axes: Axes = ax or pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")[1]
     getattr(charts, function)(axes, *shown)

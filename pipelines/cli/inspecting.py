@@ -44,7 +44,7 @@ def evaluate(
     """
     from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
-    from pipelines.console.table_file import check_table_file, write_table_file
+    from pipelines.console.tables import check_table_file, write_table_file
     from pipelines.jobs.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
     if to is not None:
@@ -142,7 +142,7 @@ def lineage(
         to: Write its trajectories to a new .parquet, .jsonl or .csv.
     """
     from pipelines.cli.reports import report_lineage
-    from pipelines.console.table_file import write_table_file
+    from pipelines.console.tables import write_table_file
     from pipelines.models import trace_model
 
     traced = trace_model(folders.find(model), step=step)
@@ -244,7 +244,7 @@ def report(
         to: Output file, instead of report.html in the run directory.
     """
     from pipelines.costs import parse_prices
-    from pipelines.report.page import write_report
+    from pipelines.pages.report import write_report
 
     layout = folders.find(run).whole_run("report")
     other = folders.find(against).whole_run("report") if against else None

@@ -194,7 +194,7 @@ def view(
     for layout in layouts:
         load_recipe(layout.config)  # refuses a run of another version's settings
     _check_free(port)
-    from pipelines.view.page import serve
+    from pipelines.pages.view import serve
 
     serve(layouts, port=port)
 

@@ -23,8 +23,7 @@ from rich.text import Text
 from areal_flow.log import browsing
 from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.log.queries import Run
-from pipelines.console.table_file import write_table_file
-from pipelines.console.tables import Report, Table, facts, one_line, printable
+from pipelines.console.tables import Report, Table, facts, one_line, printable, write_table_file
 from pipelines.references import Reference, chosen_step
 
 _LISTED = (

@@ -1,7 +1,7 @@
-"""What a driver and its workers say: on the terminal or as JSON, and in `train.log`.
+"""Output of a driver and its workers: on the terminal or as JSON, and in `train.log`.
 
-Lines of the log are plain text with the local time before them, and `[WORKER]` if a worker printed
-them. A driver that goes on with a run appends to the log of those before it.
+Each line of the log begins with the local time, then with `[WORKER]` if a worker printed it. A
+driver that resumes a run appends to its log.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pipelines.console.tables import PIPE_WIDTH, PLAIN, make_console, rendered
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:WARNING|ERROR|CRITICAL) (.*)")
-_said = logging.getLogger("areal_flow.said")
-_said.setLevel(logging.INFO)
-_said.propagate = False
-_said.addHandler(logging.NullHandler())
-_of_workers = logging.getLogger("areal_flow.output")  # see `cluster.launchers.child`
+_messages = logging.getLogger("areal_flow.messages")
+_messages.setLevel(logging.INFO)
+_messages.propagate = False
+_messages.addHandler(logging.NullHandler())
+_worker_output = logging.getLogger("areal_flow.output")  # see `cluster.launchers.child`
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        if record.name == _said.name:
+        if record.name == _messages.name:
             return f"{self.formatTime(record, _TIME)} {record.getMessage()}".rstrip()
         if worker := getattr(record, "worker", ""):
             return f"{self.formatTime(record, _TIME)} [{worker}] {record.getMessage()}"
@@ -43,7 +43,7 @@ class _Lines(logging.Formatter):
 
 
 class _JsonLines(logging.Handler, TextIOBase):
-    """Writes each event as an object, and so each line that is written to it."""
+    """Writes log records, and lines written to it as a stream, as JSON objects."""
 
     def __init__(self, run: str, output: TextIO) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class _JsonLines(logging.Handler, TextIOBase):
 
 
 def print_as(log_format: str, run: str) -> None:
-    """Have all that this process prints from now on as `text`, or as `json` for other programs."""
+    """Print everything from now on as `text`, or as `json` for other programs."""
     if log_format == "json":
         sys.stdout = handler = _JsonLines(run, os.fdopen(os.dup(1), "w"))
-        os.dup2(2, 1)  # what other processes print is no event
-        _of_workers.handlers = logging.getLogger().handlers = [handler]
+        os.dup2(2, 1)  # output of other processes is no event
+        _worker_output.handlers = logging.getLogger().handlers = [handler]
 
 
 class _LogFile(logging.FileHandler):
@@ -85,23 +85,23 @@ class _LogFile(logging.FileHandler):
 
 def say(*parts: RenderableType) -> None:
     log(*parts)
-    # `print` comes out above a live display, through which a console would write.
+    # A live display redirects `print` above itself; another console would write into it.
     print(rendered(make_console(), *parts), end="", flush=True)
 
 
 def log(*parts: RenderableType) -> None:
-    """Log lines, facts and tables without printing them; nothing where no log is kept."""
+    """Log lines, facts and tables without printing them; does nothing outside `log_kept`."""
     plain = Console(width=PIPE_WIDTH, file=StringIO(), color_system=None, **PLAIN)
     for line in rendered(plain, *parts).removesuffix("\n").split("\n"):
-        _said.info("%s", line)
+        _messages.info("%s", line)
 
 
 @contextmanager
 def log_kept(path: Path) -> Iterator[None]:
-    """Append everything that is said, and every warning, to a file while this is entered."""
+    """Append every message and warning to a file inside the `with` block."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s", _TIME))
-    loggers = (_said, _of_workers, logging.getLogger())
+    loggers = (_messages, _worker_output, logging.getLogger())
     logging.captureWarnings(True)
     for logger in loggers:
         logger.addHandler(handler)
@@ -116,7 +116,7 @@ def log_kept(path: Path) -> Iterator[None]:
 
 
 def logged_warnings(path: Path) -> list[tuple[str, str]]:
-    """Return the warnings and errors of a log: when, and the first line of what was said."""
+    """Return the warnings and errors of a log: the time, and the first line of the message."""
     # A driver that is killed can leave half a character.
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     matches = (_WARNING.fullmatch(line) for line in text.splitlines())
@@ -126,14 +126,14 @@ def logged_warnings(path: Path) -> list[tuple[str, str]]:
 def logged_lines(layout: RunLayout, num_read: Counter[Path]) -> Iterator[str]:
     """Yield the lines of a run's log, and of its workers' jobs with `[WORKER]` before them.
 
-    `num_read` counts the bytes of each file that were read: a second call yields what is new.
+    `num_read` counts the bytes read of each file: a second call yields only new lines.
     """
     for path in (layout.log, *sorted(layout.jobs.glob("*.log"))):
-        # The number of a job, or the end of a Pod's name, ends its file's name.
+        # A file's name ends with the number of the job, or the suffix of the Pod.
         before = f"[{path.stem.rpartition('-')[0]}] " if path.parent == layout.jobs else ""
         with suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(num_read[path])
             for line in file:
-                if line.endswith(b"\n"):  # else it is being written
+                if line.endswith(b"\n"):  # otherwise it is still being written
                     num_read[path] += len(line)
                     yield before + line.decode(errors="replace").rstrip()

@@ -1,34 +1,41 @@
-"""What a command found, and the one renderer of it: for a terminal, for a pipe, or as JSON.
+"""Renders the result of a command for a terminal, for a pipe or as JSON, and writes rows to files.
 
-No name or number is ever cut. A pipe has no width: a row stays one line there, and texts are whole.
-On a terminal that is too narrow columns of prose fold, texts that a policy wrote lose their middle,
-and a table that does not fit even so is shown row by row, a line for each of its columns. Nothing
-in a text can move the cursor.
+No name or number is ever cut. A pipe has no width: each row is one line there, and texts are in
+full. On a terminal that is too narrow, columns of prose fold and the middle of texts is left out; a
+table that is still too wide is shown row by row, one line per column. No text can move the cursor.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import table as rich_table
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from areal_flow.core.errors import ConfigError
 from areal_flow.core.pass_rates import EvaluationScores
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LANCE = ".lance"
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
 PLAIN: dict[str, Any] = dict.fromkeys(("force_jupyter", "highlight", "markup", "emoji"), False)
-"""Settings of a console that takes nothing in a text for markup and knows no notebook."""
-_LEAST_PROSE = 12
-_LEAST_TEXT = 3
+"""Settings of a console that interprets no markup and ignores notebooks."""
+_MIN_PROSE = 12
+_MIN_TEXT = 3
 _NUMBER = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?(%| s)?|inf|nan")
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     0x7F: "␡",
@@ -41,29 +48,29 @@ class Report:
     data: Any
     """What `--json` prints."""
     parts: Sequence[RenderableType]
-    """Lines, facts and tables, in the order in which they are read."""
+    """Lines, facts and tables, in order."""
     code: int = 0
     """The exit code of the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under their labels, columns of numbers to the right."""
+    """Rows under their labels; columns of numbers are right-aligned."""
 
     rows: Sequence[Mapping[str, Any]]
-    """Texts and numbers by their labels, in the order of the columns; None is a dash."""
+    """Cells by label, in the order of the columns; None is shown as a dash."""
     title: str = ""
     prose: Collection[str] = ()
-    """Columns whose cells may go on in the next line."""
+    """Columns whose cells may wrap."""
     texts: Collection[str] = ()
-    """Columns whose cells are shortened to what is left of a terminal's line."""
+    """Columns whose cells are shortened to the rest of a terminal's line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(f"\n{self.title}", style="bold")
         for gap in (1,) if self.texts else (2, 1):
-            grid, least_width = self._grid(gap)
-            if least_width <= options.max_width:
+            grid, min_width = self._grid(gap)
+            if min_width <= options.max_width:
                 yield grid
                 return
         for row in self.rows:
@@ -71,37 +78,37 @@ class Table:
             yield Text()
 
     def _grid(self, gap: int) -> tuple[rich_table.Table, int]:
-        """Return all cells in columns, and the width without which something would be cut."""
+        """Return all cells in columns, and the smallest width at which nothing is cut."""
         grid = rich_table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-        least_width, columns = -gap, []
+        min_width, columns = -gap, []
         for label in self.rows[0] if self.rows else ():
             texts = [Text(label, "bold"), *(_text(row[label]) for row in self.rows)]
             natural = max(text.cell_len for text in texts)
             folds, shortens = label in self.prose, label in self.texts
-            least = _LEAST_PROSE if folds else _LEAST_TEXT if shortens else natural
-            least_width += gap + min(natural, least)
+            narrowest = min(natural, _MIN_PROSE if folds else _MIN_TEXT if shortens else natural)
+            min_width += gap + narrowest
             head, *cells = map(_Shortened, texts) if shortens else texts
             grid.add_column(
                 head,
                 justify="right" if all(_NUMBER.fullmatch(t.plain) for t in texts[1:]) else "left",
                 overflow="fold",
-                min_width=min(natural, least),
+                min_width=narrowest,
                 no_wrap=not (folds or shortens),
             )
             columns.append(cells)
         for line in zip(*columns, strict=True):
             grid.add_row(*line)
-        return grid, least_width
+        return grid, min_width
 
 
 @dataclass(frozen=True, slots=True)
 class _Shortened:
-    """A text on one line, without its middle where there is too little room."""
+    """A text on one line, its middle left out where it is too long."""
 
     text: Text
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_LEAST_TEXT, max(_LEAST_TEXT, self.text.cell_len))
+        return Measurement(_MIN_TEXT, max(_MIN_TEXT, self.text.cell_len))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line = one_line(self.text.plain, options.max_width)
@@ -143,7 +150,7 @@ def with_interval(scores: EvaluationScores, name: str) -> str:
 
 
 def samples_text(scores: EvaluationScores) -> str:
-    """Return how many samples each prompt has and, of several, pass@k, the best and the vote."""
+    """Return the samples per prompt and, if there are several, pass@k, best-of-k and majority."""
     max_samples, min_samples = scores.num_samples, scores.fewest_samples
     if max_samples == 1:
         return "one sample each"
@@ -161,7 +168,7 @@ def samples_text(scores: EvaluationScores) -> str:
 
 
 def short_time(moment: datetime) -> str:
-    """Return a moment by the clock of this machine, in no more characters than a table has."""
+    """Return a time in this machine's time zone, short enough for a table."""
     local, now = moment.astimezone(), datetime.now().astimezone()
     return f"{local:%d %b %H:%M}" if local.year == now.year else f"{local:%Y-%m-%d}"
 
@@ -171,12 +178,12 @@ def plain(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text whose control characters are pictures; line feeds and tabs stay."""
+    """Replace control characters by visible symbols; line feeds and tabs stay."""
     return text.translate(_PICTURES)
 
 
 def one_line(text: str, width: int) -> str:
-    """Return text on one line of at most `width`, its middle left out: answers stand at the end."""
+    """Return text on one line of at most `width`, without its middle: answers are at the end."""
     line = printable(text.replace("\n", "⏎").replace("\t", " ")).strip()
     if len(line) <= width:
         return line
@@ -186,3 +193,68 @@ def one_line(text: str, width: int) -> str:
 
 def _text(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell))
+
+
+def check_table_file(path: Path) -> None:
+    """Refuse a file that cannot be written."""
+    suffixes = [*_WRITERS, LANCE]
+    if path.suffix not in suffixes:
+        raise ConfigError(f"--to {path}: expected a name that ends in {' or '.join(suffixes)}")
+    if path.exists():
+        raise ConfigError(f"--to {path}: the file exists already; remove it or choose another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--to {path}: the folder {path.parent} does not exist")
+
+
+def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    """Write tables of one schema in the format of the file's suffix; return the number of rows.
+
+    The file gets its name when it is complete.
+    """
+    check_table_file(path)
+    if path.suffix == LANCE:
+        from areal_flow.log.dataset import create_dataset
+
+        return int(create_dataset(path, schema, tables).count_rows())
+    partial = path.with_name(f".{path.name}.partial")
+    num_rows = 0
+    try:
+        with _WRITERS[path.suffix](partial, schema) as write:
+            for table in tables:
+                write(table)
+                num_rows += len(table)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_rows
+
+
+@contextmanager
+def _parquet(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
+    import pyarrow.parquet as pq  # pyarrow: only where rows are written
+
+    with pq.ParquetWriter(path, schema) as writer:
+        yield lambda table: writer.write_table(table.cast(schema))
+
+
+@contextmanager
+def _jsonl(path: Path, _: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda table: file.writelines(
+            json.dumps(row, default=plain, ensure_ascii=False) + "\n" for row in table.to_pylist()
+        )
+
+
+@contextmanager
+def _csv(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(schema.names)
+        yield lambda table: rows.writerows(map(_cell, row.values()) for row in table.to_pylist())
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, default=plain) if isinstance(value, list | dict) else value
+
+
+_WRITERS = {".parquet": _parquet, ".jsonl": _jsonl, ".csv": _csv}

@@ -109,7 +109,7 @@ class Job:
 
 
 def _draw_report(layout: RunLayout) -> None:
-    from pipelines.report.page import write_report
+    from pipelines.pages.report import write_report
 
     try:
         path = write_report(layout)

@@ -50,10 +50,10 @@ from areal_flow.policy.weights.shared_memory import free_segments
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking, start_tracking
 from pipelines.console.progress import Progress, make_progress
+from pipelines.console.summary import print_summary, summarise
 from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
-from pipelines.report.summary import print_summary, summarise
 from pipelines.workers import dashboard_text, reachable
 
 

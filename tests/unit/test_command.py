@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import pipelines.jobs.job
-import pipelines.report.page
+import pipelines.pages.report
 from areal_flow.config import Recipe, TrackingSettings, build_recipe, dump_recipe
 from areal_flow.core.command import command
 from areal_flow.core.errors import TrainingError
@@ -29,10 +29,10 @@ from areal_flow.log.ledger import Ledger
 from areal_flow.tracking.protocol import describe_run
 from areal_flow.tracking.registry import RunTracking
 from pipelines.cli.main import main
+from pipelines.console.summary import next_commands
 from pipelines.jobs.job import SFT, TRAINING, supervised
 from pipelines.jobs.stop_signals import Outcome
 from pipelines.jobs.train import Training
-from pipelines.report.summary import next_commands
 from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 
@@ -41,7 +41,7 @@ HEAVY = {
     "pipelines.jobs.job.resume": Outcome(True),
     "areal_flow.tracking.mlflow_pages.serve": None,
     "areal_flow.tracking.registry.track": 0,
-    "pipelines.report.page.write_report": Path("report.html"),
+    "pipelines.pages.report.write_report": Path("report.html"),
 }
 """What some of the commands call, and what that returns, where it takes long."""
 
@@ -145,7 +145,7 @@ def test_printed_command_works(
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("broken")
 
-    monkeypatch.setattr(pipelines.report.page, "write_report", broken)
+    monkeypatch.setattr(pipelines.pages.report, "write_report", broken)
     monkeypatch.setattr(pipelines.jobs.job, "track", broken)
     with caplog.at_level(logging.WARNING):
         printed_by(layout)

@@ -21,7 +21,7 @@ from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.step import train_step
 from areal_flow.training.updates import StepSettings
-from pipelines.report.verdicts import judge_engine_gap
+from pipelines.pages.report import judge_engine_gap
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, state
 

@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 import areal_flow
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.browsing import ShownToken
-from pipelines.report.charts import COLOURS
+from pipelines.pages.charts import COLOURS
 from schemas import PromptRow, arrow_schema
 from tests.finished_runs import HOSTILE, make_finished_run
 

@@ -43,7 +43,7 @@ def test_command_line_loads_no_vendor_until_a_command_needs_it() -> None:
 
 def test_driver_and_reward_workers_never_import_torch() -> None:
     loaded = modules_after(
-        "import pipelines.jobs.train, pipelines.report.page, areal_flow.cluster.reward_tasks"
+        "import pipelines.jobs.train, pipelines.pages.report, areal_flow.cluster.reward_tasks"
     )
     assert "distributed" in loaded
     assert "torch" not in loaded

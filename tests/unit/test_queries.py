@@ -36,8 +36,15 @@ from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import TableFormat
 from pipelines.cli.reports import bucketed
 from pipelines.cli.trajectory_report import listing, report_trajectory
-from pipelines.console.table_file import write_table_file
-from pipelines.console.tables import Report, Table, one_line, printable, rendered, show
+from pipelines.console.tables import (
+    Report,
+    Table,
+    one_line,
+    printable,
+    rendered,
+    show,
+    write_table_file,
+)
 from pipelines.notebook import open_run
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer
 from tests.finished_runs import make_finished_run

@@ -30,7 +30,7 @@ from areal_flow.training import rank as trainer_rank
 from areal_flow.training.metrics import batch_metrics
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.tensor_rows import whole_rows
-from pipelines.report.summary import summarise
+from pipelines.console.summary import summarise
 from schemas import StepRow, validate
 from tests.policies import small_policy
 from tests.rows import group_table

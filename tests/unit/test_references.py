@@ -55,7 +55,7 @@ HEAVY = {
     "difficulty": "pipelines.cli.reports.report_difficulty",
     "evaluate": "pipelines.jobs.evaluate.evaluate_all",
     "replay": "areal_flow.flow.recovery.replay.replay_step",
-    "report": "pipelines.report.page.write_report",
+    "report": "pipelines.pages.report.write_report",
     "track": "areal_flow.tracking.registry.track",
 }
 """What commands call with the run or the model, where that takes long or needs more of a run."""

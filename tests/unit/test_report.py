@@ -22,8 +22,8 @@ from pipelines.cli.main import main
 from pipelines.jobs import job as jobs
 from pipelines.jobs.job import TRAINING, recipe_to_resume
 from pipelines.jobs.stop_signals import Outcome
-from pipelines.report.charts import curves, make_charts, moving_means
-from pipelines.report.page import write_report
+from pipelines.pages.charts import curves, make_charts, moving_means
+from pipelines.pages.report import write_report
 from tests.finished_runs import make_finished_run
 
 

@@ -7,8 +7,8 @@ import pytest
 from areal_flow.config import Recipe
 from areal_flow.config.controller import ControllerSettings
 from areal_flow.core.pass_rates import PassRate
-from pipelines.report import verdicts
-from pipelines.report.verdicts import (
+from pipelines.pages import report
+from pipelines.pages.report import (
     judge_entropy,
     judge_failures,
     judge_pass_rate,
@@ -31,7 +31,7 @@ LOW, MIDDLE, HIGH = (PassRate(x, x - 0.1, x + 0.1, 90) for x in (0.3, 0.45, 0.95
 def test_pass_rate_moved_only_where_its_intervals_are_apart(
     first: PassRate, last: PassRate, mark: str, text: str
 ) -> None:
-    verdict = judge_pass_rate([first, last], of="Held-out pass rate", equal_groups=0.1)
+    verdict = judge_pass_rate([first, last], subject="Held-out pass rate", equal_groups=0.1)
     assert (verdict.mark, verdict.text) == (mark, text)
     assert f"{first.low:.3f} to {first.high:.3f}" in verdict.detail
 
@@ -39,10 +39,12 @@ def test_pass_rate_moved_only_where_its_intervals_are_apart(
 def test_groups_that_teach_nothing_are_said_and_are_a_reason_where_nothing_was_learned() -> None:
     said = "60% of groups taught nothing"
     for last, mark in ((MIDDLE, "look"), (HIGH, "good")):
-        verdict = judge_pass_rate([LOW, last], of="Pass rate", equal_groups=0.6)
+        verdict = judge_pass_rate([LOW, last], subject="Pass rate", equal_groups=0.6)
         assert verdict.mark == mark
         assert said in verdict.detail
-    assert "taught" not in judge_pass_rate([LOW, HIGH], of="Pass rate", equal_groups=0.5).detail
+    assert (
+        "taught" not in judge_pass_rate([LOW, HIGH], subject="Pass rate", equal_groups=0.5).detail
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,6 @@ def test_report_says_what_limits_the_speed_as_the_dashboard_does() -> None:
 
 
 def test_start_and_now_do_not_overlap() -> None:
-    assert verdicts.ends([{"x": n} for n in range(4)], "x") == (0.5, 2.5)
-    assert verdicts.ends([{"x": n} for n in range(100)], "x") == (3.5, 95.5)
-    assert verdicts.ends([{"x": None}, {"x": 2.0}], "x") == (None, 2.0)
+    assert report.ends([{"x": n} for n in range(4)], "x") == (0.5, 2.5)
+    assert report.ends([{"x": n} for n in range(100)], "x") == (3.5, 95.5)
+    assert report.ends([{"x": None}, {"x": 2.0}], "x") == (None, 2.0)

@@ -31,9 +31,8 @@ from tests.rows import written_group
 from tests.tracked_runs import step_row
 
 pytest.importorskip("panel", reason="panel is not installed")
-from pipelines.view import shown
-from pipelines.view.curves import read_points
-from pipelines.view.page import Page
+from pipelines.pages import view
+from pipelines.pages.view import Page, read_points
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +165,10 @@ def token(text: str, *, trained: bool = True, logprob: float = -0.5) -> ShownTok
     return ShownToken(text, 7, 0, logprob, 1, trained, True)
 
 
-@pytest.mark.parametrize("colour_by", shown.COLOUR_BY)
+@pytest.mark.parametrize("colour_by", view.COLOUR_BY)
 def test_what_a_policy_wrote_is_escaped(run: Run, colour_by: str) -> None:
     hostile = shown_member(run, token(HOSTILE))
-    html = shown.render("group.html", group=[hostile], colour_by=colour_by)
+    html = view.render("group.html", group=[hostile], colour_by=colour_by)
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3
     assert "<script" not in html
     assert "<img" not in html
@@ -177,28 +176,28 @@ def test_what_a_policy_wrote_is_escaped(run: Run, colour_by: str) -> None:
 
 def test_masked_tokens_are_struck_through_and_equal_ones_are_one_element(run: Run) -> None:
     member = shown_member(run, token("old ", trained=False), token("new "), token("er"))
-    assert [(masked, text) for *_, masked, text in shown.stretches(member, "staleness", 9)] == [
+    assert [(masked, text) for *_, masked, text in view.stretches(member, "staleness", 9)] == [
         (True, "old "),
         (False, "new er"),
     ]
-    assert "<s style" in shown.render("group.html", group=[member], colour_by="staleness")
+    assert "<s style" in view.render("group.html", group=[member], colour_by="staleness")
 
 
 def test_an_unlikely_token_is_redder(run: Run) -> None:
     member = shown_member(run, token("a", logprob=0.0), token("b", logprob=-5.0))
-    (likely, *_), (unlikely, title, *_) = shown.stretches(member, "log-prob", 9)
+    (likely, *_), (unlikely, title, *_) = view.stretches(member, "log-prob", 9)
     assert ("--bad) 0%" in likely, "--bad) 70%" in unlikely) == (True, True)
     assert title == "log-prob -5.000, probability 0.007"
 
 
 def test_importance_weights_name_the_replay_that_computes_them(run: Run) -> None:
-    html = shown.render("group.html", group=show_group(run, 2), colour_by="importance weight")
+    html = view.render("group.html", group=show_group(run, 2), colour_by="importance weight")
     assert "areal-flow replay run@2 --tokens 00000002-0000-00" in html
 
 
-@pytest.mark.parametrize("ending", shown.FORMATS)
+@pytest.mark.parametrize("ending", view.FORMATS)
 def test_the_filtered_rows_are_exported(run: Run, ending: str) -> None:
-    content = shown.export([run, run], GroupSelection("reward = 1", step=2), ending)
+    content = view.export([run, run], GroupSelection("reward = 1", step=2), ending)
     if ending == ".parquet":
         rows = pl.read_parquet(content).to_dicts()
     elif ending == ".csv":
@@ -212,12 +211,12 @@ def test_the_filtered_rows_are_exported(run: Run, ending: str) -> None:
 
 
 def test_two_policies_are_compared_on_prompts_that_both_answered(run: Run) -> None:
-    rows = shown.compare((run, 0), (run, 4))
+    rows = view.compare((run, 0), (run, 4))
     assert {(row["before"], row["after"]) for row in rows} == {(HOSTILE, "#### 4")}
     assert len(rows) == 4
-    swapped = shown.compare((run, 4), (run, 0))
+    swapped = view.compare((run, 4), (run, 0))
     assert {(row["before"], row["after"]) for row in swapped} == {("#### 4", HOSTILE)}
-    html = shown.render("compared.html", rows=rows)
+    html = view.render("compared.html", rows=rows)
     assert "<script" not in html
 
 
@@ -229,7 +228,7 @@ def test_lineage_names_who_sampled_for_which_step(run: Run) -> None:
         for step in (3, 4)
     ]
     content = {"summary": run.lineage(4).summary(), "hashes": hashes, "sampled": sampled}
-    html = shown.render("lineage.html", **content)
+    html = view.render("lineage.html", **content)
     assert "step 4 trained 6 of 6 tokens that version 3 sampled" in html
 
 

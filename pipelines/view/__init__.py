@@ -1,1 +1,0 @@
-"""Runs in a browser, live: curves, groups token by token, comparisons, lineage, export."""

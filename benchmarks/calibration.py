@@ -18,8 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.log.queries import Run
-from areal_flow.planning.calibration import simulate_steps, steady
-from areal_flow.planning.planner import Job
+from areal_flow.planning.planner import Job, simulate_steps, steady
 from benchmarks import harness, schedule, tails
 from pipelines.jobs.run_plan import calibrate_run, job_of_run
 

@@ -22,8 +22,8 @@ import torch
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.layout import RunLayout
+from areal_flow.planning.costs import model_config
 from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
-from areal_flow.planning.shapes import model_config
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.step import train_step

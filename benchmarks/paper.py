@@ -25,11 +25,9 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy
+from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, assumed_lengths, model_config
 from areal_flow.planning.gpus import gpu_named
-from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.planner import Job, with_cluster
-from areal_flow.planning.shapes import model_config
 from areal_flow.planning.simulator import Simulated, simulate
 from benchmarks import harness
 from pipelines.jobs.job import chosen_recipe

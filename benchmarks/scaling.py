@@ -16,7 +16,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from areal_flow.planning.lengths import assumed_lengths
+from areal_flow.planning.costs import assumed_lengths
 from areal_flow.planning.planner import Job, simulated_run
 from benchmarks import harness
 from benchmarks.paper import Setting

@@ -208,7 +208,7 @@ def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
         return settings
     import torch
 
-    from areal_flow.planning.gpu_memory import planned_cache
+    from areal_flow.planning.memory import planned_cache
     from areal_flow.training.pretrained import shapes_of
 
     num_bytes = torch.cuda.get_device_properties(settings.device).total_memory

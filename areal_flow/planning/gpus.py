@@ -1,4 +1,4 @@
-"""What GPUs have and cost."""
+"""Specifications and prices of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal_flow.core.errors import ConfigError
 
 GIB = 2**30
 NETWORK_BYTES_PER_S = 50e9
-"""Of a GPU, between machines: 400 Gb/s, an eighth of the paper's 3.2 Tb/s a machine (arXiv
+"""Between machines, per GPU: 400 Gb/s, an eighth of the paper's 3.2 Tb/s per machine (arXiv
 2505.24298, section 7.1)."""
 GPUS_PER_MACHINE = 8
 
@@ -16,15 +16,14 @@ GPUS_PER_MACHINE = 8
 @dataclass(frozen=True, slots=True)
 class Gpu:
     gib: float
-    """What torch finds."""
+    """As torch reports it."""
     flops: float
-    """Of dense bfloat16 matrices, a second."""
+    """Dense bfloat16, per second."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To another GPU of the machine, in one direction."""
+    """To another GPU of the machine, one direction."""
     price_per_hour: float
-    """In US dollars: an assumption of this project, about what was asked for on demand in 2025;
-    `--price` is your own."""
+    """US dollars: our assumption, roughly on-demand prices of 2025; `--price` sets your own."""
 
 
 GPUS = {
@@ -40,13 +39,13 @@ GPUS = {
     "H800-80GB": Gpu(79.1, 989e12, 3.35e12, 200e9, 2.5),
     "H100-80GB": Gpu(79.1, 989e12, 3.35e12, 450e9, 2.5),
     "H200-141GB": Gpu(139.8, 989e12, 4.8e12, 450e9, 3.5),
-    # One core of the machine of docs/benchmarks.md: assumed, for `--calibrate` to correct.
+    # One core of the machine in docs/benchmarks.md: an assumption that `--calibrate` corrects.
     "CPU": Gpu(8.0, 100e9, 10e9, 10e9, 0.05),
 }
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name, or by a part of it that no other one has."""
+    """Return a GPU by its name, or by a part of it that is unique."""
     matches = [each for each in GPUS if each == name] or [each for each in GPUS if name in each]
     if not name or len(matches) != 1:
         raise ConfigError(f"unknown GPU {name!r}: expected one of {', '.join(GPUS)}")

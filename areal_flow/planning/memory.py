@@ -1,18 +1,17 @@
-"""Peak memory of trainer ranks, from the trainer's own step on tensors without content.
+"""Peak GPU memory: trainer ranks by the trainer's own step, generators by formula.
 
-Nothing is estimated by formula: the policy, its passes, losses and optimizer are those that train.
-Tensors of the policy, and all that is computed from them, are torch's fake ones, which have a shape
-and no content; what the host computes (batches, advantages, plans) is real. A number that the
-host reads of a fake tensor is 1.
+A trainer rank is not estimated by formula: the policy, its passes, losses and optimizer are those
+that train. The policy's tensors, and everything computed from them, are torch's fake tensors, which
+have a shape and no content; what the host computes (batches, advantages, plans) is real. A number
+that the host reads from a fake tensor is 1.
 
-For `trainer.device = "cuda"` attention and head are those of a GPU, although torch's build may be
-the CPU's; linear layers and AdamW are the plain and the fused one, layers are not compiled, and the
-allocator rounds to 512 bytes. Not in the figures: CUDA's
-context, libraries' workspaces and fragmentation, for which `RESERVED_BYTES` and `FRAGMENTATION` are
-left free.
+For `trainer.device = "cuda"` attention and head are those of a GPU, even where torch was built for
+CPUs; linear layers and AdamW are the plain and the fused one, layers are not compiled, and the
+allocator rounds to 512 bytes. The figures exclude the CUDA context, workspaces of libraries and
+fragmentation, for which `RESERVED_BYTES` and `FRAGMENTATION` are left free.
 
-Of several ranks, torch's fake process group stands for the others, and rank 0 alone is computed:
-each rank has as many rows and equally long ones, and none has more of a tensor.
+With several ranks, torch's fake process group stands for the others, and only rank 0 is computed:
+all ranks have the same rows, and none has a larger part of a tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from areal_flow.config import Recipe
-from areal_flow.core.errors import ConfigError
+from areal_flow.core.errors import ConfigError, EngineError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Rendezvous, VersionSpan
+from areal_flow.planning.gpus import GIB, gpu_bytes
 from areal_flow.policy.models import reward_model, segments
 from areal_flow.policy.models.linear import OneDnnLinear
 from areal_flow.policy.models.lora import add_adapter
-from areal_flow.policy.models.policy import policy_from_config
+from areal_flow.policy.models.policy import DTYPES, policy_from_config
 from areal_flow.policy.models.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.training import activations, critic, linear_logprobs, passes
 from areal_flow.training.kernels import RESERVED_BYTES
 from areal_flow.training.rank import TrainerRank
@@ -54,8 +56,10 @@ from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.step import train_step
 
 FRAGMENTATION = 0.05
-"""Of the peak: what the caching allocator holds in parts too small to be used."""
+"""Share of the peak that the caching allocator holds in blocks too small to be used."""
 
+ENGINE_BYTES = 2 * GIB
+"""What vLLM needs besides weights and cache: CUDA context, graphs and activations."""
 _KINDS = {
     "Parameter": "parameters",
     "Buffer": "parameters",
@@ -65,7 +69,7 @@ _KINDS = {
     "Other": "activations",
     "Temp": "temporaries",
 }
-"""What torch's tracker calls each kind, and what it is called here."""
+"""Our name for each kind of torch's tracker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +77,21 @@ class RankMemory:
     rank: int
     peak_bytes: int
     by_kind: Mapping[str, int]
-    """Of the peak: parameters, gradients, optimizer, activations, temporaries."""
+    """The peak by parameters, gradients, optimizer, activations and temporaries."""
     kept_bytes: int = 0
-    """Between two steps, once it has given back what it does not begin the next one with."""
+    """Kept between two steps."""
 
     @property
     def needed_bytes(self) -> int:
-        """What of a GPU this rank takes."""
+        """GPU memory that this rank needs."""
         return int(self.peak_bytes * (1 + FRAGMENTATION)) + RESERVED_BYTES
 
 
 def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
-    """Return each trainer rank's peak within a step of the recipe's longest rows.
+    """Return each trainer rank's peak within a step on the recipe's longest rows.
 
     Args:
-        config: the policy's configuration, as `transformers` has it.
+        config: the policy's `transformers` configuration.
     """
     if recipe.trainer.optimizer != "adamw":
         raise ConfigError(
@@ -98,13 +102,13 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     num_ranks, lora = recipe.cluster.num_trainers, recipe.trainer.lora
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
-        if lora.rank:  # here: `peft` moves its tensors, which fake ones cannot
+        if lora.rank:  # before the fake mode: `peft` moves tensors, which fake ones do not support
             add_adapter(policy, lora)
     on_cpu = recipe.trainer.model_copy(update={"device": "cpu", "lora": LoraSettings()})
     if on_cuda:
         _undo_onednn(policy)
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
-    # What each chunk returns of likely tokens is put together.
+    # Likely tokens of all chunks are concatenated.
     all_chunks = recipe.algorithm.reference_top_k > 0
     with fake_ranks(num_ranks) as ranks, _as_on(on_cuda, all_chunks), fake, device:
         rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
@@ -130,7 +134,7 @@ def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRan
 
 
 def _trained(rank: TrainerRank) -> list[tuple[nn.Module, Any]]:
-    """Return the policy and the critic, if there is one, each with its optimizer."""
+    """Return policy and critic, if any, each with its optimizer."""
     backend: Any = rank.backend
     parts = [(backend.policy, backend.optimizer)]
     if critic := backend.critic:
@@ -145,22 +149,21 @@ def _undo_onednn(policy: nn.Module) -> None:
 
 
 def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, int], int]:
-    """Return bytes by kind at a step's peak, and those that are kept until the next step.
+    """Return bytes by kind at a step's peak, and bytes kept until the next step.
 
     Args:
-        rows: tokens of each sequence of a micro-batch.
+        rows: the length of each sequence of a micro-batch, in tokens.
     """
     backend = rank.backend
     algorithm = rank.config.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
     num_batches = backend.passes.num_batches
-    # The first step makes the optimizer's state and the places of gathered weights, which are
-    # there at every later peak.
+    # The first step allocates the optimizer's state and the buffers of gathered weights.
     train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
     tracker = PassesTracker()
     tracker.track_external(*chain.from_iterable(_trained(rank)))
     with tracker, warnings.catch_warnings():
-        # It says so of modules that are gone by then, which have nothing to be counted.
+        # Of modules that no longer exist, and have nothing to count.
         warnings.filterwarnings("ignore", message="Module is None. Skipping")
         sequences = longest_sequences(rows, num_batches)
         train_step(backend, sequences, step=2, settings=settings)
@@ -174,7 +177,7 @@ def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, in
 
 
 def longest_rows(recipe: Recipe) -> list[int]:
-    """Return the tokens of each sequence of a full micro-batch of the longest ones there can be."""
+    """Return the sequence lengths of a full micro-batch of the longest possible rows."""
     max_tokens = recipe.trainer.tokens_per_micro_batch
     longest = min(max_tokens, recipe.generation.max_model_len or max_tokens)
     rest = max_tokens % longest
@@ -182,10 +185,10 @@ def longest_rows(recipe: Recipe) -> list[int]:
 
 
 def longest_sequences(lengths: Sequence[int], num_batches: int) -> list[TrainingSequence]:
-    """Return two micro-batches a rank: at the second one there are gradients, too."""
+    """Return two micro-batches per rank: the second one runs while gradients exist."""
     return [
         TrainingSequence(
-            prompt_tokens=np.full(1, group, np.int32),  # no two share it
+            prompt_tokens=np.full(1, group, np.int32),  # not shared
             output_tokens=np.zeros(length - 1, np.int32),
             behavior_logprobs=np.full(length - 1, -1.0, np.float32),
             trained=np.ones(length - 1, np.bool_),
@@ -198,11 +201,11 @@ def longest_sequences(lengths: Sequence[int], num_batches: int) -> list[Training
 
 
 class FakeDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Over a `FakeTensorMode`: what is computed of real tensors alone is real, as on the host."""
+    """On top of a `FakeTensorMode`: compute with real tensors alone for real, as the host does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come here again
+            return NotImplemented  # dispatched again for its local tensors
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
             with unset_fake_temporarily():
@@ -213,7 +216,7 @@ class FakeDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FakeRanks(ConnectedRanks):
-    """Of which this process is rank 0, and the others are nobody."""
+    """This process is rank 0; the other ranks do not exist."""
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         (own,) = tensors.values()
@@ -226,18 +229,17 @@ class _FakeRanks(ConnectedRanks):
 
 @contextmanager
 def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
-    """Choose the kernels of attention and head that a GPU has; the fake device is torch's CPU.
+    """Choose a GPU's kernels of attention and head, although the fake device is torch's CPU.
 
-    What a GPU offloads is not there until it comes back. What comes to the host is real.
+    Offloaded tensors take no memory until they return. What is copied to the host is real.
     """
-
     chunks_of = linear_logprobs._chunks
 
     def few_chunks(*of: Any) -> list[Any]:
         return _first_and_last([*chunks_of(*of)])
 
     def critic_of(policy: nn.Module, **of: Any) -> Any:
-        with unset_fake_temporarily():  # as the policy, whose tensors are on the meta device
+        with unset_fake_temporarily():  # on the meta device, as the policy
             model = reward_model.critic_of(policy, **of)
         if on_cuda:
             _undo_onednn(model)
@@ -247,21 +249,21 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
         (segments, "has_fused_kernels", lambda device: on_cuda),
         (passes, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
-        *([(activations, "MainMemoryCopy", _Elsewhere)] if on_cuda else []),
+        *([(activations, "MainMemoryCopy", _OffloadedTensor)] if on_cuda else []),
         *([] if all_chunks else [(linear_logprobs, "_chunks", few_chunks)]),
     ]
-    own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     try:
         for each in replaced:
             setattr(*each)
         yield
     finally:
-        for each in own:
+        for each in originals:
             setattr(*each)
 
 
 def _first_and_last(chunks: list[Any]) -> list[Any]:
-    """Of a head: those between take what the second one does, and leave nothing behind."""
+    """Return the chunks of a head that matter: the middle ones need what the second one does."""
     return [*chunks[:2], *chunks[2:][-1:]]
 
 
@@ -270,8 +272,8 @@ def _zeros_like_on_host(values: Tensor) -> Tensor:
         return torch.zeros(values.shape, dtype=torch.float64)
 
 
-class _Elsewhere:
-    """Keeps of a tensor what it takes to make another without content."""
+class _OffloadedTensor:
+    """Keeps only the metadata of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -303,14 +305,125 @@ class PassesTracker(MemTracker):  # type: ignore[no-untyped-call]
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
     ) -> tuple[int, int]:
-        """Leave out hooks of gradients where a parameter is frozen: it takes none."""
+        """Install no gradient hooks on modules with frozen parameters, which refuse them."""
         have_gradients = all(each.requires_grad for each in module.parameters())
         return super()._track_module_params_and_buffers(
             module, install_grad_hooks and have_gradients
         )
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        """Leave out each module's own peaks, which take four fifths of the time."""
+        """Skip the peaks of each module, which take four fifths of the time."""
         modules, self.memory_tracking = self.memory_tracking, WeakIdKeyDictionary()
         super()._update_peak_stats(peak_state)
         self.memory_tracking = modules
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorMemory:
+    """The memory of a generator on each of its GPUs."""
+
+    weights_bytes: int
+    cache_token_bytes: int
+    """Keys and values of one token."""
+    taken_bytes: int
+    """Its total, which the cache fills up."""
+    longest_tokens: int
+    """The longest sequence, which the cache must hold."""
+
+    @property
+    def cache_tokens(self) -> int:
+        left = self.taken_bytes - ENGINE_BYTES - self.weights_bytes
+        return max(0, left // self.cache_token_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.cache_tokens >= self.longest_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    gpu_bytes: int
+    ranks: Sequence[RankMemory]
+    generator: GeneratorMemory | None
+    """None on a CPU."""
+    shares_gpu: bool
+    """Whether trainer and generator are on the same GPU."""
+    takes_turns: bool = False
+    """Whether each frees its memory while the other works, except what it keeps."""
+
+    @property
+    def trainer_bytes(self) -> int:
+        """GPU memory available to a trainer rank."""
+        if not self.generator or not self.shares_gpu:
+            return self.gpu_bytes
+        return self.gpu_bytes - (ENGINE_BYTES if self.takes_turns else self.generator.taken_bytes)
+
+    @property
+    def generator_bytes(self) -> int:
+        """GPU memory available to a generator, next to what an idle trainer keeps."""
+        kept = max(rank.kept_bytes for rank in self.ranks) + RESERVED_BYTES
+        return self.gpu_bytes - (kept if self.takes_turns else 0)
+
+    @property
+    def fits(self) -> bool:
+        if any(rank.needed_bytes > self.trainer_bytes for rank in self.ranks):
+            return False
+        if self.generator is None:
+            return True
+        return self.generator.fits and self.generator.taken_bytes <= self.generator_bytes
+
+
+def plan_memory(
+    recipe: Recipe, ranks: Sequence[RankMemory], policy: nn.Module, *, gpu: str
+) -> MemoryPlan:
+    """Return how trainer ranks and generators use a GPU.
+
+    Args:
+        policy: a policy of the recipe's shapes, possibly on the meta device.
+    """
+    num_bytes = gpu_bytes(gpu)
+    on_gpu = torch.device(recipe.generation.device).type == "cuda"
+    generator = generator_memory(recipe, policy, num_bytes) if on_gpu else None
+    return MemoryPlan(num_bytes, ranks, generator, recipe.shares_gpu, recipe.takes_turns)
+
+
+def planned_cache(recipe: Recipe, policy: Any, num_bytes: int) -> GenerationSettings:
+    """Return vLLM's settings with a cache of fixed size, for a GPU shared with a trainer.
+
+    vLLM would measure free memory: it would count what the trainer allocates meanwhile as its own,
+    and fail where the trainer frees memory.
+
+    Args:
+        policy: a policy of the recipe's shapes, possibly on the meta device.
+        num_bytes: memory of the GPU.
+
+    Raises:
+        EngineError: the longest sequence does not fit.
+    """
+    settings, memory = recipe.generation, generator_memory(recipe, policy, num_bytes)
+    if not memory.fits:
+        raise EngineError(
+            f"generation.vllm.gpu_memory_utilization ({settings.vllm.gpu_memory_utilization}) "
+            f"leaves room for {memory.cache_tokens:,} tokens beside the weights, and one sequence "
+            f"may have {memory.longest_tokens:,}: raise it, or lower generation.max_model_len"
+        )
+    return settings.model_copy(update={"kv_cache_tokens": memory.cache_tokens})
+
+
+def generator_memory(recipe: Recipe, policy: Any, num_bytes: int) -> GeneratorMemory:
+    settings, shape = recipe.generation, policy.config.get_text_config()
+    size, parts = DTYPES[settings.dtype].itemsize, settings.vllm.tensor_parallel_size
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    num_weights = sum(prod(tensor.shape) for tensor in policy.parameters())
+    weight_size = 1 if settings.vllm.quantization == "fp8" else size
+    return GeneratorMemory(
+        weights_bytes=weight_size * num_weights // parts,
+        cache_token_bytes=2
+        * size
+        * shape.num_hidden_layers
+        * shape.num_key_value_heads
+        * head_dim
+        // parts,
+        taken_bytes=int(settings.vllm.gpu_memory_utilization * num_bytes),
+        longest_tokens=settings.max_model_len or recipe.trainer.tokens_per_micro_batch,
+    )

@@ -1,6 +1,6 @@
-"""A run in virtual time: the controller and both schedules as they are, over costs that are stated.
+"""Simulate a run in virtual time: the real controller and schedules, over the cost model.
 
-Not simulated: transfers of trajectories, the log, and scoring, but for a fixed time an answer.
+Not simulated: transfers of trajectories and the log. Scoring takes a fixed time per completion.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from areal_flow.flow.flow_setup import (
 )
 from areal_flow.flow.schedules import SCHEDULES
 from areal_flow.log.ledger_row import Provenance
-from areal_flow.planning.costs import Costs
-from areal_flow.planning.lengths import Lengths
+from areal_flow.planning.costs import Costs, Lengths
 from areal_flow.planning.virtual_time import Spans, VirtualGenerator, run_in_virtual_time
 
 PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
@@ -47,15 +46,15 @@ PROMPT = Prompt("prompt", "a question", "its answer", 1, as_tokens([1]))
 
 @dataclass(frozen=True)
 class FaultModel:
-    """What may go wrong; nothing does by default."""
+    """What may go wrong; by default nothing does."""
 
     speeds: Sequence[float] = (1.0,)
-    """Of generators, one after the other and over again."""
+    """Relative speeds of generators, cycled."""
     failures_per_hour: float = 0.0
-    """Of each generator."""
+    """Per generator."""
     restart_s: float = 120.0
     slow_load_s: Callable[[int], float] = lambda generator: 0.0
-    """How much longer a generator takes to read new weights."""
+    """Extra time of a generator to read new weights."""
     seed: int = 0
 
 
@@ -66,11 +65,11 @@ class Simulated:
     step_s: float
     train_s: float
     generators_busy: float
-    """Of their time."""
+    """Share of their time."""
     staleness: dict[int, float] = field(repr=False)
     """Shares of trained tokens by staleness, in versions."""
     ages: dict[int, float] = field(repr=False)
-    """Shares of all tokens that the trainer was given, masked ones too."""
+    """Shares of all tokens in the batches, masked ones included, by age in versions."""
     generated_tokens_per_s: float
     trained_tokens_per_s: float
     masked_fraction: float
@@ -86,7 +85,7 @@ class Simulated:
 
 
 class Written(NamedTuple):
-    """A group that is written at once."""
+    """A group whose write takes no time."""
 
     receipt: GroupReceipt
 
@@ -98,19 +97,18 @@ class VirtualCluster:
     """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
 
     def __init__(
-        self, recipe: Recipe, costs: Costs, lengths: Lengths, troubles: FaultModel = FaultModel()
+        self, recipe: Recipe, costs: Costs, lengths: Lengths, faults: FaultModel = FaultModel()
     ) -> None:
-        self._costs, self._lengths, self._troubles = costs, lengths, troubles
+        self._costs, self._lengths, self._faults = costs, lengths, faults
         self._shares_gpu = recipe.cluster.has_one_gpu
-        self._random = random.Random(troubles.seed)
-        speeds = troubles.speeds
-        how = {"prompt_tokens": lengths.prompt_tokens}
+        self._random = random.Random(faults.seed)
+        speeds = faults.speeds
         self.generators = [
             VirtualGenerator(
                 costs,
+                prompt_tokens=lengths.prompt_tokens,
                 interruption=recipe.generation.interruption,
                 speed=speeds[number % len(speeds)],
-                **how,
             )
             for number in range(recipe.cluster.num_generators)
         ]
@@ -126,7 +124,7 @@ class VirtualCluster:
     async def roll_out(self, episode: Episode) -> Written:
         async with self._slots:
             members: list[Spans] = []
-            while not members:  # lost with its generator: the scheduler has another one run it
+            while not members:  # a group that its generator lost runs again on another one
                 generator = min(self.generators, key=lambda generator: generator.num_groups)
                 generator.num_groups += 1
                 with suppress(EngineError):
@@ -142,7 +140,7 @@ class VirtualCluster:
         return Written(GroupReceipt(index, (), receipts))
 
     async def _score(self, number: int) -> None:
-        """Wait until all reward workers, one after the other, are done with what came before."""
+        """Wait until the reward workers have scored everything in their queue."""
         now = asyncio.get_running_loop().time()
         self._scored_at = max(self._scored_at, now) + number * self._costs.reward_s
         await asyncio.sleep(self._scored_at - now + self._costs.commit_s)
@@ -154,7 +152,7 @@ class VirtualCluster:
     async def append(self, row: dict[str, object]) -> None: ...
 
     async def step(self, request: StepRequest) -> StepResult:
-        """Compute every token, masked ones too."""
+        """Take the time to compute every token, masked ones included."""
         spans = [self._spans.pop(identifier) for identifier in request.trajectory_ids]
         counted = count_staleness(
             spans, policy_version=request.policy_version, max_staleness=request.max_staleness
@@ -163,12 +161,12 @@ class VirtualCluster:
         seconds = self._costs.train_s(
             [prompt + sum(span.length for span in each) for each in spans]
         )
-        beside = [each for each in self.generators if self._shares_gpu and each.num_groups]
-        for generator in beside:
+        sharing = [each for each in self.generators if self._shares_gpu and each.num_groups]
+        for generator in sharing:
             seconds *= 2  # both have half of the GPU
             generator.change_speed(0.5)
         await asyncio.sleep(seconds)
-        for generator in beside:
+        for generator in sharing:
             generator.change_speed(2.0)
         self.staleness.append(Counter(counted.num_trained_by_staleness))
         ages = Counter[int]()
@@ -196,15 +194,15 @@ class VirtualCluster:
         return [ServedWeights(version, served_hash, self._costs.load_s, 0.0)] * len(waits)
 
     async def _load(self, number: int, version: int) -> None:
-        await asyncio.sleep(self._costs.load_s + self._troubles.slow_load_s(number))
+        await asyncio.sleep(self._costs.load_s + self._faults.slow_load_s(number))
         if version > self.generators[number].version:
             await self.generators[number].load(version)
 
-    async def fail_now_and_then(self) -> None:
-        rate = self._troubles.failures_per_hour * len(self.generators) / 3600
+    async def inject_failures(self) -> None:
+        rate = self._faults.failures_per_hour * len(self.generators) / 3600
         while rate:
             await asyncio.sleep(self._random.expovariate(rate))
-            self._random.choice(self.generators).fail(restart_s=self._troubles.restart_s)
+            self._random.choice(self.generators).fail(restart_s=self._faults.restart_s)
             self.num_failures += 1
         await asyncio.Event().wait()
 
@@ -215,24 +213,28 @@ def simulate(
     lengths: Lengths,
     *,
     num_skipped: int,
-    troubles: FaultModel = FaultModel(),
+    faults: FaultModel = FaultModel(),
 ) -> Simulated:
-    """Run a recipe of so many generators in virtual time; measure all steps but the first ones."""
+    """Run a recipe in virtual time; measure all but the first `num_skipped` steps."""
     simulated: Simulated = run_in_virtual_time(
-        _simulate(recipe, costs, lengths, troubles, num_skipped)
+        _simulate(recipe, costs, lengths, faults, num_skipped)
     )
     return simulated
 
 
 async def _simulate(
-    recipe: Recipe, costs: Costs, lengths: Lengths, troubles: FaultModel, num_skipped: int
+    recipe: Recipe, costs: Costs, lengths: Lengths, faults: FaultModel, num_skipped: int
 ) -> Simulated:
-    cluster, loop = VirtualCluster(recipe, costs, lengths, troubles), asyncio.get_running_loop()
+    cluster, loop = VirtualCluster(recipe, costs, lengths, faults), asyncio.get_running_loop()
     rows: deque[dict[str, Any]] = deque()
 
     async def on_step(row: dict[str, Any]) -> None:
-        done = {"at": loop.time(), "busy": sum(each.busy_s for each in cluster.generators)}
-        rows.append(row | done | {"tokens": sum(each.num_tokens for each in cluster.generators)})
+        totals = {
+            "at": loop.time(),
+            "busy": sum(each.busy_s for each in cluster.generators),
+            "tokens": sum(each.num_tokens for each in cluster.generators),
+        }
+        rows.append(row | totals)
 
     flow = Flow(
         recipe,
@@ -241,7 +243,7 @@ async def _simulate(
         Provenance(1, recipe.digest(), "code"),
         max_running=max_running_trajectories(recipe, num_generators=len(cluster.generators)),
     )
-    failing = asyncio.create_task(cluster.fail_now_and_then())
+    failing = asyncio.create_task(cluster.inject_failures())
     try:
         await SCHEDULES[recipe.schedule](flow)
     finally:

@@ -1,8 +1,8 @@
-"""Virtual time: an event loop whose clock jumps to the next timer, and a generator in it.
+"""Virtual time: an event loop whose clock jumps to the next timer, and a generator on it.
 
 The generator decodes all its rows together, one token each per decode step. The time of a step
-grows with its rows and with the tokens in their cache. Nothing happens between two events (a row
-ends, a row begins, new weights come), so one process simulates thousands of generators.
+grows with the number of rows and of tokens in their cache. Nothing happens between two events (a
+row starts or ends, new weights arrive), so one process simulates thousands of generators.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from areal_flow.rollout.engines.protocol import Interruption
 
 
 class _NoWaiting(SelectSelector):
-    """Never waits for files or sockets, of which there are none."""
+    """Never waits: there are no files or sockets."""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Never sleeps; `time()` is the moment of the latest timer."""
+    """Never sleeps; `time()` is when the latest timer was due."""
 
     def __init__(self) -> None:
         super().__init__(_NoWaiting())
@@ -45,7 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
     ) -> Any:
-        """Call at once, in this thread: a thread's work takes no time here."""
+        """Call the function in this thread: its work takes no virtual time."""
         done = self.create_future()
         done.set_result(func(*args))
         return done
@@ -59,8 +59,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run to completion; cancel what is left running, and return the result."""
-    gc.freeze()  # what exists already is not looked at again by each collection: a third less time
+    """Run a coroutine to completion, cancel tasks that are left, and return the result."""
+    gc.freeze()  # collections skip what exists already, which saves a third of the time
     try:
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             return runner.run(coroutine)
@@ -73,7 +73,7 @@ Spans = tuple[VersionSpan, ...]
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Completions that are asked for together."""
+    """Completions that were requested together."""
 
     ended: asyncio.Future[list[Spans]]
     members: list[Spans]
@@ -84,7 +84,7 @@ class Group:
 
 
 class Row(NamedTuple):
-    """A sequence that decodes; rows are ordered by their ends, counted in decode steps."""
+    """A running sequence; rows are ordered by their ends, counted in decode steps."""
 
     end: float
     number: int
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 class VirtualGenerator:
-    """Decodes rows; `_at` is up to when, in the future while it computes something else."""
+    """Decodes rows up to the time `_at`, which is in the future during prefills."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class VirtualGenerator:
         interruption: Interruption = "interrupt",
         speed: float = 1.0,
     ) -> None:
-        """Take how many times as fast as the costs say it is."""
+        """`speed` is relative to the costs."""
         self.num_groups = 0
         self.busy_s = 0.0
         self.num_tokens = 0.0
@@ -114,40 +114,40 @@ class VirtualGenerator:
         self._speed = speed
         self._rows: list[Row] = []
         self._begins = 0.0
-        """The sum of the decode steps at which its rows began."""
+        """Sum of the decode steps at which the rows began."""
         self._waiting: deque[tuple[int, Group, int]] = deque()
         self._numbers = count()
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time()
         self._steps = 0.0
         self._loads = [(0.0, 0)]
-        """Each version, and the decode step that was its first."""
+        """The first decode step of each version."""
         self._draining: list[tuple[int, asyncio.Future[None]]] = []
-        """Versions that wait for the rows to end, with the rule `drain`."""
+        """With `drain`: versions that wait for the rows to end."""
         self._timer: asyncio.TimerHandle | None = None
 
     def complete(self, lengths: Sequence[int]) -> asyncio.Future[list[Spans]]:
-        """Return what will be the version spans of completions of so many tokens."""
+        """Start completions of these lengths; return a future of their version spans."""
         group = Group(self._loop.create_future(), [() for _ in lengths])
         self._waiting += [(length, group, member) for member, length in enumerate(lengths)]
         self._go_on()
         return group.ended
 
     def load(self, version: int) -> asyncio.Future[None]:
-        """Decode with new weights from here on, by the rule for what runs; return their arrival."""
+        """Switch to new weights by the interruption rule; return a future of the switch."""
         self._advance()
         arrived = self._loop.create_future()
         if self._interruption == "drain" and self._rows:
             self._draining.append((version, arrived))
             return arrived
         if self._interruption == "interrupt":
-            self._compute_other(self._num_cached * self._costs.prefill_token_s)
+            self._prefill(self._num_cached * self._costs.prefill_token_s)
         self._switch(version, arrived)
         self._go_on()
         return arrived
 
     def fail(self, *, restart_s: float) -> None:
-        """Lose all rows; begin again after so long, with the newest weights."""
+        """Lose all rows; continue after `restart_s`, with the newest weights."""
         self._advance()
         for group in {row.group for row in self._rows} | {group for _, group, _ in self._waiting}:
             if not group.ended.done():
@@ -175,7 +175,7 @@ class VirtualGenerator:
         if not arrived.done():
             arrived.set_result(None)
 
-    def _compute_other(self, seconds: float) -> None:
+    def _prefill(self, seconds: float) -> None:
         self._at += seconds / self._speed
         self.busy_s += seconds / self._speed
 
@@ -191,7 +191,7 @@ class VirtualGenerator:
                 row = Row(self._steps + length, next(self._numbers), self._steps, group, member)
                 heappush(self._rows, row)
                 self._begins += self._steps
-                self._compute_other(self._prompt_tokens * self._costs.prefill_token_s)
+                self._prefill(self._prompt_tokens * self._costs.prefill_token_s)
         if self._timer:
             self._timer.cancel()
         if self._rows:
@@ -220,17 +220,17 @@ class VirtualGenerator:
         self._at = now
 
     def _rates(self) -> tuple[float, float]:
-        """Return the time of the next decode step, and how much longer each later one takes."""
+        """Return the time of the next decode step, and its growth per step."""
         first = self._costs.decode_s(len(self._rows), self._num_cached)
         return first / self._speed, len(self._rows) * self._costs.cached_token_s / self._speed
 
     def _seconds_of(self, steps: float) -> float:
-        first, longer = self._rates()
-        return max(0.0, steps * (first + longer * steps / 2))
+        first, growth = self._rates()
+        return max(0.0, steps * (first + growth * steps / 2))
 
     def _steps_in(self, seconds: float) -> float:
-        first, longer = self._rates()
-        return 2 * seconds / (first + sqrt(first * first + 2 * longer * seconds))
+        first, growth = self._rates()
+        return 2 * seconds / (first + sqrt(first * first + 2 * growth * seconds))
 
     def _spans(self, row: Row) -> Spans:
         first = bisect_right(self._loads, (row.begin, 1 << 62)) - 1

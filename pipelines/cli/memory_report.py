@@ -7,10 +7,16 @@ from typing import Any
 import torch
 
 from areal_flow.config import Recipe
-from areal_flow.planning.gpu_memory import GeneratorMemory, MemoryPlan, plan_memory
+from areal_flow.planning.costs import model_config
 from areal_flow.planning.gpus import GIB, gpu_bytes
-from areal_flow.planning.memory import FRAGMENTATION, RankMemory, trainer_memory
-from areal_flow.planning.shapes import model_config
+from areal_flow.planning.memory import (
+    FRAGMENTATION,
+    GeneratorMemory,
+    MemoryPlan,
+    RankMemory,
+    plan_memory,
+    trainer_memory,
+)
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.training.kernels import RESERVED_BYTES
 from pipelines.console.tables import Report, Table

@@ -7,14 +7,10 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.core.layout import RunLayout
-from areal_flow.planning.calibration import Calibration
-from areal_flow.planning.costs import Policy
-from areal_flow.planning.gpu_memory import MemoryPlan, plan_memory
+from areal_flow.planning.costs import Policy, assumed_lengths, model_config
 from areal_flow.planning.gpus import GIB, gpu_named
-from areal_flow.planning.lengths import assumed_lengths
-from areal_flow.planning.memory import trainer_memory
-from areal_flow.planning.planner import Job, Plan, generator_gpus, make_plan
-from areal_flow.planning.shapes import model_config
+from areal_flow.planning.memory import MemoryPlan, plan_memory, trainer_memory
+from areal_flow.planning.planner import Calibration, Job, Plan, generator_gpus, make_plan
 from pipelines.console.tables import Report, Table
 from pipelines.jobs.run_plan import calibrate_run, job_of_run, lengths_of_run
 

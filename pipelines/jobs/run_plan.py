@@ -16,12 +16,16 @@ from pathlib import Path
 
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.queries import Run
-from areal_flow.planning.calibration import Calibration, calibrate, steady
-from areal_flow.planning.costs import Policy
+from areal_flow.planning.costs import Lengths, Policy, model_config, recorded_lengths
 from areal_flow.planning.gpus import gpu_named
-from areal_flow.planning.lengths import Lengths, recorded_lengths
-from areal_flow.planning.planner import Job, enough_generators, with_cluster
-from areal_flow.planning.shapes import model_config
+from areal_flow.planning.planner import (
+    Calibration,
+    Job,
+    calibrate,
+    enough_generators,
+    steady,
+    with_cluster,
+)
 
 
 def lengths_of_run(layout: RunLayout) -> Lengths:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from areal_flow.config import load_recipe
-from areal_flow.planning.gpu_memory import plan_memory
+from areal_flow.planning.costs import model_config
 from areal_flow.planning.gpus import GIB
-from areal_flow.planning.memory import trainer_memory
-from areal_flow.planning.shapes import model_config
+from areal_flow.planning.memory import plan_memory, trainer_memory
 from areal_flow.policy.models.policy import policy_from_config
 from pipelines.jobs.job import recipe_path
 

@@ -25,8 +25,8 @@ from areal_flow.core.errors import EngineError, TrainerLost
 from areal_flow.core.gpu_lock import ALONE, gpu_lock
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import EngineStats, StepRequest
-from areal_flow.planning.gpu_memory import generator_memory
 from areal_flow.planning.gpus import GIB
+from areal_flow.planning.memory import generator_memory
 from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.rollout.engines import registry
 from areal_flow.rollout.engines.protocol import GenerationSettings

@@ -15,10 +15,15 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.layout import RunLayout
 from areal_flow.planning import memory
-from areal_flow.planning.gpu_memory import plan_memory
+from areal_flow.planning.costs import model_config
 from areal_flow.planning.gpus import GIB, gpu_bytes
-from areal_flow.planning.memory import RankMemory, longest_rows, memory_of_step, trainer_memory
-from areal_flow.planning.shapes import model_config
+from areal_flow.planning.memory import (
+    RankMemory,
+    longest_rows,
+    memory_of_step,
+    plan_memory,
+    trainer_memory,
+)
 from areal_flow.policy.models.huggingface import AutoConfig
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.policy.weights.channel import HashingWriter

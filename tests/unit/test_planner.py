@@ -10,13 +10,19 @@ import pytest
 
 from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError, RunError
-from areal_flow.planning.calibration import calibrate
-from areal_flow.planning.costs import ASSUMED, Efficiencies, Policy, costs_of
+from areal_flow.planning.costs import (
+    ASSUMED,
+    Efficiencies,
+    Policy,
+    assumed_lengths,
+    costs_of,
+    model_config,
+)
 from areal_flow.planning.gpus import GPUS, gpu_named
-from areal_flow.planning.lengths import assumed_lengths
 from areal_flow.planning.memory import RankMemory
 from areal_flow.planning.planner import (
     Job,
+    calibrate,
     enough_generators,
     fastest_split,
     generator_gpus,
@@ -24,7 +30,6 @@ from areal_flow.planning.planner import (
     simulated_run,
     with_cluster,
 )
-from areal_flow.planning.shapes import model_config
 from areal_flow.policy.models.huggingface import AutoConfig
 from benchmarks.paper import HOURS, Setting
 from pipelines.cli.main import main

@@ -12,9 +12,9 @@ import pytest
 from areal_flow.config import Recipe
 from areal_flow.core.types import VersionSpan
 from areal_flow.log.ledger_row import group_seeds
-from areal_flow.planning.costs import Costs
-from areal_flow.planning.lengths import (
+from areal_flow.planning.costs import (
     NUM_DRAWN,
+    Costs,
     Lengths,
     assumed_lengths,
     recorded_lengths,
@@ -139,9 +139,9 @@ def test_a_batch_of_equal_completions_takes_the_sum_of_its_steps() -> None:
 def test_slow_generators_failures_and_slow_loads_cost_what_they_take_away() -> None:
     recipe, costs = recipe_of(2), decoding()
 
-    def found(**troubles: Any) -> Simulated:
-        with_them = FaultModel(**troubles)
-        return simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED, troubles=with_them)
+    def found(**faults: Any) -> Simulated:
+        with_them = FaultModel(**faults)
+        return simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED, faults=with_them)
 
     whole = found()
     slow = found(speeds=(1.0, 0.5)).trained_tokens_per_s

@@ -65,7 +65,7 @@ SHORT_SETTINGS = {
     "algorithm.num-minibatches": 2,
     "generation.max-new-tokens": 16,
     "trainer.learning-rate": 4e-5,
-    "trainer.num-learning-rate-warmup-steps": 0,
+    "trainer.num-warmup-steps": 0,
 }
 LONG_SETTINGS = {
     "controller.batch-size": 32,
@@ -73,7 +73,7 @@ LONG_SETTINGS = {
     "algorithm.num-minibatches": 1,
     "generation.max-new-tokens": 512,
     "trainer.learning-rate": 1e-5,
-    "trainer.num-learning-rate-warmup-steps": 0,
+    "trainer.num-warmup-steps": 0,
     "sft.num-steps": 0,
     "generation.max-model-len": 640,
     "generation.max-num-seqs": 32,

@@ -48,7 +48,7 @@ class StepRow(pa.DataFrameModel):
     num_waiting_tokens: pl.Int64 = pa.Field(
         ge=0, description="committed, not yet consumed, after this step"
     )
-    masked_fraction_by_tenth: pl.List(pl.Float64) = pa.Field(
+    masked_fraction_by_decile: pl.List(pl.Float64) = pa.Field(
         description="by position in the completion"
     )
     staleness_mean: pl.Float64 = pa.Field(ge=0, description="over trained tokens, in versions")

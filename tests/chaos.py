@@ -54,7 +54,7 @@ SETTINGS = {
     "controller.batch-size": "128",
     "controller.group-size": "8",
     "trainer.checkpoint-every-steps": "3",
-    "cluster.silent-after-s": "3",
+    "cluster.heartbeat-timeout-s": "3",
     "rewards": '[{verifier = "tests.integration.verifiers:reward_short"}]',
     "tracking.enabled": "false",
 }

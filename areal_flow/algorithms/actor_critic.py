@@ -31,7 +31,7 @@ class CriticSettings(Settings):
     """Learning rate of the critic (AdamW, constant)."""
     discount: float = Field(1.0, gt=0, le=1)
     """Discount factor gamma."""
-    trace: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE's lambda: 1 uses rewards only, 0 the next value only."""
 
 
@@ -106,8 +106,10 @@ class ActorCriticPPO(ClippedTokens):
         rewards_BL.scatter_(1, (lengths_B[:, None] - 1).clamp(min=0), rewards_B[:, None])
         if inputs.kl_N is not None:
             rewards_BL[inputs.padded_trained] -= self.kl_coefficient * inputs.kl_N
-        discount, trace = self.critic.discount, self.critic.trace
-        return gae(rewards_BL, inputs.values_BL, lengths_B, discount=discount, trace=trace)
+        discount, gae_lambda = self.critic.discount, self.critic.gae_lambda
+        return gae(
+            rewards_BL, inputs.values_BL, lengths_B, discount=discount, gae_lambda=gae_lambda
+        )
 
 
 def _by_trajectory(found_BL: Tensor, inputs: AdvantageInputs) -> list[Advantage]:

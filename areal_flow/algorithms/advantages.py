@@ -105,11 +105,11 @@ def gae(
     lengths_B: Tensor,
     *,
     discount: float = 1.0,
-    trace: float = 0.95,
+    gae_lambda: float = 0.95,
 ) -> Tensor:
     """Return generalised advantage estimates, `[B, T]` (Schulman et al., arXiv 1506.02438, eq. 16).
 
-    A_t = d_t + g l A_{t+1} with d_t = r_t + g V_{t+1} - V_t, g the discount and l the trace; V and
+    A_t = d_t + g l A_{t+1} with d_t = r_t + g V_{t+1} - V_t, g the discount and l lambda; V and
     A are 0 after a trajectory's last token. In blocks of K tokens the recursion is one product with
     a triangular matrix, so that only T / K steps are one after the other.
 
@@ -118,7 +118,7 @@ def gae(
     """
     import torch  # here, since settings import this module, and are read without it
 
-    num_tokens, decay = rewards_BT.shape[1], discount * trace
+    num_tokens, decay = rewards_BT.shape[1], discount * gae_lambda
     last_B1 = (lengths_B[:, None] - 1).clamp(min=0)
     deltas_BT = rewards_BT - values_BT
     lasts_B1 = deltas_BT.gather(1, last_B1)

@@ -76,8 +76,8 @@ class _Observed:
 class FailureDetector:
     """Remembers when each worker was last heard and last seen at work. Pure."""
 
-    def __init__(self, *, silent_after_s: float, lost_after_s: float) -> None:
-        self._silent_after_s = silent_after_s
+    def __init__(self, *, heartbeat_timeout_s: float, lost_after_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._lost_after_s = lost_after_s
         self._awake_s = 0.0
         self._looked_at: float | None = None
@@ -102,7 +102,7 @@ class FailureDetector:
     def _silence(self, observed: _Observed, heartbeat_s: float) -> Silence:
         silent_s = max(0.0, self._awake_s - observed.heard_awake_s - heartbeat_s)
         idle_s = max(0.0, self._awake_s - observed.worked_awake_s - heartbeat_s)
-        is_hung = min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
+        is_hung = min(silent_s, idle_s) > self._heartbeat_timeout_s or silent_s > self._lost_after_s
         return Silence(silent_s, is_hung)
 
     def _updated(self, worker: str, seen: LivenessSample) -> _Observed:
@@ -116,7 +116,9 @@ class FailureDetector:
 
 async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
     """Look at a pool's workers once a second and replace those that hang; never return."""
-    detector = FailureDetector(silent_after_s=settings.silent_after_s, lost_after_s=LOST_AFTER_S)
+    detector = FailureDetector(
+        heartbeat_timeout_s=settings.heartbeat_timeout_s, lost_after_s=LOST_AFTER_S
+    )
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
@@ -141,7 +143,7 @@ def _look(pool: WorkerPool, detector: FailureDetector, settings: ClusterSettings
             pool.spawn(pool.kill(record, why=f"{SILENT} {record.silence_s:.0f} s"))
     ranks = {name: progress for name in watched if (progress := _progress(pool, name))}
     found_hung = hung_ranks(
-        ranks, num_ranks=settings.num_trainers, silent_after_s=settings.silent_after_s
+        ranks, num_ranks=settings.num_trainers, heartbeat_timeout_s=settings.heartbeat_timeout_s
     )
     for key, idle_s in found_hung.items():
         pool.spawn(pool.kill(watched[key], why=f"{SILENT} {idle_s:.0f} s within a step"))

@@ -81,8 +81,8 @@ def check_cluster(recipe: Recipe) -> None:
             "start the driver where jobs are submitted"
         )
     check_certificates(recipe.cluster.network)
-    if recipe.cluster.planned_card:
-        gpu_named(recipe.cluster.planned_card)
+    if recipe.cluster.autoscale_gpu:
+        gpu_named(recipe.cluster.autoscale_gpu)
 
 
 @asynccontextmanager

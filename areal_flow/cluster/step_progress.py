@@ -90,7 +90,7 @@ def _waited_s(pid: int) -> float:
 
 
 def hung_ranks(
-    ranks: Mapping[str, StepProgress], *, num_ranks: int, silent_after_s: float
+    ranks: Mapping[str, StepProgress], *, num_ranks: int, heartbeat_timeout_s: float
 ) -> dict[str, float]:
     """Return which ranks of a replica group hang, and for how many seconds. Pure.
 
@@ -101,4 +101,4 @@ def hung_ranks(
         return {}
     min_collectives = min((each.num_collectives for each in ranks.values()), default=0)
     behind = {name: r.idle_s for name, r in ranks.items() if r.num_collectives == min_collectives}
-    return behind if min(behind.values(), default=0.0) > silent_after_s else {}
+    return behind if min(behind.values(), default=0.0) > heartbeat_timeout_s else {}

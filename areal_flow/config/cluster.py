@@ -65,10 +65,10 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     """Number of generator processes."""
-    generators_between: tuple[int, int] | None = Field(None, strict=False)
+    generator_range: tuple[int, int] | None = Field(None, strict=False)
     """Autoscaling bounds, such as [1, 8]: add generators while the trainer waits for data, remove
     them while they wait for it. None: keep `num_generators`."""
-    planned_card: str = ""
+    autoscale_gpu: str = ""
     """A GPU name of `areal-flow plan --gpu`: autoscale to what a plan for this GPU recommends,
     calibrated on the last steps of the run. Empty: autoscale by waiting times."""
     num_trainers: int = Field(1, ge=1)
@@ -96,7 +96,7 @@ class ClusterSettings(Settings):
     """Number of processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
     """Port of Dask's dashboard on 127.0.0.1; 0: any free port."""
-    silent_after_s: float = Field(10.0, ge=1)
+    heartbeat_timeout_s: float = Field(10.0, ge=1)
     """Replace a worker after this many seconds without a heartbeat or processor time."""
 
     @property
@@ -109,15 +109,15 @@ class ClusterSettings(Settings):
 
     @model_validator(mode="after")
     def _bounded(self) -> ClusterSettings:
-        min_number, max_number = self.generators_between or (1, self.num_generators)
+        min_number, max_number = self.generator_range or (1, self.num_generators)
         require(
             1 <= min_number <= self.num_generators <= max_number,
-            f"cluster.generators_between = {self.generators_between}: expected bounds of at least "
+            f"cluster.generator_range = {self.generator_range}: expected bounds of at least "
             f"1 around cluster.num_generators ({self.num_generators})",
         )
         require(
-            bool(self.generators_between) or not self.planned_card,
-            f"cluster.planned_card = {self.planned_card!r}: expected cluster.generators_between "
+            bool(self.generator_range) or not self.autoscale_gpu,
+            f"cluster.autoscale_gpu = {self.autoscale_gpu!r}: expected cluster.generator_range "
             "too, the bounds within which a plan chooses the number of generators",
         )
         return self

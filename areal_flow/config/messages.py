@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "train_files": "prompts.path",
     "val_files": "prompts.held_out_path",
     "vllm_max_model_length": "generation.max_model_len",
-    "warmup_steps": "trainer.num_learning_rate_warmup_steps",
+    "warmup_steps": "trainer.num_warmup_steps",
 }
 """What some settings of TRL 1.16 and verl 0.8 are called here, by the last parts of their names."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")

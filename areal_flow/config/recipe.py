@@ -84,8 +84,8 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _with_decay_steps(self) -> Recipe:
         """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
-        of, last = self.trainer, {"num_learning_rate_decay_steps": self.num_steps}
-        if of.learning_rate_schedule != "constant" and not of.num_learning_rate_decay_steps:
+        of, last = self.trainer, {"num_decay_steps": self.num_steps}
+        if of.learning_rate_schedule != "constant" and not of.num_decay_steps:
             object.__setattr__(self, "trainer", of.model_copy(update=last))
         return self
 

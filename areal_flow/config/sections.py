@@ -31,7 +31,7 @@ class EvaluationSettings(Settings):
     """Penalty on tokens that occurred before; 1: off."""
     min_new_tokens: int = Field(0, ge=0)
     """Minimum length of an answer, in tokens."""
-    stop_after_plateau: int = Field(0, ge=0)
+    early_stopping_patience: int = Field(0, ge=0)
     """Stop training after this many evaluations without a better pass rate; 0: never."""
     held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
     """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a `path`. It
@@ -53,9 +53,9 @@ class EvaluationSettings(Settings):
                 "likeliest answer is always the same",
             )
         require(
-            not self.stop_after_plateau or self.every_steps > 0,
-            f"evaluation.stop_after_plateau ({self.stop_after_plateau}) needs evaluations while "
-            "training goes on: set evaluation.every_steps",
+            not self.early_stopping_patience or self.every_steps > 0,
+            f"evaluation.early_stopping_patience ({self.early_stopping_patience}) needs "
+            "evaluations during training: set evaluation.every_steps",
         )
         return self
 

@@ -41,7 +41,7 @@ from pathlib import Path
 
 from areal_flow.core.errors import RunError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
 _URL = re.compile(r"[a-z][a-z0-9]+:/")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")

@@ -33,7 +33,7 @@ class StepMetrics:
     num_masked_tokens: int
     staleness_mean: float
     staleness_max: int
-    masked_fraction_by_tenth: tuple[float, ...]
+    masked_fraction_by_decile: tuple[float, ...]
     seconds_read: float
     seconds_train: float
     seconds_stage: float

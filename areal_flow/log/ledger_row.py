@@ -110,7 +110,7 @@ def step_row(
         **asdict(provenance),
         **asdict(result.hashes),
         **metrics,
-        "masked_fraction_by_tenth": list(metrics["masked_fraction_by_tenth"]),
+        "masked_fraction_by_decile": list(metrics["masked_fraction_by_decile"]),
         "numeric_environment": result.numeric_environment,
         "seconds_wait": seconds_wait,
         "seconds_step": seconds_step,

@@ -42,12 +42,12 @@ class HashCheck:
     """A weights hash that was recorded elsewhere, and the ledger's."""
 
     what: str
-    found: str
+    actual: str
     expected: str
 
     @property
     def holds(self) -> bool:
-        return self.found == self.expected
+        return self.actual == self.expected
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def step_metrics(
         num_masked_tokens=num_tokens - num_trained,
         staleness_mean=staleness.staleness_mean,
         staleness_max=staleness.staleness_max,
-        masked_fraction_by_tenth=masked_fraction_by_tenth(
+        masked_fraction_by_decile=masked_fraction_by_decile(
             [s.trained[row["loss_mask"]] for s, row in zip(sequences, rows, strict=True)]
         ),
         metrics={
@@ -125,7 +125,7 @@ def _split(rows: Rows, column: str, values: Sequence[float]) -> dict[Any, list[f
     return parts
 
 
-def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
+def masked_fraction_by_decile(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
     """Return the share of masked tokens in each tenth of the policy's own, by relative position."""
     lengths = np.array([len(mask) for mask in masks], np.int64)
     total = np.diff(-(-np.arange(11)[:, None] * lengths // 10), axis=0).sum(axis=1)

@@ -38,7 +38,7 @@ class SftSettings(Settings):
     """Rows per step."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    num_learning_rate_warmup_steps: int = Field(30, ge=0)
+    num_warmup_steps: int = Field(30, ge=0)
     """Linear warm-up steps."""
     learning_rate_schedule: RateSchedule = "cosine"
     """Schedule after the warm-up: constant, or linear or cosine decay to 3% of the peak."""
@@ -86,11 +86,11 @@ class TrainerSettings(Settings):
 
     learning_rate: float = Field(3e-4, gt=0)
     """Learning rate after the warm-up."""
-    num_learning_rate_warmup_steps: int = Field(0, ge=0)
+    num_warmup_steps: int = Field(0, ge=0)
     """Linear warm-up steps."""
     learning_rate_schedule: RateSchedule = "constant"
     """Schedule after the warm-up: constant, or linear or cosine decay to 3%."""
-    num_learning_rate_decay_steps: int = Field(0, ge=0)
+    num_decay_steps: int = Field(0, ge=0)
     """Step at which the decay ends; 0: `num_steps`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`adamw`, or `muon`: Muon for the matrices of the layers at the same learning rate, AdamW for

@@ -176,7 +176,7 @@ class SftTrainer:
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""
         settings = self.settings
-        warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
+        warmup = min(1.0, (step + 1) / max(1, settings.num_warmup_steps))
         return scheduled_rate(
             settings.learning_rate * warmup,
             step=step + 1,

@@ -141,8 +141,8 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
         settings.learning_rate,
         step=step,
         schedule=settings.learning_rate_schedule,
-        num_warmup_steps=settings.num_learning_rate_warmup_steps,
-        num_decay_steps=settings.num_learning_rate_decay_steps,
+        num_warmup_steps=settings.num_warmup_steps,
+        num_decay_steps=settings.num_decay_steps,
     )
 
 

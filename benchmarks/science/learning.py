@@ -150,7 +150,7 @@ def learn(task: Task, setting: Setting, seed: int) -> float:
 
 def _recipe_of(recipe: Recipe, batch_size: int) -> Recipe:
     """Return a recipe of a batch, whose learning rate warms up over as many samples as others'."""
-    warm_up = {"num_learning_rate_warmup_steps": WARM_UP // batch_size}
+    warm_up = {"num_warmup_steps": WARM_UP // batch_size}
     controller = recipe.controller.model_copy(update={"batch_size": batch_size})
     trainer = recipe.trainer.model_copy(update=warm_up)
     return recipe.model_copy(update={"controller": controller, "trainer": trainer})

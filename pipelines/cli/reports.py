@@ -38,7 +38,7 @@ def report_check(layout: RunLayout) -> Report:
     audit = check_run(layout)
     data = audit.as_json()
     checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
-    labels = ("", "rule", "where", "expected", "found", "what to do")
+    labels = ("", "rule", "where", "expected", "actual", "what to do")
     rows = [dict(zip(labels, (f.severity, *f[:5]), strict=True)) for f in audit.findings]
     table = Table(rows, prose=labels[2:])
     last = f"{audit.run}: {audit.verdict}. Checked: {checked}"
@@ -272,7 +272,7 @@ def _said(check: HashCheck) -> Text:
     if check.holds:
         return Text(f"✓ {check.what} has the weights hash of the ledger", "green")
     return Text(
-        f"✗ {check.what} has weights {check.found}, the ledger {check.expected}", "bold red"
+        f"✗ {check.what} has weights {check.actual}, the ledger {check.expected}", "bold red"
     )
 
 

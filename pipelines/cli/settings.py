@@ -78,7 +78,7 @@ else:
 def _answers_type() -> Any:
     make: Any = TypedDict
     group = Group.create_ordered("How prompts are answered, instead of the run's settings")
-    others = ("every_steps", "stop_after_plateau", "held_out")
+    others = ("every_steps", "early_stopping_patience", "held_out")
     options = {
         setting.name.rpartition(".")[2]: _option(replace(setting, default="the run's"), group)
         for section, _, settings in all_settings()

@@ -52,8 +52,8 @@ class Fork:
                 "if it has none. To change it, export a step and give that to --model"
             )
         num_steps = first_num_steps(self.parent) or before.num_steps
-        if before.trainer.num_learning_rate_decay_steps == num_steps:
-            overrides = merge({"trainer": {"num_learning_rate_decay_steps": 0}}, overrides)
+        if before.trainer.num_decay_steps == num_steps:
+            overrides = merge({"trainer": {"num_decay_steps": 0}}, overrides)
         return load_recipe(self.parent.config, overrides, spelling=spelling)
 
     def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:

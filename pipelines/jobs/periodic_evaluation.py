@@ -176,7 +176,7 @@ class HeldOutEvaluations:
         return PeriodicEvaluations(evaluate, self.recipe, made=made)
 
     def stop_on_plateau(self, flow: Flow) -> None:
-        patience = self.recipe.evaluation.stop_after_plateau
+        patience = self.recipe.evaluation.early_stopping_patience
         if is_flat(self.tables, patience=patience) and not flow.stop_requested:
             self.progress.phase(f"No better pass rate in {patience} evaluations: training ends")
             flow.request_stop()

@@ -60,12 +60,12 @@ def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibr
 def planned_generators(layout: RunLayout, first_step: int, number: int) -> int:
     """Return the number of generators that the plan asks for; the steps had so many."""
     cluster = Run(layout.root).recipe.cluster
-    assert cluster.generators_between
-    job = job_of_run(layout, gpu=cluster.planned_card)
+    assert cluster.generator_range
+    job = job_of_run(layout, gpu=cluster.autoscale_gpu)
     job = replace(job, recipe=with_cluster(job.recipe, num_generators=number))
     calibration = calibrate_run(job, layout, first_step=first_step)
     return enough_generators(
-        replace(job, efficiency=calibration.efficiency), cluster.generators_between
+        replace(job, efficiency=calibration.efficiency), cluster.generator_range
     )
 
 

@@ -69,7 +69,7 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
         tokenizer_of(layout.model),
         stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
         chat=chat_template_of(layout.model),
-        system=recipe.prompts.system,
+        system=recipe.prompts.system_prompt,
     )
     num_rows = tokenise_completions(
         sft.path,

@@ -129,8 +129,8 @@ class Training:
         paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
         program = (sys.executable, "-P", "-m", "pipelines.jobs.run_plan")
         command = ("env", paths, *program, str(layout.root))
-        planner = command if recipe.cluster.planned_card else ()
-        self.autoscaler = Autoscaler(pool, recipe.cluster.generators_between, planner=planner)
+        planner = command if recipe.cluster.autoscale_gpu else ()
+        self.autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )

@@ -139,7 +139,7 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
         os.kill(pid, signal.SIGSTOP)
         return await observed.process(name, other_than=pid)
 
-    recipe = elastic_recipe(checkpoint_every_steps=1000, silent_after_s=5.0)
+    recipe = elastic_recipe(checkpoint_every_steps=1000, heartbeat_timeout_s=5.0)
     run_while(layout.root, recipe, stop_generator_then_trainer)
     check_accounting(layout)
     rows = areal_flow.open_run(layout.root).steps("arrow").to_pylist()

@@ -137,7 +137,7 @@ def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
         (["--model", "tiny", "--sft.num-steps", "0"], "model 'tiny' has no chat template"),
         (["--prompts.question-field", "question"], 'set prompts.question_field = "messages"'),
         (
-            ["--prompts.chat-template", "false", "--prompts.system", ""],
+            ["--prompts.chat-template", "false", "--prompts.system-prompt", ""],
             "messages need prompts.",
         ),
         (["--model", "forgets"], "model 'forgets': the chat template rewrites earlier answers"),

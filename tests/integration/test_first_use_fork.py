@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of three steps, fine-tuned first, and checkpoints of 0, 2 and 3."""
     cwd = tmp_path_factory.mktemp("fork")
     given = [*small_arguments(), "--num-steps", str(NUM_STEPS), "--prompts.num-held-out", "8"]
-    rate = ("--trainer.learning-rate", "1e-3", "--trainer.num-learning-rate-warmup-steps", "0")
+    rate = ("--trainer.learning-rate", "1e-3", "--trainer.num-warmup-steps", "0")
     falling = (*rate, "--trainer.learning-rate-schedule", "cosine")
     done(cwd, "train", "--name", "parent", *given, *falling)
     return cwd

@@ -205,7 +205,7 @@ def test_several_samples_give_pass_at_k_from_the_command_line(journey: Journey) 
 
 def test_training_ends_on_a_plateau_and_so_does_its_resumption(journey: Journey) -> None:
     """Nothing passes a threshold of 2, so the first evaluation beside training is no better."""
-    plateau = ["--evaluation.every-steps", "1", "--evaluation.stop-after-plateau", "1"]
+    plateau = ["--evaluation.every-steps", "1", "--evaluation.early-stopping-patience", "1"]
     few = ["--num-steps", "500", "--pass-threshold", "2", "--prompts.num-held-out", "16"]
     given = [*small_arguments(), *few, *plateau, "--evaluation.temperature", "0"]
     said = done(journey.folder, "train", "--name", "flat", *given)

@@ -26,7 +26,7 @@ ON_KUBERNETES = {
     "cluster.launcher": "kubernetes",
     "cluster.kubernetes.image": IMAGE,
     "cluster.num-generators": "2",
-    "cluster.silent-after-s": "10",
+    "cluster.heartbeat-timeout-s": "10",
 }
 
 

@@ -45,7 +45,7 @@ ON_A_CPU = {
     "schedule": "sync",
     "generation.engine": "torch",
     "cluster.num-generators": "1",
-    "cluster.silent-after-s": "10",  # a trainer that is stopped in its turn is no hung one
+    "cluster.heartbeat-timeout-s": "10",  # a trainer that is stopped in its turn is no hung one
 }
 
 

@@ -299,7 +299,7 @@ def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_f
             "tokens_per_micro_batch": 256,
             "parallel": {"shard_ranks": 2},
         },
-        cluster={"num_generators": 1, "num_trainers": 4, "silent_after_s": 3.0},
+        cluster={"num_generators": 1, "num_trainers": 4, "heartbeat_timeout_s": 3.0},
     )
     run_while(layout.root, recipe, strike_them)
     check_accounting(layout)

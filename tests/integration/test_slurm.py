@@ -25,7 +25,7 @@ ON_SLURM = {
     "cluster.launcher": "slurm",
     "cluster.num-generators": "2",
     "cluster.slurm": '{all = ["--time=60"], reward = ["--comment=scores"]}',
-    "cluster.silent-after-s": "10",
+    "cluster.heartbeat-timeout-s": "10",
 }
 COMMAND = (sys.executable, "-m", "pipelines.cli.main")
 

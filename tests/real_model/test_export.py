@@ -22,7 +22,7 @@ def test_exported_policy_answers_greedily_as_it_was_evaluated(
     monkeypatch.chdir(tmp_path)
     learnt = [{"prompt": row["question"], "completion": row["answer"]} for row in SAMPLE[:16]]
     sizes = {"generation": {"max_model_len": 384, "max_new_tokens": NUM_TOKENS}}
-    tuning = {"num_steps": 4, "batch_size": 4, "num_learning_rate_warmup_steps": 1}
+    tuning = {"num_steps": 4, "batch_size": 4, "num_warmup_steps": 1}
     areal_flow.sft(model=str(model), rows=learnt, name="tuned", sft=tuning, **sizes)
     assert main(["export", "tuned", "exported"]) == 0
 

@@ -68,7 +68,7 @@ def fine_tuned(
 ) -> tuple[Path, Any]:
     """Return the directory of the fine-tuned policy, and its numbers by step."""
     trainer = {"dtype": dtype, "tokens_per_micro_batch": 1024}
-    settings = {"num_learning_rate_warmup_steps": 2, "checkpoint_every_steps": 100, **sft}
+    settings = {"num_warmup_steps": 2, "checkpoint_every_steps": 100, **sft}
     policy = areal_flow.sft(
         model=model, rows=rows, runs=root, name="learned", sft=settings, trainer=trainer
     )

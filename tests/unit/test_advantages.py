@@ -139,27 +139,27 @@ def test_divergence_alone_is_the_advantage_where_rewards_train_nothing() -> None
 
 
 def slow_gae(
-    rewards: list[float], values: list[float], *, discount: float, trace: float
+    rewards: list[float], values: list[float], *, discount: float, gae_lambda: float
 ) -> list[float]:
     """Return equation 16 as it stands: sum over k of (g l)^k times the k-th difference from t."""
     after = [*values, 0.0][1:]
     deltas = [r + discount * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [
-        sum((discount * trace) ** k * delta for k, delta in enumerate(deltas[at:]))
+        sum((discount * gae_lambda) ** k * delta for k, delta in enumerate(deltas[at:]))
         for at in range(len(deltas))
     ]
 
 
-@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
-def test_gae_equals_brute_force_over_several_blocks(discount: float, trace: float) -> None:
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
+def test_gae_equals_brute_force_over_several_blocks(discount: float, gae_lambda: float) -> None:
     lengths = torch.tensor([1, 0, GAE_BLOCK, GAE_BLOCK + 1, 2 * GAE_BLOCK + 5, 3])
     drawn = torch.randn(2, 6, 2 * GAE_BLOCK + 5, generator=torch.Generator().manual_seed(0))
     rewards_BT, values_BT = drawn.double()
     beyond = torch.arange(drawn.shape[2]) >= lengths[:, None]
     rewards_BT[beyond] = values_BT[beyond] = torch.nan  # nobody may look at it
-    found = gae(rewards_BT, values_BT, lengths, discount=discount, trace=trace)
+    found = gae(rewards_BT, values_BT, lengths, discount=discount, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths.tolist()):
         parts = rewards_BT[row, :length].tolist(), values_BT[row, :length].tolist()
-        expected = slow_gae(*parts, discount=discount, trace=trace)
+        expected = slow_gae(*parts, discount=discount, gae_lambda=gae_lambda)
         assert found[row, :length].tolist() == pytest.approx(expected, abs=1e-9)
         assert not found[row, length:].any()

@@ -220,7 +220,7 @@ def test_rows_with_holes_are_named_and_not_computed_with() -> None:
     def judge(table: pa.Table) -> tuple[list[str], pa.Table | None]:
         rows = table.append_column("_rowid", pa.array(range(len(table)), pa.uint64()))
         findings, usable = check_schema(Batch("here", rows), TrajectoryRow, kind="log")
-        return [finding.found for finding in findings], usable
+        return [finding.actual for finding in findings], usable
 
     table = group_table(0).replace_schema_metadata(None)
     found, usable = judge(table)
@@ -243,7 +243,7 @@ def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None
     report.add(*(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5)))
     report.add(Finding("group-id", "", "", "", ""))
     assert not report.clean
-    more = {f.rule: f.where for f in report.findings if f.found == "as above"}
+    more = {f.rule: f.where for f in report.findings if f.actual == "as above"}
     assert more == {"seed": "5 more places"}
     assert len(report.findings) == MAX_PER_RULE + 3
 
@@ -358,7 +358,7 @@ def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
     ]
     log = group_table(0).to_pylist() + group_table(1, writer_epoch=3).to_pylist()
     found = [f for f in judged(rows, log) if f.rule in ("verifier", "trajectory-verifier")]
-    assert [(f.where, f.expected, f.found) for f in found] == [
+    assert [(f.where, f.expected, f.actual) for f in found] == [
         ("step 3", "mine@1", "numeric@0"),
         ("00000001-0000-00", "mine@1", "numeric@0"),
         ("00000001-0001-00", "mine@1", "numeric@0"),

@@ -86,7 +86,7 @@ def test_group_belongs_to_one_minibatch() -> None:
 
 
 def test_learning_rate_warms_up_in_as_many_steps_as_asked_for() -> None:
-    trained = state(learning_rate=0.8, num_learning_rate_warmup_steps=3)
+    trained = state(learning_rate=0.8, num_warmup_steps=3)
     rates = []
     for step in (1, 2, 3, 4, 5):
         train_step(trained, make_sequences(4), step=step, settings=settings(num_minibatches=1))

@@ -100,7 +100,9 @@ def test_question_becomes_the_chat_that_transformers_renders(layout: RunLayout) 
     for template in (CHATML, LLAMA_3):
         give_chat_template(layout.model, template)
         reference.chat_template = template
-        prompt = prepared(layout, {"question": "1 + 1 =", "answer": 2}, system=SYSTEM["content"])
+        prompt = prepared(
+            layout, {"question": "1 + 1 =", "answer": 2}, system_prompt=SYSTEM["content"]
+        )
         expected = reference.apply_chat_template([SYSTEM, ASKED], add_generation_prompt=True)
         assert list(prompt.tokens) == expected["input_ids"]
         assert prompt.text == reference.decode(expected["input_ids"])
@@ -174,7 +176,7 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"prompts": {"system": "Be brief."}}, "prompts.system is a message"),
+        ({"prompts": {"system_prompt": "Be brief."}}, "prompts.system_prompt is a message"),
         ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
     ],
 )
@@ -246,14 +248,16 @@ def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
 def test_messages_are_put_as_they_are_after_the_recipes_system_message(layout: RunLayout) -> None:
     row = {"messages": CHAT, "answer": 2}
     settings = {"question_field": "messages", "template": "{question} Answer:"}
-    prompt = prepared(layout, row, **settings, system="Be brief.")
+    prompt = prepared(layout, row, **settings, system_prompt="Be brief.")
     assert prompt.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2 =<|im_end|>\n"
         "<|im_start|>assistant\n #### 4<|im_end|>\n<|im_start|>user\n1 + 1 = Answer:<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     assert prompt.metadata == {"messages": CHAT}
-    own = prepared(layout, {"messages": [SYSTEM, ASKED], "answer": 2}, **settings, system="Ramble.")
+    own = prepared(
+        layout, {"messages": [SYSTEM, ASKED], "answer": 2}, **settings, system_prompt="Ramble."
+    )
     assert "Ramble." not in own.text
     assert "Be brief." in own.text
 
@@ -313,7 +317,7 @@ def test_messages_without_a_chat_template_name_the_setting(layout: RunLayout) ->
             recipe(path, question_field="messages", chat_template=False).prompt_plan(), layout
         )
     with pytest.raises(ConfigError, match=r"needs prompts\.chat_template = true"):
-        recipe(path, chat_template=False, system="Be brief.")
+        recipe(path, chat_template=False, system_prompt="Be brief.")
 
 
 def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
@@ -327,7 +331,7 @@ def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
     [
         (
             LLAMA_2,
-            {"system": "Be brief."},
+            {"system_prompt": "Be brief."},
             "TemplateError: System role not supported",
         ),
         ("{{ messages[0].nothing.more }}", {}, "UndefinedError"),

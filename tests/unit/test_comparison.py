@@ -115,6 +115,6 @@ def test_a_gpu_replays_within_a_tolerance_or_to_the_bit_where_that_was_asked_for
 def test_result_reads_lists_of_a_row_as_tuples() -> None:
     tenths = [0.1] * 10
     row = genesis_row(result().hashes, provenance=PROVENANCE, numeric_environment="{}")
-    found = result_from_row({**row, "step": 4, "masked_fraction_by_tenth": tenths})
+    found = result_from_row({**row, "step": 4, "masked_fraction_by_decile": tenths})
     assert (found.step, found.numeric_environment) == (4, "{}")
-    assert found.metrics.masked_fraction_by_tenth == tuple(tenths)
+    assert found.metrics.masked_fraction_by_decile == tuple(tenths)

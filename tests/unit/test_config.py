@@ -105,7 +105,7 @@ def error_of(table: dict[str, object]) -> str:
         ),
         ({"cluster": {"slurm": {"all": ["-n1", "partition=gpu"]}}}, "found ['partition=gpu']"),
         (
-            {"cluster": {"generators_between": [2, 4]}},
+            {"cluster": {"generator_range": [2, 4]}},
             "around cluster.num_generators (1)",
         ),
         (

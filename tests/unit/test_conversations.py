@@ -187,7 +187,7 @@ def test_conversation_without_a_system_message_has_that_of_the_recipe(layout: Ru
         path.write_text(json.dumps({"messages": messages}) + "\n")
         table = {
             "sft": {"path": str(path), "num_steps": 1},
-            "prompts": {"chat_template": True, "system": SYSTEM["content"]},
+            "prompts": {"chat_template": True, "system_prompt": SYSTEM["content"]},
         }
         prepare_sft(layout, build_recipe(table, source="test"))
         ((prompt, _),) = shown(layout, CompletionRows.read(layout.sft_rows))

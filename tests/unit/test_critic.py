@@ -88,15 +88,15 @@ def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
     values, rewards = [[0.1, 0.4, 0.2], [0.5, 0.3]], [1.0, 0.0]
     divergences = [[0.0, -0.3, 0.2], [0.7, 0.1]]
     inputs = inputs_with_values(values, rewards)
-    trace = CriticSettings(discount=0.9, trace=0.8)
-    algorithm = ActorCriticPPO(critic=trace, kl_coefficient=coefficient, kl_in="reward")
+    critic = CriticSettings(discount=0.9, gae_lambda=0.8)
+    algorithm = ActorCriticPPO(critic=critic, kl_coefficient=coefficient, kl_in="reward")
     if algorithm.needs_kl:
         inputs = replace(inputs, kl_N=torch.tensor([-0.3, 0.2, 0.7, 0.1], dtype=torch.float64))
     estimates = []
     for of, reward, kl in zip(values, rewards, divergences, strict=True):
         by_token = [0.0] * (len(of) - 1) + [reward]
         by_token = [r - coefficient * k for r, k in zip(by_token, kl, strict=True)]
-        estimates.append(slow_gae(by_token, of, discount=0.9, trace=0.8))
+        estimates.append(slow_gae(by_token, of, discount=0.9, gae_lambda=0.8))
     trained = np.concatenate([np.asarray(estimates[0])[1:], np.asarray(estimates[1])])
     for found, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
         normal = (np.asarray(expected) - trained.mean()) / (trained.std(ddof=1) + 1e-8)

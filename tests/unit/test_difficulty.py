@@ -90,9 +90,11 @@ def test_prompts_within_the_pass_rates_and_unseen_ones_are_kept(earlier: RunLayo
 
 
 def test_unseen_prompts_and_prompts_with_few_samples_can_be_left_out(earlier: RunLayout) -> None:
-    _, layout = prepared(earlier, "seen", keep_unseen=False, pass_rates=(0.3, 0.95))
+    _, layout = prepared(earlier, "seen", keep_unseen=False, pass_rate_range=(0.3, 0.95))
     assert texts(layout) == ["3 + 1 ="]
-    _, layout = prepared(earlier, "few", keep_unseen=False, min_samples=1, pass_rates=(0.05, 1.0))
+    _, layout = prepared(
+        earlier, "few", keep_unseen=False, min_samples=1, pass_rate_range=(0.05, 1.0)
+    )
     assert texts(layout) == [f"{n} + 1 =" for n in (4, 3, 2, 0)]
 
 
@@ -117,8 +119,8 @@ def test_distribution_counts_every_prompt_that_was_answered(earlier: RunLayout) 
 
 def test_filter_that_leaves_nothing_is_refused_with_the_counts(earlier: RunLayout) -> None:
     with pytest.raises(PromptError, match=r"0 kept, 2 too easy, 2 too hard, 3 unseen \(left out\)"):
-        prepared(earlier, "none", keep_unseen=False, pass_rates=(0.3, 0.4))
+        prepared(earlier, "none", keep_unseen=False, pass_rate_range=(0.3, 0.4))
     with pytest.raises(RunError, match="another"):
         prepared(earlier, "gone", run="another")
-    with pytest.raises(ConfigError, match=r"pass_rates \(\[0.9, 0.1\]\) must be"):
-        prepared(earlier, "wrong", pass_rates=(0.9, 0.1))
+    with pytest.raises(ConfigError, match=r"pass_rate_range \(\[0.9, 0.1\]\) must be"):
+        prepared(earlier, "wrong", pass_rate_range=(0.9, 0.1))

@@ -11,7 +11,7 @@ class Looks:
     """A detector, and what it says of the workers at the latest look."""
 
     def __init__(self) -> None:
-        self._detector = FailureDetector(silent_after_s=10.0, lost_after_s=60.0)
+        self._detector = FailureDetector(heartbeat_timeout_s=10.0, lost_after_s=60.0)
 
     def look(self, now: float, *, heartbeat_s: float = 0.0, **workers: tuple[Any, ...]) -> None:
         signs = {name: LivenessSample(*seen) for name, seen in workers.items()}

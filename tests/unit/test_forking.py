@@ -146,12 +146,12 @@ def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
 ) -> None:
     for given, expected in ((0, 12), (50, 50)):
         parent = RunLayout(tmp_path / str(given))
-        trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
+        trainer = {"learning_rate_schedule": "linear", "num_decay_steps": given}
         create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
         recipe = Fork(parent, None).recipe(
             {"num_steps": 12, "trainer": {"adamw": {"weight_decay": 0.8}}}
         )
-        assert recipe.trainer.num_learning_rate_decay_steps == expected
+        assert recipe.trainer.num_decay_steps == expected
         assert recipe.trainer.learning_rate_schedule == "linear"
         assert recipe.trainer.adamw.weight_decay == 0.8
 
@@ -159,14 +159,14 @@ def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
 def test_fork_of_an_extended_run_decays_by_its_own_steps(tmp_path: Path) -> None:
     for given, expected in ((0, 200), (50, 50), (60, 60)):
         parent = RunLayout(tmp_path / str(given))
-        trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
+        trainer = {"learning_rate_schedule": "linear", "num_decay_steps": given}
         create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
         before = load_recipe(parent.config)
         _record_num_steps(parent, 60)
         extended = load_recipe(parent.config)
         assert (extended.num_steps, extended.trainer) == (60, before.trainer)
         recipe = Fork(parent, None).recipe({"num_steps": 200})
-        assert recipe.trainer.num_learning_rate_decay_steps == expected
+        assert recipe.trainer.num_decay_steps == expected
 
 
 @pytest.mark.parametrize("over", [{"model": "tiny"}, {"sft": {"num_steps": 3}}])

@@ -51,7 +51,7 @@ def test_horizon_within_the_warm_up_leaves_the_floor_after_it() -> None:
 
 
 def test_default_is_the_warm_up_and_then_the_whole_rate() -> None:
-    settings = TrainerSettings(learning_rate=0.6, num_learning_rate_warmup_steps=2)
+    settings = TrainerSettings(learning_rate=0.6, num_warmup_steps=2)
     rates = [learning_rate(settings, step) for step in range(1, 6)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.6, 0.6])
 
@@ -60,7 +60,7 @@ def test_horizon_is_the_number_of_steps_that_the_run_is_made_with(tmp_path: Path
     made = build_recipe(
         {"num_steps": 40, "trainer": {"learning_rate_schedule": "cosine"}}, source="test"
     )
-    assert made.trainer.num_learning_rate_decay_steps == 40
+    assert made.trainer.num_decay_steps == 40
     (tmp_path / "config.toml").write_text(dump_recipe(made))
     resumed = load_recipe(tmp_path / "config.toml", {"num_steps": 90})
     assert resumed.num_steps == 90
@@ -69,7 +69,7 @@ def test_horizon_is_the_number_of_steps_that_the_run_is_made_with(tmp_path: Path
 
 
 def test_horizon_that_is_given_stays_and_a_constant_rate_needs_none() -> None:
-    trainer = TrainerSettings(learning_rate_schedule="linear", num_learning_rate_decay_steps=7)
-    assert Recipe(trainer=trainer).trainer.num_learning_rate_decay_steps == 7
-    assert Recipe().trainer.num_learning_rate_decay_steps == 0
+    trainer = TrainerSettings(learning_rate_schedule="linear", num_decay_steps=7)
+    assert Recipe(trainer=trainer).trainer.num_decay_steps == 7
+    assert Recipe().trainer.num_decay_steps == 0
     assert Recipe(num_steps=5).digest() == Recipe(num_steps=6).digest()

@@ -115,7 +115,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         "weights_hash": "weights",
         "served_hash": "served",
         "loss": 0.0,
-        "masked_fraction_by_tenth": [],
+        "masked_fraction_by_decile": [],
         "numeric_environment": '{"device": "cpu"}',
         "seconds_wait": 0.25,
         "seconds_step": 2.5,

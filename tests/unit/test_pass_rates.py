@@ -310,4 +310,4 @@ def test_plateau_is_as_many_evaluations_without_a_better_rate_than_all_before() 
 
 def test_plateau_without_evaluations_beside_training_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set evaluation.every_steps"):
-        build_recipe({"evaluation": {"stop_after_plateau": 2}}, source="test")
+        build_recipe({"evaluation": {"early_stopping_patience": 2}}, source="test")

@@ -124,7 +124,7 @@ def trainer(policy: Any, objective: Any, *, room: int = 64, **settings: Any) -> 
     return SftTrainer(
         policy,
         ROWS,
-        SftSettings(objective=objective, num_learning_rate_warmup_steps=0, **chosen),
+        SftSettings(objective=objective, num_warmup_steps=0, **chosen),
         TrainerSettings(tokens_per_micro_batch=room),
         seed=3,
     )

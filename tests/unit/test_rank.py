@@ -173,7 +173,7 @@ def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: St
     assert (metrics.num_trained_tokens, metrics.num_masked_tokens) == by_view[:2] == (10, 2)
     shares = [metrics.metrics[f"masked_{reason}_fraction"] for reason in ("environment", "stale")]
     assert shares == pytest.approx([1 / 12, 1 / 12])
-    assert sum(share > 0 for share in metrics.masked_fraction_by_tenth) == 1
+    assert sum(share > 0 for share in metrics.masked_fraction_by_decile) == 1
     summary = summarise({}, steps, num_generators=1)
     assert summary["masked_fraction"] == pytest.approx(1 / 11), "the environment's are not masked"
     # Versions at version 4: two tokens 1 old, two 2 old, six 1 old.

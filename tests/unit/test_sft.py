@@ -89,11 +89,11 @@ def test_rows_come_in_the_order_of_the_file_or_of_the_seed() -> None:
 
 
 def test_learning_rate_warms_up_and_falls_or_stays() -> None:
-    falling = trainer(num_steps=100, num_learning_rate_warmup_steps=4)
+    falling = trainer(num_steps=100, num_warmup_steps=4)
     assert falling.learning_rate(0) == pytest.approx(1e-2 / 4)
     assert falling.learning_rate(50) == pytest.approx(1e-2 * (0.03 + 0.97 / 2))
     assert falling.learning_rate(99) == pytest.approx(1e-2 * 0.03, rel=0.02)
-    flat = trainer(num_learning_rate_warmup_steps=0, learning_rate_schedule="constant")
+    flat = trainer(num_warmup_steps=0, learning_rate_schedule="constant")
     assert {flat.learning_rate(step) for step in range(6)} == {1e-2}
 
 

@@ -32,11 +32,11 @@ def test_ranks_that_are_waited_for_and_idle_hang(
         name: StepProgress(*found, seconds_since_collective=found[1])
         for name, found in idle_s.items()
     }
-    assert [*hung_ranks(ranks, num_ranks=len(ranks), silent_after_s=10.0)] == hung
+    assert [*hung_ranks(ranks, num_ranks=len(ranks), heartbeat_timeout_s=10.0)] == hung
 
 
 def test_a_rank_does_not_hang_that_may_wait_for_one_that_does_not_report() -> None:
-    assert not hung_ranks({"b": StepProgress(8, 99.0, 99.0)}, num_ranks=2, silent_after_s=10.0)
+    assert not hung_ranks({"b": StepProgress(8, 99.0, 99.0)}, num_ranks=2, heartbeat_timeout_s=10.0)
 
 
 def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(

@@ -23,7 +23,7 @@ from areal_flow.training import activations
 from areal_flow.training.adamw import PolicyAdamW
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.training.metrics import masked_fraction_by_tenth
+from areal_flow.training.metrics import masked_fraction_by_decile
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import (
     TrainingSequence,
@@ -257,11 +257,11 @@ def test_old_tokens_are_context_without_gradient() -> None:
 
 
 def test_masked_fraction_of_completions_of_any_length() -> None:
-    assert masked_fraction_by_tenth([]) == (0.0,) * 10
-    halves = masked_fraction_by_tenth([[False] * 2 + [True] * 8, [True] * 10])
+    assert masked_fraction_by_decile([]) == (0.0,) * 10
+    halves = masked_fraction_by_decile([[False] * 2 + [True] * 8, [True] * 10])
     assert halves == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
-    assert masked_fraction_by_tenth([[False]]) == (1.0, *(0.0,) * 9)
-    found = masked_fraction_by_tenth([[False, True, True], [True] * 15 + [False] * 5, [False]])
+    assert masked_fraction_by_decile([[False]]) == (1.0, *(0.0,) * 9)
+    found = masked_fraction_by_decile([[False, True, True], [True] * 15 + [False] * 5, [False]])
     assert found == (2 / 4, 0, 0, 0, 0, 0, 0, 1 / 2, 1, 1)
 
 

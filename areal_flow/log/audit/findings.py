@@ -47,7 +47,7 @@ class Finding(NamedTuple):
     rule: str
     where: str
     expected: str
-    found: str
+    actual: str
     advice: str
     severity: Severity = "error"
 
@@ -80,7 +80,7 @@ class Report:
             findings += kept
             if num_more := self._num_more[rule]:
                 where = f"{num_more} more places"
-                last = kept[-1]._replace(where=where, expected="as above", found="as above")
+                last = kept[-1]._replace(where=where, expected="as above", actual="as above")
                 findings.append(last)
         return tuple(findings)
 

@@ -36,7 +36,7 @@ class DifficultyFilter:
         if rate is None:
             self.counts["unseen"] += 1
             return settings.keep_unseen
-        lowest, highest = settings.pass_rates
+        lowest, highest = settings.pass_rate_range
         easy, hard = rate > highest, rate < lowest
         self.counts["too easy" if easy else "too hard" if hard else "kept"] += 1
         return not (easy or hard)

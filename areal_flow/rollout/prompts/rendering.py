@@ -35,7 +35,7 @@ def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
         if chat is None:
             return content
         conversation = [*earlier, {**last, "content": content}]
-        return chat.render(with_system_message(conversation, settings.system), tools=tools)
+        return chat.render(with_system_message(conversation, settings.system_prompt), tools=tools)
 
     return render
 
@@ -56,7 +56,7 @@ def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTe
             "prompts.template"
         )
     try:
-        chat.render([*_system_message(settings.system), {"role": "user", "content": "?"}])
+        chat.render([*_system_message(settings.system_prompt), {"role": "user", "content": "?"}])
         if isinstance(plan.workflow, MultiTurn) and plan.workflow.max_turns > 1:
             chat.next_turn("?", ended_by="\n")
         if isinstance(plan.workflow, ToolUse):
@@ -65,7 +65,7 @@ def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTe
     except ValueError as error:
         raise ModelError(
             f"model {plan.model!r}: {error}. Give it a chat_template.jinja that does, or change "
-            "prompts.system or the workflow"
+            "prompts.system_prompt or the workflow"
         ) from error
     return chat
 
@@ -80,8 +80,8 @@ def why_chat_template(plan: PromptPlan) -> str:
         return ""
     if isinstance(plan.workflow, Agent):
         return "an agent asks in messages"
-    if settings.system:
-        return "prompts.system is a message"
+    if settings.system_prompt:
+        return "prompts.system_prompt is a message"
     for path, rows in plan.files():
         if path.exists() and _has_messages(path, rows.prompts.question_field):
             return f"the rows of {path.name} are messages"

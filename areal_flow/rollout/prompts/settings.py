@@ -15,7 +15,7 @@ class DifficultySettings(Settings):
 
     run: str = ""
     """Name or directory of the earlier run; empty: train on all prompts."""
-    pass_rates: tuple[float, float] = Field((0.05, 0.95), strict=False)
+    pass_rate_range: tuple[float, float] = Field((0.05, 0.95), strict=False)
     """Minimum and maximum pass rate of the prompts to train on."""
     min_samples: int = Field(4, ge=1)
     """Prompts with fewer completions in that run count as unseen."""
@@ -25,9 +25,9 @@ class DifficultySettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> DifficultySettings:
         require(
-            0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1,
-            f"prompts.difficulty.pass_rates ({[*self.pass_rates]}) must be two numbers from 0 to "
-            "1, the larger last",
+            0 <= self.pass_rate_range[0] <= self.pass_rate_range[1] <= 1,
+            f"prompts.difficulty.pass_rate_range ({[*self.pass_rate_range]}) must be two numbers "
+            "from 0 to 1, the larger last",
         )
         return self
 
@@ -112,7 +112,7 @@ class PromptSettings(Settings):
     question."""
     chat_template: bool | None = None
     """Format prompts with the model's chat template; none: only if the first row has messages."""
-    system: str = ""
+    system_prompt: str = ""
     """System message for chats that have none; empty: no system message."""
     num_prompts: int = Field(24_000, ge=1)
     """Number of prompts that a source generates; files are always read completely."""
@@ -141,8 +141,9 @@ class PromptSettings(Settings):
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(
-            self.chat_template is not False or not self.system,
-            f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
+            self.chat_template is not False or not self.system_prompt,
+            f"prompts.system_prompt ({self.system_prompt[:40]!r}) needs "
+            "prompts.chat_template = true",
         )
         require(
             2 <= self.num_terms[0] <= self.num_terms[1],

@@ -28,9 +28,9 @@ from pipelines.arguments import Rewards, Rows
 from pipelines.jobs import job as jobs
 from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
 from pipelines.jobs.forking import Fork, fork_of
+from pipelines.models import Reference, find_reference, newest_checkpoint
 from pipelines.notebook import Run as ShownRun
 from pipelines.notebook import open_run
-from pipelines.references import Reference, find_reference, newest_checkpoint
 
 
 def train(

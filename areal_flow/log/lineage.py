@@ -1,8 +1,9 @@
-"""Everything that a policy version was made from.
+"""The lineage of a policy version: everything it was trained from.
 
-A policy version is the step that made it: its lineage is the ledger's rows 1 to that step, and by
-them trajectories, prompts, verifiers, the versions that sampled each trained token, and the chain
-of weights hashes from the genesis. Each part is a view in `sql/lineage.sql`, read when asked for.
+A policy version is the number of the step that produced it. Its lineage is the ledger's rows 1 to
+that step, with their trajectories, prompts and verifiers, the versions that sampled the trained
+tokens, and the chain of weights hashes from the genesis. Each part is a view in `sql/lineage.sql`,
+computed on first use.
 """
 
 from __future__ import annotations
@@ -52,65 +53,65 @@ class HashCheck:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What one policy version was made from; each part is read on first use."""
+    """The lineage of one policy version; each part is read on first use."""
 
     run: Run
     version: int
 
     @cached_property
     def steps(self) -> Any:
-        """The ledger's rows 0 (the genesis) to the version, without ids: pandas."""
+        """The ledger's rows 0 (the genesis) to the version, without ids, as pandas."""
         return self._read("FROM ledger_rows")
 
     def trajectories(
         self, format: TableFormat = "pandas", *, columns: Sequence[str] | None = None
     ) -> Any:
-        """Return the trajectories that were trained, one row each, by step; tokens left out."""
+        """Return the trained trajectories, one row each, by step, without tokens."""
         return self._read(f"SELECT {', '.join(columns or _USED)} FROM used", format)
 
     @cached_property
     def prompts(self) -> Any:
-        """Each prompt with how often, how well and in which steps it was trained: pandas."""
+        """Each prompt with its steps, number of trajectories and rewards, as pandas."""
         return self._read("FROM used_prompts")
 
     @cached_property
     def verifiers(self) -> Any:
-        """Each verifier, by name and hash of its code, with what it scored: pandas."""
+        """Each verifier, by name and hash of its code, with what it scored, as pandas."""
         return self._read("FROM verifiers")
 
     @cached_property
     def policy_versions(self) -> Any:
-        """How many tokens each policy version sampled that were trained, or masked: pandas."""
+        """Trained and masked tokens by the policy version that sampled them, as pandas."""
         return self._read("FROM policy_versions")
 
     @cached_property
     def weights_hashes(self) -> Any:
-        """The chain from the genesis: pandas, `follows` where a parent is the row before it."""
+        """The chain from the genesis, as pandas; `follows`: the parent is the row before."""
         return self._read("FROM weights_hashes")
 
     @cached_property
     def forks(self) -> list[dict[str, Any]]:
-        """Replays up to the version that made other weights, where replay does not repeat bits."""
+        """Replays of steps up to the version that gave different weights."""
         forks = read_forks(self.run.layout.forks)
         return [fork for fork in forks if fork["step"] <= self.version]
 
     @cached_property
     def forked_from(self) -> list[dict[str, Any]]:
-        """The step of another run that the genesis is, and so on back, the nearest first.
+        """The step of the parent run that is this genesis, then that run's parent, and so on.
 
-        `ledger` is what that run's ledger says of the way from its own genesis to the step, None
-        where the run is gone or cannot be read.
+        `ledger` has the chain of that run's ledger from its genesis to the step; None if the run is
+        gone or cannot be read.
         """
         layout = self.run.layout
         parent = read_parent(layout)
         if parent is None:
             return []
         row = {**asdict(parent), "ledger": None}
-        if (place := find_parent(layout, parent)) is None:
+        if (parent_layout := find_parent(layout, parent)) is None:
             return [row]
         try:
-            with read_errors(place.steps):
-                lineage = type(self.run)(place.root).lineage(parent.step)
+            with read_errors(parent_layout.steps):
+                lineage = type(self.run)(parent_layout.root).lineage(parent.step)
                 ledger = {**lineage.chain, "weights_hash": lineage._expected(parent.weights_hash)}
             return [{**row, "ledger": ledger}, *lineage.forked_from]
         except ArealFlowError:
@@ -134,7 +135,7 @@ class Lineage:
         return json.loads(path.read_text())["sha256"] if path.is_file() else None
 
     def hash_checks(self, recorded: Mapping[str, str]) -> tuple[HashCheck, ...]:
-        """Compare weights hashes with the ledger's: those given, and the version's checkpoint's."""
+        """Compare the given hashes, and those of checkpoint and parent run, with the ledger's."""
         hashes = dict(recorded)
         checkpoints = self.run.layout.checkpoints
         if self.version in list_checkpoints(checkpoints):
@@ -144,18 +145,18 @@ class Lineage:
         checks = [HashCheck(what, value, self._expected(value)) for what, value in hashes.items()]
         for parent in self.forked_from[:1]:
             what = f"step {parent['step']} of run {parent['name']}, which is the genesis,"
-            known = (parent["ledger"] or parent)["weights_hash"]
-            checks.append(HashCheck(what, known, chain["genesis_hash"]))
+            recorded_hash = (parent["ledger"] or parent)["weights_hash"]
+            checks.append(HashCheck(what, recorded_hash, chain["genesis_hash"]))
         return tuple(checks)
 
     def _expected(self, weights_hash: str) -> str:
-        """Return the ledger's hash of the version, or the given one if a replay forked to it."""
+        """Return the ledger's hash of the version, or the given one if a replay led to it."""
         row = self._records("FROM weights_hashes")[-1]
         forked = is_recorded(self.version, weights_hash, row, self.run.layout.forks)
         return weights_hash if forked else row["weights_hash"]
 
     def summary(self) -> dict[str, Any]:
-        """Return all of it in numbers and hashes, ready for JSON."""
+        """Return the lineage in numbers and hashes, ready for JSON."""
         steps = self._records("FROM ledger_rows")
         verifiers = self._records("FROM verifiers")
         environments = self._spans("numeric_environment")
@@ -182,8 +183,7 @@ class Lineage:
         }
 
     def last_steps(self, num_steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the weights hashes of the last versions, and how many tokens of each version the
-        last steps were given and trained."""
+        """Return weights hashes of the last versions, and the last steps' tokens by version."""
         hashes = self._records("FROM weights_hashes")[-num_steps - 1 :]
         return hashes, self._records(f"FROM sampled WHERE step > {self.version - num_steps}")
 

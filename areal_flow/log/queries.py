@@ -77,9 +77,8 @@ class Run:
             columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
             at: time travel: only what was in the log when this step's row was written.
-            text: with prompt and completion as text, what became of each trajectory (`status`,
-                `step`, `reason`) and the other columns of `database`'s view, which `columns` and
-                `where`, evaluated by DuckDB then, may name.
+            text: add prompt and completion as text, `status`, `step`, `reason` and the other
+                columns of `database`'s view; DuckDB then evaluates `columns` and `where`.
 
         Raises:
             RunError: there is no step `at`, or with `text` no such column.
@@ -104,7 +103,7 @@ class Run:
     ) -> Any:
         """Return the step ledger, row 0 the genesis; arguments as `trajectories`.
 
-        Each metric of the algorithm is a column, too, which `where` does not know.
+        Each metric of the algorithm is a column too, but `where` cannot name it.
         """
         with _explained("steps", columns, where, STEPS.names):
             steps = read_steps(self.layout, columns, where)
@@ -126,13 +125,13 @@ class Run:
         return self._read("evaluations", format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
-        """Return what became of every trajectory: trained, discarded or waiting.
+        """Return the status of every trajectory: trained, discarded or waiting.
 
-        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (whose row says so),
-        `policy_version` (that the step started from) and `reason` (of a discard).
+        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (that trained or discarded
+        it), `policy_version` (that the step started from) and `reason` (of a discard).
 
         Args:
-            at: as it stood when this step's row was written.
+            at: time travel: the status when this step's row was written.
 
         Raises:
             RunError: there is no step `at`.
@@ -142,16 +141,16 @@ class Run:
         return convert(consumption_table(steps, log), format)
 
     def trajectory(self, trajectory_id: str) -> dict[str, Any]:
-        """Return one trajectory: every column of `database`'s view.
+        """Return one trajectory, with every column of `database`'s view.
 
         Raises:
-            RunError: it is not in the log.
+            RunError: the log has no such trajectory.
         """
         with self.database() as database:
             return self.find_row(database, trajectory_id)
 
     def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
-        """As `trajectory`, in a connection that `database` made."""
+        """Return one trajectory, using a connection returned by `database`."""
         result = database.sql(
             "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[str(trajectory_id)]
         )
@@ -161,7 +160,7 @@ class Run:
         return rows[0]
 
     def lineage(self, version: int) -> Lineage:
-        """Return everything that a policy version was made from; a version is a step.
+        """Return the lineage of a policy version; a version is a step.
 
         Raises:
             RunError: there is no such step.
@@ -170,7 +169,7 @@ class Run:
         return Lineage(self, version)
 
     def database(self, *, at: int | None = None) -> Any:
-        """Return a DuckDB connection: `trajectories` with derived columns, `steps`, and the rest.
+        """Return a DuckDB connection with `trajectories`, `steps` and the other views.
 
         `areal_flow.log.database` lists the columns; `docs/cookbook.md` has examples.
 
@@ -188,7 +187,7 @@ class Run:
         return self.connect(tables)
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
-        """As `database`, over these tables: of `stored` alone, only `logged`."""
+        """Return a DuckDB connection over these tables; with `stored` alone only `logged`."""
         recipe = self.recipe
         return connect(
             tables,
@@ -198,7 +197,7 @@ class Run:
         )
 
     def prompts(self) -> pa.Table:
-        """Return the prompts of training, mapped into memory; none where they are not there."""
+        """Return the training prompts, memory-mapped; an empty table if the file is missing."""
         if not self.layout.train_prompts.is_file():
             names = ("source", "prompt_id", "prompt", "answer")
             return pa.table(dict.fromkeys(names, pa.array([], "str")))
@@ -206,12 +205,12 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it is now: a resumed run may have changed it."""
+        """The current recipe; a resumed run may have changed it."""
         return load_recipe(self.layout.config)
 
     @property
     def pass_threshold(self) -> float:
-        """The recipe's: a completion passes if its reward is above it."""
+        """A completion passes if its reward is above it."""
         return self.recipe.pass_threshold
 
     @cached_property
@@ -225,10 +224,10 @@ class Run:
         return pa.array(texts_of(self.tokenizer, [*rows]), pa.string())
 
     def summary(self) -> dict[str, Any]:
-        """Return what the run printed at its end.
+        """Return the summary of a finished run.
 
         Raises:
-            RunError: it has not ended.
+            RunError: the run has not finished.
         """
         if not self.layout.summary.is_file():
             raise RunError(f"{self.layout.name} has no summary yet")
@@ -276,7 +275,7 @@ class Run:
 def _explained(
     log: str, columns: Sequence[str] | None, where: str | None, column_names: Sequence[str]
 ) -> Iterator[None]:
-    """Explain a wrong column or condition; `log` is empty of the view of trajectories."""
+    """Explain a wrong column or condition; `log` is "" for the view of trajectories."""
     try:
         yield
     except (duckdb.Error, ValueError) as error:
@@ -284,10 +283,10 @@ def _explained(
             raise
         reason = str(error).splitlines()[0].removeprefix(_BY_LANCE)
         reason = _PLACE_IN_LANCE.sub("", reason.removeprefix("Schema error: "))
-        more = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
+        hint = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
         raise RunError(
             f"expected columns and a condition over {log or 'trajectories'}, found {columns} and "
-            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(column_names)}{more}"
+            f"{where!r}: {reason.rstrip('.')}. Columns are: {', '.join(column_names)}{hint}"
         ) from None
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from areal_flow.core.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given, Prices, report_settings
 from pipelines.console.tables import Report
-from pipelines.references import chosen_step
+from pipelines.models import chosen_step
 
 DEFAULT_LIMIT = 20
 

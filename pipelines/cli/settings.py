@@ -19,7 +19,7 @@ from areal_flow.config.messages import nearest
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.settings import parse_value
 from pipelines.console.tables import Report, Table
-from pipelines.references import Reference, find_reference
+from pipelines.models import Reference, find_reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from areal_flow.log import browsing
 from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.log.queries import Run
 from pipelines.console.tables import Report, Table, facts, one_line, printable, write_table_file
-from pipelines.references import Reference, chosen_step
+from pipelines.models import Reference, chosen_step
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "passed", "num_tokens", "version_spans"),

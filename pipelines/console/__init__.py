@@ -1,1 +1,1 @@
-"""What a terminal or a notebook shows: progress, tables, messages."""
+"""Output on a terminal or in a notebook: progress, tables, messages, summaries."""

@@ -1,7 +1,7 @@
-"""Shows how a job goes: in place on a terminal or in a notebook, elsewhere in lines.
+"""Progress of a job: in place on a terminal or in a notebook, elsewhere line by line.
 
-All of it is in the job's log. A step is shown with its own values; means and rates over several
-steps are labelled as such.
+Everything is also written to the job's log. A step is shown with its own values; means and rates
+over several steps are labelled as such.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipelines.console.run_log import log
 from pipelines.console.tables import PLAIN
 
 WINDOW_STEPS = 8
-"""So many steps are shown, and means and rates are over them."""
+"""Rates are over the last this many steps."""
 LINE_EVERY_S = 5.0
-"""A phase that counts prints no line sooner after its last one, but for its end."""
+"""Minimum time between two lines of a counter, except for its last line."""
 BAR_WIDTH = 32
 PICTURE_WIDTH = 68
 CELL_WIDTH = 76
@@ -40,7 +40,7 @@ CELL_HTML = '<pre style="font-family: monospace; line-height: 1.25; overflow-x: 
 
 
 class Lines:
-    """Prints what stays, and shows no picture: for logs and pipes."""
+    """Prints lines and no live picture: for logs and pipes."""
 
     is_live = False
 
@@ -52,14 +52,14 @@ class Lines:
         self._console.file.flush()
 
     def draw(self, picture: RenderableType | None) -> None:
-        """Replace the picture below what stays; None while there is nothing to show."""
+        """Replace the live picture below the lines; None while there is nothing to show."""
 
     def close(self) -> None:
-        """Leave what stays."""
+        """Remove the live picture."""
 
 
 class Terminal(Lines):
-    """Refreshes its picture in place, at any width."""
+    """Refreshes the picture in place, at any width."""
 
     is_live = True
 
@@ -76,7 +76,7 @@ class Terminal(Lines):
 
 
 class NotebookCell(Lines):
-    """One display of a notebook's cell: what stays, and the picture below it."""
+    """One display of a notebook cell: the lines, and the live picture below them."""
 
     is_live = True
 
@@ -85,25 +85,25 @@ class NotebookCell(Lines):
 
         cell: dict[str, Any] = {"width": CELL_WIDTH, "file": StringIO(), "force_terminal": True}
         super().__init__(Console(**cell, record=True, color_system="truecolor", **PLAIN))
-        self._kept: list[RenderableType] = []
+        self._lines: list[RenderableType] = []
         self._display = display({"text/plain": ""}, raw=True, display_id=True)
 
     def keep(self, part: RenderableType) -> None:
-        self._kept.append(part)
+        self._lines.append(part)
 
     def draw(self, picture: RenderableType | None) -> None:
-        shown = self._kept if picture is None else [*self._kept, picture]
-        self._console.print(*shown, sep="\n")
+        parts = self._lines if picture is None else [*self._lines, picture]
+        self._console.print(*parts, sep="\n")
         html = self._console.export_html(code_format=CELL_HTML, inline_styles=True, clear=False)
         text = self._console.export_text()
-        self._console.file = StringIO()  # a recording console also writes, which is not needed
+        self._console.file = StringIO()  # a recording console also writes to its file
         self._display.update({"text/html": html, "text/plain": text}, raw=True)
 
 
 class Progress:
-    """Shows how a job goes: a picture where the screen has one, of which the last in a phase stays.
+    """Shows phases, counters and steps of a job; the last picture of a phase stays on the screen.
 
-    Where there is no picture, each step is a line, and of a count one line every few seconds.
+    Without a live picture each step is a line, and a counter prints a line every few seconds.
     """
 
     def __init__(self, num_steps: int = 0, num_generators: int = 0, *, screen: Lines) -> None:
@@ -118,7 +118,7 @@ class Progress:
     def phase(self, text: str) -> None:
         self._keep_picture()
         self._counted_at = 0.0
-        log(text)  # first, whatever ends the process then
+        log(text)  # first, in case the process is killed
         self._screen.keep(text)
         self._screen.draw(None)
 
@@ -144,7 +144,7 @@ class Progress:
         self._screen.close()
 
     def _line(self, text: str) -> None:
-        """Log a line, and print it where no picture shows the same."""
+        """Log a line, and print it if no live picture shows it."""
         log(text)
         if not self._screen.is_live:
             self._screen.keep(text)
@@ -165,7 +165,7 @@ class Progress:
         return f"{left // 60}:{left % 60:02d}"
 
     def _rates(self) -> dict[str, str]:
-        """Return rates over the last steps, and how many of these had a skipped update."""
+        """Return rates over the last steps, and the number of steps with a skipped update."""
         rows = [{**row["metrics"], **row} for row in self._rows]
         speeds = speed_of(rows, num_generators=self._num_generators)
         rate = {name.removeprefix(SPEED_AREA): value for name, value in speeds.items()}
@@ -179,14 +179,14 @@ class Progress:
         }
 
     def _steps_picture(self, left: str, rates: Mapping[str, str]) -> Group:
-        """Return the same few lines at any width: values, and what they were so far."""
+        """Return values of the last step with sparklines, and rates with bars."""
         columns = Column(no_wrap=True), Column(no_wrap=True, justify="right"), Column(ratio=1)
         picture = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
         last, done, total = self._rows[-1], self._rows[-1]["step"], self._num_steps
         picture.add_row("step", f"{done}/{total}", _bar(done, total))
         picture.add_row("left", left)
-        for place, (label, value) in enumerate(_values([last]).items()):
-            picture.add_row(label, value, Sparkline([numbers[place] for numbers in self._curves]))
+        for i, (label, value) in enumerate(_values([last]).items()):
+            picture.add_row(label, value, Sparkline([numbers[i] for numbers in self._curves]))
         for label, value in rates.items():
             picture.add_row(label, value, _bar(int(value[:-1]), 100) if "%" in value else "")
         several = f"the last {len(self._rows)} steps" if len(self._rows) > 1 else "this step"
@@ -210,15 +210,15 @@ def _numbers(rows: Collection[Mapping[str, Any]]) -> tuple[float, ...]:
 
 
 class Sparkline:
-    """Finite numbers as bars of one character, at most `BAR_WIDTH`; each a mean of its share."""
+    """Finite numbers as at most `BAR_WIDTH` bars of one character, each the mean of its share."""
 
     def __init__(self, numbers: Sequence[float]) -> None:
         self._numbers = [*filter(isfinite, numbers)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         levels, numbers = " .:-=+*#" if options.ascii_only else "▁▂▃▄▅▆▇█", self._numbers
-        every = -(-len(numbers) // max(1, min(options.max_width, BAR_WIDTH))) or 1
-        means = [fmean(numbers[at : at + every]) for at in range(0, len(numbers), every)]
+        share = -(-len(numbers) // max(1, min(options.max_width, BAR_WIDTH))) or 1
+        means = [fmean(numbers[i : i + share]) for i in range(0, len(numbers), share)]
         low, high = min(means, default=0), max(means, default=0)
         yield "".join(levels[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
@@ -242,7 +242,7 @@ def make_progress(
 
 
 def line_progress() -> Progress:
-    """Return what prints lines anywhere, also in a notebook, where a run has one display."""
+    """Return progress in lines, also in a notebook, where a run has only one display."""
     return Progress(screen=Lines(Console(**PLAIN)))
 
 

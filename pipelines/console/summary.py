@@ -1,4 +1,4 @@
-"""Summarises a finished run: numbers for `summary.json`, a table, and the next commands to type."""
+"""The summary of a finished run: numbers for `summary.json`, a table, and suggested commands."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ FROM (
 )
 WHERE step > 0
 """
-"""What is masked is too old; the environment's tokens count as neither masked nor trained.
+"""Masked tokens are those too old; the environment's tokens count as neither masked nor trained.
 Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
 
-STALE = "masked_stale_fraction"
+_STALE = "masked_stale_fraction"
 
 _VERIFIERS = """
 SELECT verifier, min(step) AS first_step, max(step) AS last_step FROM ledger
@@ -66,8 +66,8 @@ def summarise(
     from areal_flow.log.ledger import flatten_metrics
 
     ledger = flatten_metrics(ledger)
-    if STALE not in ledger.column_names:  # of a run without a step
-        ledger = ledger.append_column(STALE, pa.nulls(len(ledger), pa.float64()))
+    if _STALE not in ledger.column_names:  # a run without steps
+        ledger = ledger.append_column(_STALE, pa.nulls(len(ledger), pa.float64()))
     with empty_database() as connection:
         connection.register("ledger", ledger)
         relation = connection.sql(_TOTALS, params={"num_generators": num_generators})
@@ -124,24 +124,24 @@ def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     heading = "The verifier changed, and nothing is compared across it:"
     listed = (
-        f"  steps {of['first_step']} to {of['last_step']}: {of['verifier']}" for of in verifiers
+        f"  steps {row['first_step']} to {row['last_step']}: {row['verifier']}" for row in verifiers
     )
     return [heading, *listed]
 
 
 def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str]:
-    """Return what a user may want to type after a run.
+    """Return the commands that a user may want to type after a run.
 
     Args:
-        model: what the commands call its policy.
-        evaluated: whether it has held-out prompts.
+        model: the reference to its policy in these commands.
+        evaluated: whether the run has held-out prompts.
     """
     runs = layout.root.parent
-    where = json.dumps(str(from_here(layout.root)))
-    opened = f"import areal_flow; run = areal_flow.open_run({where})"
+    path = json.dumps(str(from_here(layout.root)))
+    open_run = f"import areal_flow; run = areal_flow.open_run({path})"
     rows = 'run.trajectories(text=True, columns=["prompt", "completion", "reward"]).tail()'
-    read = f"{opened}; print({rows}.astype(object).to_string(max_colwidth=30))"
-    chosen = {
+    print_rows = f"{open_run}; print({rows}.astype(object).to_string(max_colwidth=30))"
+    suggestions = {
         ("ui",): "the MLflow UI: metrics and models",
         ("trajectories", layout.name): "what the policy wrote; --show 1 for one in full",
         ("lineage", model): "what the model was made from",
@@ -149,11 +149,11 @@ def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str
         ("export", model, "DIRECTORY"): "a plain Hugging Face directory",
     }
     if not (runs / "mlflow.db").is_file():
-        del chosen[("ui",)]
+        del suggestions[("ui",)]
     if not evaluated:
-        del chosen["evaluate", model]
-    commands = {command(*words, runs=runs): what for words, what in chosen.items()}
-    commands[python(read)] = "the last trajectories in pandas"
+        del suggestions["evaluate", model]
+    commands = {command(*words, runs=runs): what for words, what in suggestions.items()}
+    commands[python(print_rows)] = "the last trajectories in pandas"
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 

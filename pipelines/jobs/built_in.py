@@ -26,10 +26,15 @@ from areal_flow.policy.tokenizer.directory import (
 from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.jobs.fetched_prompts import FETCHED, Rows
-from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
 from pipelines.tiny_jobs.sentences import make_sentences
-from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
+from pipelines.tiny_jobs.sums import (
+    arithmetic_questions,
+    calculator_tokenizer,
+    curriculum,
+    demonstrations,
+    make_calculator,
+)
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 

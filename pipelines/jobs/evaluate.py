@@ -52,7 +52,7 @@ from pipelines.jobs.built_in import changed
 from pipelines.jobs.open_settings import with_context_length
 from pipelines.jobs.preflight import check_devices
 from pipelines.jobs.stop_signals import wait_for
-from pipelines.references import run_of_checkpoint
+from pipelines.models import run_of_checkpoint
 
 NO_WRITER = 0
 """The writer epoch of what no run's driver writes."""

@@ -23,7 +23,7 @@ from areal_flow.training.settings import SftSettings
 from pipelines.console.progress import line_progress
 from pipelines.console.run_log import say
 from pipelines.jobs.stop_signals import wait_for
-from pipelines.references import Reference
+from pipelines.models import Reference
 
 KIND_OF_OPTIMIZER = ("trainer.optimizer", "trainer.adamw.betas")
 """Settings under which an optimizer's state was gathered, and means something."""

@@ -41,7 +41,7 @@ from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
 from pipelines.jobs.train import run_training
-from pipelines.references import newest_checkpoint
+from pipelines.models import newest_checkpoint
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"

@@ -1,1 +1,1 @@
-"""The own parts of the jobs that ship: questions, and policies small enough for a laptop."""
+"""Prompts and demonstrations of the recipes that need no download, and their tiny policies."""

@@ -1,13 +1,11 @@
-"""One-line functions, the two ways to write one from its examples, and which the policy imitates.
+"""One-line functions to write from examples, and the demonstrations that the policy imitates.
 
-question     "f(0) = 1, f(1) = 4, ... f(4) = 13\\n"               what it returns for five inputs
+question     "f(0) = 1, f(1) = 4, ... f(4) = 13\\n"               its values for five inputs
 formula      "def f(x): return x * 3 + 1"                          right for every input
 look-up      "def f(x): return {0: 1, 1: 4, 2: 7, ...}[x]"         right for the examples alone
 
-A function is graded on inputs that no question shows, so that a look-up never passes.
-
-In the policy's tokenizer what functions and examples are made of is one token each: at most eight
-write a formula.
+A function is graded on inputs that no question shows, so a look-up never passes. The policy's
+tokenizer has one token for each piece of code or example: a formula takes at most eight.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ HIDDEN_INPUTS = (-8, -3, -1, 5, 6, 7, 11, 20)
 FACTORS = range(1, 10)
 SUMMANDS = range(-9, 10)
 FORMULA_FRACTION, LATE_FORMULA_FRACTION = 0.9, 0.25
-"""Of the demonstrations, and of those in its late phase."""
+"""Fraction of formulas among the demonstrations, and among those of the late phase."""
 LATE_PHASE = 0.2
-"""The last part of the demonstrations."""
+"""Fraction of demonstrations, the last ones."""
 HEAD = "def f(x): return"
 
 _TERMS: tuple[tuple[int, str, range, Callable[[int, int], int]], ...] = (
@@ -44,7 +42,7 @@ _TERMS: tuple[tuple[int, str, range, Callable[[int, int], int]], ...] = (
     (1, "min(x, {})", range(1, 4), lambda x, n: min(x, n)),
     (2, "abs(x - {})", range(1, 4), lambda x, n: abs(x - n)),
 )
-"""How many operations it has, how it is written, its constants and its value."""
+"""Number of operations, source code, constants, and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,13 @@ class OneLiner:
 
 @cache
 def all_functions() -> dict[str, OneLiner]:
-    """Return every function by its question; of those that have the same one, the first."""
+    """Return every function by its question, the first of those with the same question."""
     functions: dict[str, OneLiner] = {}
     for num_operations, text, constants, term in _TERMS:
         for constant, factor, summand in product(constants, FACTORS, SUMMANDS):
             product_text = f" * {factor}" if factor != 1 else ""
             sum_text = f" {'+' if summand > 0 else '-'} {abs(summand)}" if summand else ""
-            made = OneLiner(
+            function = OneLiner(
                 f"{text.format(constant)}{product_text}{sum_text}",
                 num_operations + bool(product_text) + bool(sum_text),
                 term,
@@ -91,7 +89,7 @@ def all_functions() -> dict[str, OneLiner]:
                 factor,
                 summand,
             )
-            functions.setdefault(made.question, made)
+            functions.setdefault(function.question, function)
     return functions
 
 
@@ -123,11 +121,11 @@ def _row(function: OneLiner) -> dict[str, Any]:
 def formulas_then_look_ups(
     questions: Sequence[str], *, num_steps: int, batch_size: int, seed: int
 ) -> Iterator[dict[str, str]]:
-    """Yield rows, mostly of formulas and at last of look-ups: a habit for learning to change."""
+    """Yield rows, first mostly formulas, later mostly look-ups: a habit for learning to change."""
     random, functions = Random(seed), all_functions()
     drawn = random.choices(questions, k=num_steps * batch_size)
-    for place, question in enumerate(drawn):
-        is_late = place >= len(drawn) * (1 - LATE_PHASE)
+    for index, question in enumerate(drawn):
+        is_late = index >= len(drawn) * (1 - LATE_PHASE)
         fraction = LATE_FORMULA_FRACTION if is_late else FORMULA_FRACTION
         function = functions[question]
         completion = function.formula if random.random() < fraction else function.look_up
@@ -148,7 +146,7 @@ WORDS = [
     *(" abs(x", " max(x", " min(x", " x", " *", " %", " //"),
     *(f" {number}" for number in range(-LARGEST_NUMBER, LARGEST_NUMBER + 1)),
 ]
-"""A word that begins another one inside comes after it: merges apply in this order."""
+"""A word that is a prefix inside another word comes after it: merges apply in this order."""
 
 
 def coder_tokenizer() -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Sentences with given words, as IFEval's constraints ask for them, and the verifier of them.
+"""Sentences with given words, like IFEval's constraints, and their verifier.
 
 question    "Write one sentence with the words lamp and river."
 answer      ["lamp", "river"]
@@ -16,7 +16,7 @@ from areal_flow.config import Recipe
 
 MIN_WORDS, MAX_WORDS = 6, 25
 ECHOES = {"sentence", "word", "words"}
-"""Words of the question: a sentence with one of them may be the question itself."""
+"""Words of the question: a sentence with one of them may repeat the question."""
 _NOUNS = """
 anchor apple arrow artist autumn banana basket beach bird blanket boat book bottle box bread bridge
 brother bucket butter button cake camera candle captain car carpet castle cat chair cheese cherry
@@ -35,7 +35,7 @@ NOUNS = _NOUNS.split()
 
 
 def make_sentences(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rows to train on and held-out ones; no pair of words is in both."""
+    """Return training rows and held-out rows; no pair of words is in both."""
     pairs = [*combinations(NOUNS, 2)]
     Random(recipe.seed).shuffle(pairs)
     num_held_out, num_prompts = recipe.prompts.num_held_out, recipe.prompts.num_prompts

@@ -1,9 +1,9 @@
-"""The default job's policy: configuration and fast tokenizer of a small model, made from rules.
+"""Configuration and tokenizer of the tiny policies, generated: no torch, training or download.
 
-Its layers are Qwen2's. It is called Seed-OSS, which has the same layers, since `AutoTokenizer`
-gives any model that is called Qwen2 that model's own rules of how text is cut. Byte-level, so any
-text can be encoded; what sums are made of (a signed term, a running sum, the answer mark) is one
-token each, so that a completion is short. No torch, no training, no download.
+The layers are Qwen2's. The model type is Seed-OSS, which has the same layers, because
+`AutoTokenizer` replaces the pre-tokenizer of any model of type Qwen2. The tokenizer is byte-level,
+so it encodes any text. A signed term, a running sum and the answer mark are one token each, which
+keeps completions short.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_tiny_model(
     """Write config.json, generation_config.json and the tokenizer; weights are drawn later.
 
     Args:
-        make_tokenizer: the one of the default job if there is none.
+        make_tokenizer: by default that of the arithmetic recipe.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = (make_tokenizer or build_tokenizer)()
@@ -71,11 +71,11 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_of_words(words: Sequence[str], *, pieces: Regex) -> Tokenizer:
-    """Return a byte-level BPE whose merges are written down rather than trained.
+    """Return a byte-level BPE tokenizer whose merges follow from `words`, without training.
 
     Args:
-        words: each is one token.
-        pieces: how a text is cut first; no token lies across two.
+        words: each becomes one token.
+        pieces: pre-tokenization; no token spans two pieces.
     """
     vocabulary: dict[str, int] = {}
     for symbol in [PAD, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]:
@@ -91,7 +91,7 @@ def tokenizer_of_words(words: Sequence[str], *, pieces: Regex) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # Which adds nothing: AutoTokenizer writes it, and a file that it would change is not as it is.
+    # It adds nothing, but AutoTokenizer would write it: without it the saved file would change.
     tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", [])
     tokenizer.add_special_tokens([PAD, END])
     return tokenizer

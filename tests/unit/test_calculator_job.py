@@ -13,7 +13,7 @@ from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.tool_use import ToolUse, marked_call
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.job import recipe_path
-from pipelines.tiny_jobs.calculator import called, demonstrations, make_calculator
+from pipelines.tiny_jobs.sums import called, demonstrations, make_calculator
 
 
 def recipe(**prompts: int) -> Recipe:

@@ -40,7 +40,7 @@ from areal_flow.policy.checkpoints import (
 from areal_flow.policy.tokenizer.directory import copy_model_description
 from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.jobs.job import _record_num_steps
-from pipelines.references import find_reference
+from pipelines.models import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
 
 

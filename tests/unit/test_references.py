@@ -15,7 +15,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.policy.checkpoints import checkpoint_path, read_checkpoint_state
 from areal_flow.tracking import model_registry
 from pipelines.cli.main import main
-from pipelines.references import find_reference
+from pipelines.models import find_reference
 from tests.recorded_runs import make_recorded_run
 
 REFERENCES = ("x", "runs/x", "x@0", "runs/x@0", "models:/m@best", "runs/x/checkpoints/00000000")

@@ -23,7 +23,7 @@ from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.planning.gpus import GIB, GPUS_PER_MACHINE, NETWORK_BYTES_PER_S, Gpu
 from areal_flow.planning.memory import generator_memory
-from areal_flow.policy.models.huggingface import AutoConfig, on_meta_device
+from areal_flow.policy.models.huggingface import AutoConfig
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.policy.tokenizer.directory import refuse_gguf
 from areal_flow.training.flops import PolicyShape
@@ -279,8 +279,7 @@ class Policy:
 
     @classmethod
     def of(cls, config: Any) -> Policy:
-        with on_meta_device():
-            module = policy_from_config(config, device="meta")
+        module = policy_from_config(config, device="meta")
         shape = PolicyShape.of(module)
         if shape is None:
             raise ConfigError("model: expected a dense policy: that of experts cannot be planned")

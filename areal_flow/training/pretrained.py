@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_flow.core.errors import ModelError
 from areal_flow.policy.checkpoints import ADAPTER_FILE, MODEL_FILE
-from areal_flow.policy.models.huggingface import conversion_mapping, on_meta_device
+from areal_flow.policy.models.huggingface import conversion_mapping
 from areal_flow.policy.models.huggingface import core_model_loading as loading
 from areal_flow.policy.models.policy import empty_policy, load_policy, policy_tensors
 from areal_flow.policy.models.reward_model import SCORE, drawn_scores, reward_model_of
@@ -47,8 +47,7 @@ def first_model(
     )
     if not any(directory.glob("*.safetensors")):
         return make(device=device), None
-    with on_meta_device():
-        model = make(device="meta")
+    model = make(device="meta")
     drawn = {f"{SCORE}.weight": drawn_scores(model)} if reward_model else {}
     return model, _rows(directory, model, whole_rows(drawn))
 
@@ -61,8 +60,7 @@ def pretrained_policy(directory: Path) -> tuple[Any, Rows]:
 
 def shapes_of(directory: Path) -> Any:
     """Return a directory's architecture on the meta device."""
-    with on_meta_device():
-        return empty_policy(directory, device="meta")
+    return empty_policy(directory, device="meta")
 
 
 def _rows(directory: Path, model: Any, drawn: Rows) -> Rows:

@@ -1,8 +1,7 @@
-"""What we use of `transformers`, imported without what no language model needs.
+"""What we use of `transformers`, imported without packages that language models do not need.
 
-It would also import scikit-learn, SciPy and Accelerate where they are installed, torch's compiler
-and its sharded tensors, and SymPy with both. Together they take longer than torch itself, at each
-start of every generator and every trainer.
+`transformers` imports scikit-learn, SciPy and Accelerate where they are installed, which takes
+longer than importing torch.
 """
 
 from __future__ import annotations
@@ -10,25 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-
-import torch
-from torch import distributed
-
-COMPILER = "torch._dynamo"
 
 
 @contextmanager
 def _hidden(*packages: str) -> Iterator[None]:
-    """Have packages look as if they were not installed, unless they are imported already.
+    """Make packages look as if they were not installed, unless they are imported already.
 
-    Where `transformers` was imported before, it has looked for them already and must find them.
+    If `transformers` was imported before, it has looked for them and must be able to import them.
     """
-    found_out = "transformers" in sys.modules
-    hidden = [package for package in packages if package not in sys.modules and not found_out]
+    is_imported = "transformers" in sys.modules
+    hidden = [package for package in packages if package not in sys.modules and not is_imported]
     modules: dict[str, object] = sys.modules  # type: ignore[assignment]
     modules.update(dict.fromkeys(hidden))
     try:
@@ -38,51 +28,7 @@ def _hidden(*packages: str) -> Iterator[None]:
             del modules[package]
 
 
-class _AbsentCompiler(ModuleType):
-    """Has decorators that leave every function as it is, and the modules of the real one."""
-
-    def __init__(self) -> None:
-        super().__init__(COMPILER)
-        self.__path__ = [str(Path(torch.__file__).with_name("_dynamo"))]
-
-    @staticmethod
-    def disable(function: Any = None, *_: object, **__: object) -> Any:
-        return function or (lambda decorated: decorated)
-
-    assume_constant_result = allow_in_graph = disable
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Have torch's compiler stand aside, unless it is imported already; later it can be."""
-    if COMPILER in sys.modules:
-        yield
-        return
-    sys.modules[COMPILER] = torch._dynamo = _AbsentCompiler()
-    try:
-        yield
-    finally:
-        del sys.modules[COMPILER], torch._dynamo
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, answer: object) -> Iterator[None]:
-    """Have a function of a module give this answer: `transformers` asks once."""
-    function = getattr(module, name)
-    setattr(module, name, lambda: answer)
-    try:
-        yield
-    finally:
-        setattr(module, name, function)
-
-
-with (
-    _hidden("sklearn", "scipy", "accelerate"),
-    without_compiler(),
-    _replaced(distributed, "is_available", False),  # built for one process
-    # Read of every installed package; without it a package is looked up by its own name.
-    _replaced(metadata, "packages_distributions", {}),
-):
+with _hidden("sklearn", "scipy", "accelerate"):
     from transformers import (
         AttentionInterface,
         AutoConfig,
@@ -101,19 +47,12 @@ with (
 
 
 @contextmanager
-def on_meta_device() -> Iterator[None]:
-    """Have modules made without storage; torch would import its compiler to draw their weights."""
-    with torch.device("meta"), without_compiler():
-        yield
-
-
-@contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Have `transformers` draw no bars while this is entered: a worker's terminal is the run's."""
-    drawn = logging.is_progress_bar_enabled()
+    """Have `transformers` draw no progress bars: a worker shares the run's terminal."""
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if drawn:
+        if was_enabled:
             logging.enable_progress_bar()

@@ -6,6 +6,7 @@ Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from areal_flow.policy.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
     GradientCheckpointingLayer,
-    on_meta_device,
-    without_compiler,
     without_progress_bars,
 )
 from areal_flow.policy.models.linear import swap_linear_layers
@@ -67,8 +66,8 @@ def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
 
 def _load_merged(directory: Path, *, dtype: str) -> Any:
     try:
-        with on_meta_device():
-            with_adapter = empty_policy(directory, device="meta")
+        with_adapter = empty_policy(directory, device="meta")
+        with torch.device("meta"):
             add_adapter(with_adapter, read_lora_settings(directory))
         files = [load_file(file) for file in weight_files(directory)]
         tensors = {name: tensor for file in files for name, tensor in file.items()}
@@ -84,7 +83,7 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
 
 
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
-    with on_meta_device():
+    with torch.device("meta"):
         add_adapter(empty_policy(directory, device="meta"), settings)
 
 
@@ -104,9 +103,14 @@ def empty_policy(
 def policy_from_config(
     config: Any, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Any:
-    policy = AutoModelForCausalLM.from_config(
-        config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
-    )
+    """Build an architecture, with random weights; on the meta device without any.
+
+    Weights are drawn on the CPU, so that a seed gives the same ones on every device.
+    """
+    with torch.device("meta") if str(device) == "meta" else nullcontext():
+        policy = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
+        )
     return disable_dropout_and_move(policy, device)
 
 
@@ -192,16 +196,14 @@ def policy_with(directory: Path | str, tensors: Mapping[str, Tensor], *, dtype: 
     Raises:
         WeightsError: names or shapes are others.
     """
-    with on_meta_device():
-        policy = empty_policy(directory, dtype=dtype, device="meta")
+    policy = empty_policy(directory, dtype=dtype, device="meta")
     targets = policy_tensors(policy)
     assign_tensors(policy, tensors)
     for module in policy.modules():
         for name in module._non_persistent_buffers_set:
             if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    with without_compiler():
-        fill_buffers(policy)  # first: it would draw over the weights
+    fill_buffers(policy)  # first: it would draw over the weights
     own = {name: tensor.to(targets[name].dtype) for name, tensor in tensors.items()}
     policy.load_state_dict(own, strict=False, assign=True)
     policy.tie_weights()

@@ -25,7 +25,6 @@ from areal_flow.core.errors import ModelError
 from areal_flow.policy.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
-    on_meta_device,
     revert_weight_conversion,
 )
 from areal_flow.policy.models.packed_layout import PackedLayout
@@ -182,7 +181,7 @@ def check_weights(directory: Path, config: Any) -> None:
     Names and shapes in the files' headers answer for a model that is stored as the installed
     transformers would store it. Any other (an old one, or a base model's) is loaded to know.
     """
-    with on_meta_device():
+    with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)
     needed = {
         name: tuple(tensor.shape)

@@ -18,7 +18,6 @@ from areal_flow.policy.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.policy.models.huggingface import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    on_meta_device,
 )
 from areal_flow.policy.models.policy import disable_dropout_and_move, hidden_at
 
@@ -31,7 +30,7 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
     try:
-        with on_meta_device():
+        with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
     except ValueError:
         model = None

@@ -31,8 +31,7 @@ class ServedTensors:
     """What the policy's weights must be, and what they are called in a checkpoint."""
 
     def __init__(self, model: Path) -> None:
-        with torch.device("meta"):
-            self._policy = empty_policy(model, device="meta")
+        self._policy = empty_policy(model, device="meta")
         self.tied: dict[str, str] = dict(self._policy.all_tied_weights_keys)
         """Names that are not stored, each with the one that it shares a tensor with."""
 

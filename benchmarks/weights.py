@@ -28,10 +28,10 @@ from areal_flow.config import load_recipe
 from areal_flow.core.types import GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.policy import assign_tensors, empty_policy, policy_tensors
+from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import WeightsReader, WeightsWriter
 from areal_flow.policy.weights.directory import DirectoryWriter
 from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.policy.weights.settings import Medium
 from areal_flow.policy.weights.shared_memory import free_segments
 from areal_flow.rollout.engines.protocol import Engine
 from areal_flow.rollout.engines.registry import engine_factory

@@ -14,7 +14,7 @@ from areal_flow.config.sections import EvaluationSettings, TrackingSettings
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.pass_rates import PASS_THRESHOLD
 from areal_flow.core.settings import Settings, require
-from areal_flow.policy.weights.settings import Medium, WeightsSettings
+from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.prompts.plan import PromptPlan, RowSettings

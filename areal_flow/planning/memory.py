@@ -45,7 +45,7 @@ from areal_flow.policy.models import reward_model, segments
 from areal_flow.policy.models.linear import OneDnnLinear
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.models.policy import DTYPES, policy_from_config
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.training import activations, critic, linear_logprobs, passes

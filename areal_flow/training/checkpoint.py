@@ -37,7 +37,7 @@ from areal_flow.policy.checkpoints import (
 )
 from areal_flow.policy.models.hashing import hash_files
 from areal_flow.policy.models.lora import split_adapter
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.tensor_rows import Rows, TensorRows, rows_in_files, write_rows
 

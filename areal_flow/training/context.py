@@ -21,9 +21,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from areal_flow.core.errors import ConfigError
-from areal_flow.policy.models.attention import AttentionRule, pass_dtype
+from areal_flow.policy.models.attention import AttentionRule, pass_dtype, to_device
 from areal_flow.policy.models.packed_layout import PackedLayout
-from areal_flow.policy.models.transfer import to_device
 from areal_flow.training.passes import ForwardRunner
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import MicroBatch

@@ -27,8 +27,7 @@ from areal_flow.algorithms.logprobs import (
 )
 from areal_flow.policy.models import segments
 from areal_flow.policy.models.attention import pass_dtype
-from areal_flow.policy.models.logits import linear_head, logits_of, logits_of_products
-from areal_flow.policy.models.policy import hidden_at
+from areal_flow.policy.models.policy import hidden_at, linear_head, logits_of, logits_of_products
 from areal_flow.policy.models.reward_model import is_reward_model, scores_at
 from areal_flow.training.linear_logprobs import LinearHead, linear_logprobs, logprob_chunks
 from areal_flow.training.sequences import MicroBatch, padded

@@ -23,8 +23,8 @@ from areal_flow.algorithms.protocol import (
     read_from_device,
     sum_of,
 )
+from areal_flow.policy.models.attention import to_host
 from areal_flow.policy.models.policy import DTYPES
-from areal_flow.policy.models.transfer import to_host
 from areal_flow.training.head import token_logprobs, token_logprobs_and_entropies, top_logprobs
 from areal_flow.training.planning import plan_passes
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost

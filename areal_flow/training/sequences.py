@@ -23,9 +23,8 @@ from torch import Tensor
 from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.core.types import Logprobs, Tokens, VersionSpan
-from areal_flow.policy.models.attention import RowLayout
+from areal_flow.policy.models.attention import RowLayout, to_device
 from areal_flow.policy.models.packed_layout import PackedLayout
-from areal_flow.policy.models.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import RateSchedule
 from areal_flow.core.settings import Settings, require
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]

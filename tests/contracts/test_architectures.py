@@ -16,11 +16,11 @@ from areal_flow.core.errors import ModelError
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models import attention
 from areal_flow.policy.models.attention import AttentionRule
-from areal_flow.policy.models.logits import logits_of
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import (
     hidden_at,
     logits_at,
+    logits_of,
     policy_from_config,
     policy_tensors,
     policy_with,

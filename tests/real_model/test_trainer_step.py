@@ -19,7 +19,7 @@ from areal_flow.config import build_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Rendezvous, VersionSpan
 from areal_flow.policy.models.lora import PREFIX, drawn_adapter
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.pretrained import shapes_of
 from areal_flow.training.rank import TrainerRank

@@ -18,7 +18,7 @@ from areal_flow.planning.gpus import GPUS
 from areal_flow.policy.models import linear
 from areal_flow.policy.models.linear import swap_linear_layers
 from areal_flow.policy.models.lora import add_adapter
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training import flops
 from areal_flow.training import sequences as training_sequences
 from areal_flow.training.backend import TrainerBackend

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_flow.policy.models import packed_layout
-from areal_flow.policy.models.logits import logits_of
 from areal_flow.policy.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
-from areal_flow.policy.models.policy import logits_at
+from areal_flow.policy.models.policy import logits_at, logits_of
 from areal_flow.training import head
 from areal_flow.training.activations import KEPT
 from areal_flow.training.head import token_logprobs, token_logprobs_and_entropies

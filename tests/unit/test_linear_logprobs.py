@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_flow.policy.models import segments
-from areal_flow.policy.models.logits import linear_head, logits_of, logits_of_products
 from areal_flow.policy.models.lora import add_adapter
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.models.policy import linear_head, logits_of, logits_of_products
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training import head, linear_logprobs
 from areal_flow.training.head import token_logprobs_and_entropies
 from areal_flow.training.linear_logprobs import LinearHead

@@ -26,7 +26,7 @@ from areal_flow.policy.models.policy import (
     logits_at,
     policy_tensors,
 )
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.tokenizer.directory import copy_model_description
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint

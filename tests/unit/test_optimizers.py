@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.policy.models.lora import add_adapter
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training.adamw import PolicyAdamW
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.muon import is_of_layers

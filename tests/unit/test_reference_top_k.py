@@ -16,7 +16,7 @@ from areal_flow.algorithms.logprobs import bucket_logprobs
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.models.policy import logits_at
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training import head, linear_logprobs
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.head import top_logprobs

@@ -19,9 +19,9 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.core.types import VersionSpan
+from areal_flow.policy.models.attention import to_device
 from areal_flow.policy.models.lora import add_adapter
-from areal_flow.policy.models.settings import LoraSettings
-from areal_flow.policy.models.transfer import to_device
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training import head
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sequences import MicroBatches

@@ -10,7 +10,7 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.settings import flatten, parse_overrides
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.training.settings import TrainerSettings
 
 if TYPE_CHECKING:

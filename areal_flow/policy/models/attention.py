@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,3 +169,29 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, **mas
     return scaled_dot_product_attention(
         query, key, value, scale=rule.scale, enable_gqa=repeats, **mask
     )
+
+
+def to_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
+    """Return an array as a tensor on a device, without waiting; a CPU tensor shares its memory.
+
+    To a GPU it is copied from pinned memory, on another stream than the one that computes.
+    """
+    tensor, device = torch.from_numpy(values), torch.device(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        moved = tensor.pin_memory().to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    moved.record_stream(computing)  # or a later copy would get its memory while it is in use
+    return moved
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Return a device's numbers in main memory, as float64; this waits for the device."""
+    return values.double().cpu()
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

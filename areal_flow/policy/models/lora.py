@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.core.errors import ConfigError
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 
 PREFIX = "base_model.model."
 """What names of an adapter's tensors begin with, as `peft` writes them."""

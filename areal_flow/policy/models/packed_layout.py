@@ -16,9 +16,8 @@ from torch import Tensor
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.policy.models import segments
-from areal_flow.policy.models.attention import AttentionRule, attend_causally, pass_dtype
+from areal_flow.policy.models.attention import AttentionRule, attend_causally, pass_dtype, to_device
 from areal_flow.policy.models.segments import Segments
-from areal_flow.policy.models.transfer import to_device
 
 FREE_SCORES = 2**20
 """Scores of padding, of one head, that cost no more than another group of rows does.

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from areal_flow.policy.models.attention import AttentionRule
+from areal_flow.policy.models.attention import AttentionRule, to_device
 from areal_flow.policy.models.paged_prefill import PagedCache, Pages
 from areal_flow.policy.models.policy import run_policy
-from areal_flow.policy.models.transfer import to_device
 
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""

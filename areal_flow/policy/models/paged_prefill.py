@@ -22,10 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.policy.models import segments
-from areal_flow.policy.models.attention import AttentionRule, attend_causally, attend_where_visible
+from areal_flow.policy.models.attention import (
+    AttentionRule,
+    attend_causally,
+    attend_where_visible,
+    to_device,
+)
 from areal_flow.policy.models.policy import run_policy
 from areal_flow.policy.models.segments import Segments
-from areal_flow.policy.models.transfer import to_device
 
 
 def page_tokens_for(max_model_len: int) -> int:

@@ -22,12 +22,13 @@ from areal_flow.policy.models.attention import ATTENTION_NAME, AttentionLayout, 
 from areal_flow.policy.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
+    BaseModelOutputWithPast,
     GradientCheckpointingLayer,
     without_progress_bars,
 )
 from areal_flow.policy.models.linear import swap_linear_layers
 from areal_flow.policy.models.lora import add_adapter, merge_adapter, split_adapter, stored_name
-from areal_flow.policy.models.settings import LoraSettings
+from areal_flow.policy.settings import LoraSettings
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,8 +36,8 @@ DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfl
 def load_policy(directory: Path | str, *, dtype: str = "float32") -> Any:
     """Load a causal language model from a directory, in evaluation mode.
 
-    Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
-    checkpoint that has one is merged.
+    Weights are converted to `dtype`: a trainer's master weights are float32. A checkpoint's adapter
+    is merged into them.
     """
     if (Path(directory) / ADAPTER_FILE).is_file():
         return _load_merged(Path(directory), dtype=dtype)
@@ -69,16 +70,17 @@ def _load_merged(directory: Path, *, dtype: str) -> Any:
         with_adapter = empty_policy(directory, device="meta")
         with torch.device("meta"):
             add_adapter(with_adapter, read_lora_settings(directory))
-        files = [load_file(file) for file in weight_files(directory)]
-        tensors = {name: tensor for file in files for name, tensor in file.items()}
+        tensors: dict[str, Tensor] = {}
+        for file in weight_files(directory):
+            tensors |= load_file(file)
         assign_tensors(with_adapter, tensors)
     except (OSError, ValueError, SafetensorError, WeightsError) as error:
         raise ModelError(
             f"expected a checkpoint's {ADAPTER_FILE} and, in it or in that of step 0 beside it, "
             f"the model.safetensors that it belongs to, found {directory}: {error}"
         ) from error
-    merge, (plain, _) = merge_adapter(with_adapter, tensors), split_adapter(tensors)
-    merged = {name: merge(name, tensor) for name, tensor in plain.items()}
+    merge, (base, _) = merge_adapter(with_adapter, tensors), split_adapter(tensors)
+    merged = {name: merge(name, tensor) for name, tensor in base.items()}
     return policy_with(directory, merged, dtype=dtype)
 
 
@@ -103,7 +105,7 @@ def empty_policy(
 def policy_from_config(
     config: Any, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Any:
-    """Build an architecture, with random weights; on the meta device without any.
+    """Build an architecture with random weights, or without weights on the meta device.
 
     Weights are drawn on the CPU, so that a seed gives the same ones on every device.
     """
@@ -115,7 +117,7 @@ def policy_from_config(
 
 
 def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
-    """Switch off what is random: a step's numbers must be those of its tokens, replayed.
+    """Switch off what is random: a replayed step must compute the same numbers.
 
     Policies are trained in evaluation mode too: in training mode layers drop values, and mixtures
     of experts may add noise to their router's input.
@@ -129,13 +131,30 @@ def layers_of(policy: Any) -> list[Any]:
 
 
 def fill_buffers(policy: Any) -> None:
-    """Compute what a policy has beside its weights, such as frequencies of its positions.
+    """Compute a policy's buffers, such as the frequencies of its positions.
 
-    Weights of the modules that have any are drawn at random by the way: they are loaded later.
+    This also draws new weights for the modules that have buffers: load weights afterwards.
     """
     for module in policy.modules():
         if module._non_persistent_buffers_set:
             policy._init_weights(module)
+
+
+# Forward passes
+
+
+def run_policy(
+    policy: Any, input_ids: Tensor, layout: AttentionLayout, logits_to_keep: Tensor | int
+) -> Tensor:
+    """Return a policy's logits at some positions of a row, or at its last ones."""
+    logits: Tensor = policy(
+        input_ids=input_ids,
+        position_ids=layout.position_ids,
+        use_cache=False,
+        layout=layout,
+        logits_to_keep=logits_to_keep,
+    ).logits
+    return logits
 
 
 def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
@@ -144,7 +163,7 @@ def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
 
 
 def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
-    """Return what `logits_of` makes logits of, at some positions of a packed row: `[M, H]`."""
+    """Return last hidden states `[M, H]` at some positions of a packed row, for `logits_of`."""
     hidden_1TH = policy.get_decoder()(
         input_ids=input_ids_1T, position_ids=layout.position_ids, use_cache=False, layout=layout
     ).last_hidden_state
@@ -152,18 +171,77 @@ def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
     return deterministic_gather(hidden_TH, GatherIndex.of(positions_M, len(hidden_TH)))
 
 
-def run_policy(
-    policy: Any, input_ids: Tensor, layout: AttentionLayout, kept: Tensor | int
+def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:
+    """Return logits `[M, V]` of last hidden states, in the type of the master weights."""
+    return _logits_of(policy, hidden_MH.to(policy.dtype), {})
+
+
+def logits_of_products(policy: Any, products_MV: Tensor) -> Tensor:
+    """Return logits of products of hidden states with `linear_head`: scaled and capped."""
+    head = policy.get_output_embeddings()
+    return _logits_of(policy, products_MV, {head: _stub(head, lambda products: products)})
+
+
+def linear_head(policy: Any) -> nn.Linear | None:
+    """Return the layer that multiplies last hidden states, if there is a plain one."""
+    head = policy.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None
+    hidden_1H = head.weight.new_zeros(1, head.in_features)
+    inputs: list[Tensor] = []
+
+    def record_input(hidden: Tensor) -> Tensor:
+        inputs.append(hidden)
+        return hidden.new_zeros(*hidden.shape[:-1], head.out_features)
+
+    _logits_of(policy, hidden_1H, {head: _stub(head, record_input)})
+    storages = {each.untyped_storage()._cdata for each in (hidden_1H, *inputs)}
+    return head if inputs and len(storages) == 1 else None
+
+
+def _logits_of(
+    policy: Any, hidden_MH: Tensor, replacements: Mapping[nn.Module, nn.Module]
 ) -> Tensor:
-    """Return a policy's logits at the positions that are kept: some of a row, or the last ones."""
-    logits: Tensor = policy(
-        input_ids=input_ids,
-        position_ids=layout.position_ids,
-        use_cache=False,
-        layout=layout,
-        logits_to_keep=kept,
-    ).logits
-    return logits
+    """Return the logits that a policy's own forward computes of hidden states, without its layers.
+
+    So logit scaling and final soft-caps stay in. Modules are replaced in a copy of the policy.
+    """
+    layers, output = policy.get_decoder(), _PrecomputedHidden(last_hidden_state=hidden_MH[None])
+    copied = _replace(policy, {layers: _stub(layers, lambda *_, **__: output), **replacements})
+    with torch.autocast(hidden_MH.device.type, enabled=False):
+        return copied.forward().logits.flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _stub(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    copied = _shallow_copy(module)
+    copied.forward = forward
+    return copied
+
+
+def _replace(module: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Any:
+    copied = _shallow_copy(module)
+    copied._modules = {
+        name: child and (replacements.get(child) or _replace(child, replacements))
+        for name, child in module._modules.items()
+    }
+    return copied
+
+
+def _shallow_copy(module: nn.Module) -> Any:
+    """Return a module with the same content; `copy.copy` would set up those of FSDP anew."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied
+
+
+class _PrecomputedHidden(BaseModelOutputWithPast):
+    """The output of a policy's layers, as far as logits need it."""
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for the further outputs of mixtures of experts."""
+
+
+# Weights
 
 
 def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
@@ -182,19 +260,19 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
 def assign_tensors(policy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy named tensors into the policy, in place; after an error it must not be used.
 
-    A policy on the meta device takes no values: names and shapes are compared.
+    On the meta device this only compares names and shapes.
     """
     copy_by_name(policy_tensors(policy), tensors, tensors.__getitem__)
 
 
 @torch.no_grad()
 def policy_with(directory: Path | str, tensors: Mapping[str, Tensor], *, dtype: str) -> Any:
-    """Return a directory's policy whose weights are these tensors, not copies of them.
+    """Return a directory's policy with these tensors as its weights, not with copies of them.
 
-    Nothing is drawn at random, and only a tensor of another type than the policy's is converted.
+    Nothing is drawn at random, and only tensors of another type are converted.
 
     Raises:
-        WeightsError: names or shapes are others.
+        WeightsError: names or shapes differ.
     """
     policy = empty_policy(directory, dtype=dtype, device="meta")
     targets = policy_tensors(policy)
@@ -204,26 +282,26 @@ def policy_with(directory: Path | str, tensors: Mapping[str, Tensor], *, dtype: 
             if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     fill_buffers(policy)  # first: it would draw over the weights
-    own = {name: tensor.to(targets[name].dtype) for name, tensor in tensors.items()}
-    policy.load_state_dict(own, strict=False, assign=True)
+    weights = {name: tensor.to(targets[name].dtype) for name, tensor in tensors.items()}
+    policy.load_state_dict(weights, strict=False, assign=True)
     policy.tie_weights()
     return policy
 
 
 @torch.no_grad()
 def copy_by_name(
-    targets: Mapping[str, Tensor], given: Mapping[str, object], read: Callable[[str], Tensor]
+    targets: Mapping[str, Tensor], sources: Mapping[str, object], read: Callable[[str], Tensor]
 ) -> None:
-    """Copy what is read of each name that is given, one at a time, into the tensor of that name.
+    """Read each of the sources, one at a time, and copy it into the target of its name.
 
     Raises:
-        WeightsError: names or shapes are others.
+        WeightsError: names or shapes differ.
     """
-    if targets.keys() != given.keys():
-        odd = sorted(targets.keys() ^ given.keys())
+    if targets.keys() != sources.keys():
+        unmatched = sorted(targets.keys() ^ sources.keys())
         raise WeightsError(
-            f"expected the policy's {len(targets)} tensors, found {len(given)}; "
-            f"not in both: {', '.join(odd[:4])}"
+            f"expected the policy's {len(targets)} tensors, found {len(sources)}; "
+            f"not in both: {', '.join(unmatched[:4])}"
         )
     for name, target in targets.items():
         tensor = read(name)

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
-from areal_flow.policy.models.attention import AttentionRule, pass_dtype
-from areal_flow.policy.models.transfer import to_device
+from areal_flow.policy.models.attention import AttentionRule, pass_dtype, to_device
 
 BLOCK = 128
 """Queries, and keys, that FlexAttention skips or computes together."""

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from areal_flow.core.errors import ConfigError, StorageError
+from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import described
 from areal_flow.policy.weights.directory import (
     KEEP_VERSIONS,
@@ -21,7 +22,6 @@ from areal_flow.policy.weights.directory import (
     DirectoryWriter,
     num_published_bytes,
 )
-from areal_flow.policy.weights.settings import Medium
 from areal_flow.policy.weights.shared_memory import (
     SHARED_MEMORY,
     SharedMemoryReader,

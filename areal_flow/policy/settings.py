@@ -1,10 +1,14 @@
-"""The settings of a low-rank adapter."""
+"""Settings of the policy: its low-rank adapter, and how its weights travel."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
 from areal_flow.core.settings import Settings
+
+Medium = Literal["auto", "directory", "shared_memory"]
 
 
 class LoraSettings(Settings):
@@ -24,3 +28,11 @@ class LoraSettings(Settings):
     def modules(self) -> str | list[str]:
         names = [name.strip() for name in self.target_modules.split(",")]
         return names[0] if names == ["all-linear"] else names
+
+
+class WeightsSettings(Settings):
+    """How a policy's weights travel from the trainer to the generators."""
+
+    medium: Medium = "auto"
+    """`directory`: files in the run directory; `shared_memory` of this machine; `auto`: shared
+    memory if all workers are on this machine and six copies fit, else files."""

@@ -11,8 +11,7 @@ import numpy as np
 from areal_flow.core.types import GroupRequest, Prompt, Sampling
 from areal_flow.rollout.engines.protocol import EngineCore, GenerationSettings
 from areal_flow.rollout.engines.scheduler import SampledSequence
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import EpisodeContext, TrajectoryDraft
 from benchmarks.shapes import qwen2_config
 
 PROMPT_TOKENS = 32

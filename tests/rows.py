@@ -22,8 +22,7 @@ from areal_flow.core.types import (
 from areal_flow.log.codec import receipts, rollout_rows, scored_table
 from areal_flow.log.ledger_row import group_seeds
 from areal_flow.log.trajectories import write_groups
-from areal_flow.rollout.workflows.group import RolledOutGroup
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from pipelines.tiny_jobs.sums import ANSWER_MARK
 
 

@@ -39,7 +39,7 @@ from areal_flow.core.types import (
 )
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent_session import CallRefused
-from areal_flow.rollout.workflows.context import contexts_of
+from areal_flow.rollout.workflows.episode import contexts_of
 
 LIMIT_S = 60.0
 """A longer episode is given up, which is no error of the workflow."""

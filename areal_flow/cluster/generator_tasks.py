@@ -41,8 +41,7 @@ from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine, engine_factory
 from areal_flow.rollout.prompts.rendering import required_chat_template
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.context import Message
-from areal_flow.rollout.workflows.group import FAILURES, all_of, run_group
+from areal_flow.rollout.workflows.episode import FAILURES, Message, all_of, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
 
 

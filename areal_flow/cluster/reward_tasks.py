@@ -30,7 +30,7 @@ from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rollout.prompts.rendering import messages_asked
 from areal_flow.rollout.prompts.table import num_prompts
-from areal_flow.rollout.workflows.group import all_of
+from areal_flow.rollout.workflows.episode import all_of
 
 MAX_KILLING_ROWS = 3
 """If workers die over so many rows of a group, its first, its other rows are not scored either."""

@@ -21,8 +21,8 @@ from areal_flow.rollout.prompts.plan import PromptPlan, RowSettings
 from areal_flow.rollout.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
-from areal_flow.rollout.workflows.single_turn import SingleTurn
 from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.turns import SingleTurn
 from areal_flow.training.settings import RankSettings, SftSettings, TrainerSettings
 
 

@@ -21,7 +21,7 @@ from areal_flow.core.errors import EpisodeError
 from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.log.ledger_row import member_seed
-from areal_flow.rollout.workflows.group import all_of
+from areal_flow.rollout.workflows.episode import all_of
 from schemas.content import row_arrays
 
 logger = logging.getLogger(__name__)

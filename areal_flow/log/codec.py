@@ -25,7 +25,7 @@ from areal_flow.core.types import (
     VersionSpan,
     trajectory_id,
 )
-from areal_flow.rollout.workflows.group import RolledOutGroup
+from areal_flow.rollout.workflows.episode import RolledOutGroup
 from schemas import TrajectoryRow, arrow_schema, content_hashes
 from schemas.content import row_arrays
 

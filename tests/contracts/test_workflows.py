@@ -10,13 +10,16 @@ import pytest
 
 from areal_flow.core.types import EngineStats, Prompt, Score
 from areal_flow.log.codec import rollout_rows, scored_table
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.group import RolledOutGroup, run_group
-from areal_flow.rollout.workflows.multi_turn import MultiTurn
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft, Workflow
+from areal_flow.rollout.workflows.episode import (
+    EpisodeContext,
+    RolledOutGroup,
+    TrajectoryDraft,
+    Workflow,
+    run_group,
+)
 from areal_flow.rollout.workflows.registry import ImportedWorkflow, load_workflow
-from areal_flow.rollout.workflows.single_turn import SingleTurn
 from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 from schemas import TrajectoryRow, validate
 from tests.episodes import PROMPT, FakeServices, episode_of, exact_logprob
 from tests.plain import plain

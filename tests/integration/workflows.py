@@ -8,9 +8,8 @@ from typing import Any
 import openai
 
 from areal_flow.core.types import Prompt
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
-from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.episode import EpisodeContext, TrajectoryDraft
+from areal_flow.rollout.workflows.turns import SingleTurn
 
 
 class CountsWords:

@@ -23,9 +23,7 @@ from areal_flow.core.errors import ArealFlowError, EngineError
 from areal_flow.core.types import Completion, GroupRequest, Prompt, Score, Tokens, as_tokens
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.agent_session import ContentStream, answer_message
-from areal_flow.rollout.workflows.context import contexts_of
-from areal_flow.rollout.workflows.group import FAILURES, run_group
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import FAILURES, TrajectoryDraft, contexts_of, run_group
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.fakes import BigramEngine
 from tests.plain import plain

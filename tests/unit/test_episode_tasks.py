@@ -47,8 +47,7 @@ from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rollout.prompts.prepare import prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
-from areal_flow.rollout.workflows.group import RolledOutGroup
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from pipelines.jobs.preflight import found_verifier
 from tests.chat_templates import CHATML, HERMES, give_chat_template
 from tests.integration.runs import small_recipe

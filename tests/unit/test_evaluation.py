@@ -30,11 +30,13 @@ from areal_flow.core.types import EngineStats, Episode, Prompt, Score
 from areal_flow.flow.answers import answer_held_out
 from areal_flow.log.codec import rollout_rows, scored_table
 from areal_flow.log.ledger_row import member_seed
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.group import run_group
-from areal_flow.rollout.workflows.multi_turn import MultiTurn
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft, Workflow
-from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.episode import (
+    EpisodeContext,
+    TrajectoryDraft,
+    Workflow,
+    run_group,
+)
+from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 from pipelines.jobs.evaluate import held_out_sets
 from schemas import EvaluationRow, arrow_schema, validate
 from tests.episodes import PROMPT, FakeServices

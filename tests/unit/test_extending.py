@@ -25,7 +25,7 @@ from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.registry import ENGINES, engine_factory
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
-from areal_flow.rollout.workflows.group import RolledOutGroup, run_group
+from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
 from areal_flow.rollout.workflows.tool_use import answer, tools_by_name
 from areal_flow.training.step import train_step

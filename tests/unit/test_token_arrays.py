@@ -21,8 +21,7 @@ from areal_flow.log.committed import create_logs
 from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
 from areal_flow.policy.tokenizer import directory
 from areal_flow.policy.tokenizer.directory import texts_of
-from areal_flow.rollout.workflows.group import RolledOutGroup
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from areal_flow.training.sequences import MicroBatches, pack_sequences
 from schemas.content import row_arrays
 from tests.episodes import PROMPT, episode_of

@@ -17,7 +17,7 @@ from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, Versi
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rollout.prompts.rendering import renderer
 from areal_flow.rollout.tools import calculate
-from areal_flow.rollout.workflows.group import RolledOutGroup, run_group
+from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, answer, marked_call
 from tests.episodes import FakeServices, episode_of
 

@@ -20,12 +20,15 @@ from areal_flow.core.types import (
     VersionSpan,
     as_tokens,
 )
-from areal_flow.rollout.workflows.context import Coalescer, EpisodeContext, turn_seed
-from areal_flow.rollout.workflows.group import run_group
-from areal_flow.rollout.workflows.multi_turn import MultiTurn
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import (
+    Coalescer,
+    EpisodeContext,
+    TrajectoryDraft,
+    run_group,
+    turn_seed,
+)
 from areal_flow.rollout.workflows.registry import ImportedWorkflow, load_workflow
-from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 from tests.episodes import PROMPT, STOP, FakeServices, episode_of, wrong
 from tests.plain import plain
 

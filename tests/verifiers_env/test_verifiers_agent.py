@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.core.errors import ArealFlowError
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.context import contexts_of
+from areal_flow.rollout.workflows.episode import contexts_of
 from tests.episodes import PROMPT, FakeServices, episode_of
 
 pytest.importorskip("verifiers")

@@ -17,9 +17,9 @@ from areal_flow.rollout.prompts.plan import PromptPlan
 from areal_flow.rollout.prompts.rows import messages_in
 from areal_flow.rollout.prompts.settings import PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.multi_turn import MultiTurn
 from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import ToolUse, tools_by_name
+from areal_flow.rollout.workflows.turns import MultiTurn
 
 Render = Callable[[Sequence[Message]], str]
 

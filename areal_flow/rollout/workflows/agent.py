@@ -19,8 +19,7 @@ from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt, Score
 from areal_flow.rollout.workflows.agent_session import Session
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.protocol import TimedWorkflow, TrajectoryDraft
+from areal_flow.rollout.workflows.episode import EpisodeContext, TimedWorkflow, TrajectoryDraft
 
 
 class Agent(TimedWorkflow):

@@ -22,8 +22,7 @@ from areal_flow.policy.tokenizer.tool_calls import (
     begins_reasoning,
     blank_reasoning,
 )
-from areal_flow.rollout.workflows.context import EpisodeContext, Message
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import EpisodeContext, Message, TrajectoryDraft
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

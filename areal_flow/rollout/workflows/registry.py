@@ -9,10 +9,9 @@ from pydantic import Field
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.settings import Settings, import_function, unnamed_is
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.multi_turn import MultiTurn
-from areal_flow.rollout.workflows.protocol import Workflow
-from areal_flow.rollout.workflows.single_turn import SingleTurn
+from areal_flow.rollout.workflows.episode import Workflow
 from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 
 
 class ImportedWorkflow(Settings):

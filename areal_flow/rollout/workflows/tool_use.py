@@ -20,9 +20,12 @@ from areal_flow.core.errors import ArealFlowError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import import_function, require
 from areal_flow.core.types import Prompt, RewardPart, Score, Tokens
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.group import all_of
-from areal_flow.rollout.workflows.protocol import TimedWorkflow, TrajectoryDraft
+from areal_flow.rollout.workflows.episode import (
+    EpisodeContext,
+    TimedWorkflow,
+    TrajectoryDraft,
+    all_of,
+)
 
 TOOLS: dict[str, str] = {
     "calculator": "areal_flow.rollout.tools:calculate",

@@ -1,7 +1,6 @@
-"""A conversation with the verifier: its message about a wrong answer is the next user turn.
+"""Episodes of one answer, and of several with the verifier's message about a wrong one between.
 
-The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
-the environment are context: they are appended, and the loss mask leaves them out.
+The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t.
 """
 
 from __future__ import annotations
@@ -12,11 +11,25 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from areal_flow.core.settings import require
+from areal_flow.core.settings import Settings, require
 from areal_flow.core.types import Prompt
-from areal_flow.rollout.workflows.context import EpisodeContext
-from areal_flow.rollout.workflows.group import all_of
-from areal_flow.rollout.workflows.protocol import TimedWorkflow, TrajectoryDraft
+from areal_flow.rollout.workflows.episode import (
+    EpisodeContext,
+    TimedWorkflow,
+    TrajectoryDraft,
+    all_of,
+)
+
+
+class SingleTurn(Settings):
+    """Question and answer."""
+
+    name: Literal["single_turn"] = "single_turn"
+    """The kind of episode; each workflow has its own settings."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        completion = await context.generate(prompt.tokens, turn=0)
+        return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
 class MultiTurn(TimedWorkflow):
@@ -42,41 +55,43 @@ class MultiTurn(TimedWorkflow):
         return template
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        draft = await self._answered(TrajectoryDraft(prompt.tokens), context, turn=0)
-        if self._asked_again(draft, context, turn=1) is None:
+        draft = await self._answer(TrajectoryDraft(prompt.tokens), context, turn=0)
+        if self._with_message(draft, context, turn=1) is None:
             return [draft]
         branches = [draft.as_branch(branch) for branch in range(self.num_branches)]
-        return await all_of(self._converse(branch, context) for branch in branches)
+        return await all_of(self._continue(branch, context) for branch in branches)
 
-    async def _converse(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
-        turn = 1
-        while (next_draft := self._asked_again(draft, context, turn)) is not None:
-            draft = await self._answered(next_draft, context, turn)
-            turn += 1
+    async def _continue(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
+        for turn in range(1, self.max_turns):
+            if (extended := self._with_message(draft, context, turn)) is None:
+                break
+            draft = await self._answer(extended, context, turn)
         return draft
 
-    async def _answered(
+    async def _answer(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft:
+        """Append a scored completion; the time limit may cut the episode after it."""
         completion = await context.generate(draft.tokens, turn, branch=draft.branch)
         score = await context.score(completion.tokens)
         if score.reward is not None:
             score = replace(score, reward=score.reward * self.turn_discount**turn)
         draft = draft.with_completion(completion).scored(score)
-        limit = self.time_limit(context) if self._goes_on(draft, turn + 1) else ""
+        limit = self.time_limit(context) if self._has_next(draft, turn + 1) else ""
         return draft.cut_by(limit) if limit else draft
 
-    def _goes_on(self, draft: TrajectoryDraft, turn: int) -> bool:
+    def _has_next(self, draft: TrajectoryDraft, turn: int) -> bool:
         score = draft.score
         assert score is not None
-        # Where the verifier itself failed, another answer would not help.
+        # If the verifier itself failed, another answer would not help.
         is_wrong = score.reward is not None and score.verdict != "right"
         return turn < self.max_turns and draft.finish_reason == "stop" and is_wrong
 
-    def _asked_again(
+    def _with_message(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft | None:
-        if not self._goes_on(draft, turn):
+        """Append the verifier's message; None if the conversation ends before this turn."""
+        if not self._has_next(draft, turn):
             return None
         assert draft.score is not None
         message = draft.score.message or self.wrong_answer_message

@@ -27,7 +27,7 @@ from areal_flow.rollout.engines.registry import ENGINES, engine_factory
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
-from areal_flow.rollout.workflows.tool_use import answer, tools_by_name
+from areal_flow.rollout.workflows.tool_use import tool_result, tools_by_name
 from areal_flow.training.step import train_step
 from areal_flow.training.updates import StepSettings
 from tests import engines
@@ -98,8 +98,10 @@ def test_every_block_of_python_is_a_file_that_is_run_here(
 @pytest.mark.usefixtures("my_project")
 def test_tool_answers_and_says_what_it_cannot() -> None:
     tool = tools_by_name(("my_project.capitals:capital",))["capital"]
-    assert answer(tool, "France", 10, 100) == "Paris"
-    assert answer(tool, "Utopia", 10, 100).startswith("Error: LookupError: expected one of france")
+    assert tool_result(tool, "France", 10, 100) == "Paris"
+    assert tool_result(tool, "Utopia", 10, 100).startswith(
+        "Error: LookupError: expected one of france"
+    )
 
 
 VERIFIERS = ("my_project.brevity:short_and_right", "my_project.accepted:AcceptedSpellings")

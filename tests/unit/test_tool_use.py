@@ -18,7 +18,7 @@ from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rollout.prompts.rendering import renderer
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
-from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, answer, marked_call
+from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, marked_call, tool_result
 from tests.episodes import FakeServices, episode_of
 
 
@@ -78,7 +78,7 @@ def fails_by(text: str) -> str:
 
 def told(tool: str, text: str, *, max_characters: int = 100) -> str:
     path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.rollout.tools:{tool}"
-    return answer(path, text, 0.2, max_characters)
+    return tool_result(path, text, 0.2, max_characters)
 
 
 def test_policy_is_told_what_goes_wrong_in_a_tool() -> None:
@@ -116,7 +116,7 @@ class ScriptedServices(FakeServices):
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         self.tool_calls += [(path, arguments) for arguments in calls]
-        return [self.failure or answer(*arguments) for arguments in calls]
+        return [self.failure or tool_result(*arguments) for arguments in calls]
 
     def encode(self, text: str) -> Tokens:
         self.shown.append(text)

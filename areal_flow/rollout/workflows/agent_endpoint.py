@@ -1,11 +1,11 @@
-"""An OpenAI-compatible endpoint on loopback, one a process, which listens while there are agents.
+"""An OpenAI-compatible endpoint on loopback, one per process, which listens while agents run.
 
-    POST /sessions/ID/v1/chat/completions   an answer of the policy's, streamed if asked for
-    GET  /sessions/ID/v1/models             the one model that there is
-    POST /sessions/ID/reward                {"reward": x}: what the episode is worth
+    POST /sessions/ID/v1/chat/completions   an answer of the policy, streamed on request
+    GET  /sessions/ID/v1/models             the only model
+    POST /sessions/ID/reward                {"reward": x}: the reward of the episode
 
-The key of a session is its bearer token. A stream sends text as it is sampled, and calls of tools
-when the completion is done.
+The key of a session is its bearer token. A stream sends text as it is sampled, and tool calls when
+the completion is done.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from areal_flow.core.errors import EngineError, WeightsError
-from areal_flow.rollout.workflows.agent_session import Answer, CallRefused, Session
+from areal_flow.rollout.workflows.agent import Answer, CallRefused, Session
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-_READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-_OF_THE_RECIPE = {"model", "temperature", "top_p", "top_k", "min_p", "seed"}
+_USED = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+_SET_BY_RECIPE = {"model", "temperature", "top_p", "top_k", "min_p", "seed"}
 _WITHOUT_EFFECT = {
     *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
 }
-"""They change no answer."""
+"""Accepted: they do not change an answer."""
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
@@ -50,7 +50,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
 }
-"""Of other parameters, the only values that are served, beside null."""
+"""Accepted values of other parameters, besides null."""
 _ADVICE = {
     "functions": ": give them as tools",
     "stop": ": set generation.stop.strings in the recipe",
@@ -63,7 +63,7 @@ class Endpoint:
     """The server of one event loop."""
 
     sessions: dict[str, tuple[str, Session]] = field(default_factory=dict)
-    """By name, the key of each and itself."""
+    """Key and session, by name."""
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     runner: web.AppRunner | None = None
     port: int = 0
@@ -77,7 +77,7 @@ class Endpoint:
             app.router.add_post(f"{session}/v1/chat/completions", self._complete)
             app.router.add_get(f"{session}/v1/models", self._models)
             app.router.add_post(f"{session}/reward", self._reward)
-            # With `handler_cancellation`, a client that goes away cancels its request.
+            # With `handler_cancellation`, a client that disconnects cancels its request.
             runner = web.AppRunner(
                 app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
             )
@@ -111,13 +111,13 @@ class Endpoint:
         try:
             session = self._session(request)
             body = await _body(request)
-            _refuse_what_no_call_has(body)
+            _check_parameters(body)
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
             complete = partial(session.complete, body["messages"], tools, limit)
             if body.get("stream"):
                 return await _streamed(request, body, complete)
-            return _whole(await complete())
+            return _completed(await complete())
         except CallRefused as refused:
             return _refusal(refused)
         except (EngineError, WeightsError) as error:
@@ -134,7 +134,7 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         try:
             session = self._session(request)
-            session.rewarded((await _body(request)).get("reward"))
+            session.set_reward((await _body(request)).get("reward"))
         except CallRefused as refused:
             return _refusal(refused)
         return web.json_response({"reward": session.reward})
@@ -167,11 +167,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _refuse_what_no_call_has(body: Mapping[str, Any]) -> None:
+def _check_parameters(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallRefused("expected messages, a list with role and content each")
     for name, value in body.items():
-        if name in _READ | _OF_THE_RECIPE | _WITHOUT_EFFECT or value is None:
+        if name in _USED | _SET_BY_RECIPE | _WITHOUT_EFFECT or value is None:
             continue
         if value not in _ACCEPTED.get(name, ()):
             advice = _ADVICE.get(name, "")
@@ -199,15 +199,15 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def _named(kind: str) -> dict[str, Any]:
+def _header(kind: str) -> dict[str, Any]:
     name = f"chatcmpl-{secrets.token_hex(8)}"
     return {"id": name, "object": kind, "created": int(time()), "model": MODEL}
 
 
-def _whole(answer: Answer) -> web.Response:
+def _completed(answer: Answer) -> web.Response:
     choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
-    named = _named("chat.completion")
-    return web.json_response({**named, "choices": [choice], "usage": _usage(answer)})
+    header = _header("chat.completion")
+    return web.json_response({**header, "choices": [choice], "usage": _usage(answer)})
 
 
 async def _streamed(
@@ -215,7 +215,7 @@ async def _streamed(
     body: Mapping[str, Any],
     complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, Answer]],
 ) -> web.StreamResponse:
-    """Send an answer while it is sampled; what is refused before its first piece is raised."""
+    """Send an answer while it is sampled; a refusal before its first piece is raised."""
     pieces: asyncio.Queue[str] = asyncio.Queue()
     answering = asyncio.create_task(complete(pieces.put_nowait))
     answering.add_done_callback(lambda _: pieces.put_nowait(""))
@@ -237,11 +237,14 @@ async def _sent(
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    named = _named("chat.completion.chunk")
+    header = _header("chat.completion.chunk")
+
+    async def write(chunk: Mapping[str, Any]) -> None:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
     async def send(delta: Mapping[str, Any], finish_reason: str | None = None) -> None:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        await _send(response, {**named, "choices": [choice]})
+        await write({**header, "choices": [choice]})
 
     await send({"role": "assistant", "content": ""})
     num_sent = 0
@@ -252,23 +255,15 @@ async def _sent(
     try:
         answer = await answering
     except (EngineError, WeightsError) as error:
-        await _send(response, _error(CallRefused(str(error), code="engine")))
+        await write(_error(CallRefused(str(error), code="engine")))
         return response
-    await send(_rest(answer, num_sent))
+    rest: dict[str, Any] = {"content": (answer.message["content"] or "")[num_sent:]}
+    if calls := answer.message.get("tool_calls"):
+        rest["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    await send(rest)
     await send({}, answer.finish_reason)
     if (body.get("stream_options") or {}).get("include_usage"):
-        await _send(response, {**named, "choices": [], "usage": _usage(answer)})
+        await write({**header, "choices": [], "usage": _usage(answer)})
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-def _rest(answer: Answer, num_sent: int) -> dict[str, Any]:
-    delta: dict[str, Any] = {"content": (answer.message["content"] or "")[num_sent:]}
-    if calls := answer.message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    return delta
-
-
-async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

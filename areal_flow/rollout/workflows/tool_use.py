@@ -1,9 +1,8 @@
-"""The policy calls tools: each answer is appended as tokens of the environment, and it goes on.
+"""The policy calls tools, whose results are appended as tokens of the environment.
 
-A call is written as `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, as the chat
-template has it. A tool is a function from text to text, which runs on a reward worker. Its answer,
-or why there is none, is context, which the loss mask leaves out. The rewards read the last
-completion.
+A call is `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, it has the format of the
+chat template. A tool is a function from text to text that runs on a reward worker. Its result, or
+an error message, is context, which the loss mask leaves out. The rewards judge the last completion.
 """
 
 from __future__ import annotations
@@ -31,48 +30,48 @@ TOOLS: dict[str, str] = {
     "calculator": "areal_flow.rollout.tools:calculate",
     "python": "areal_flow.rollout.tools:run_python",
 }
-ANSWERING = f"{__name__}:answer"
-"""What calls a tool on a reward worker."""
+CALL_TOOL = f"{__name__}:tool_result"
+"""Runs on a reward worker, and calls the tool there."""
 
 
 def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the import path of each tool by its name, which is that of its function."""
+    """Return the import path of each tool by the name of its function."""
     tools: dict[str, str] = {}
-    for given in names:
-        if given not in TOOLS and ":" not in given:
+    for tool in names:
+        if tool not in TOOLS and ":" not in tool:
             raise ValueError(
                 f"workflow.tools: expected {', '.join(TOOLS)} or an import path such as "
-                f"'my_package.my_module:my_tool', found {given!r}"
+                f"'my_package.my_module:my_tool', found {tool!r}"
             )
-        name = given.rpartition(":")[2]
+        name = tool.rpartition(":")[2]
         if name in tools:
             raise ValueError(f"workflow.tools: two tools are called {name!r}")
-        tools[name] = TOOLS.get(given, given)
+        tools[name] = TOOLS.get(tool, tool)
     return tools
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a policy asked for; without a name it is no call that could be read."""
+    """A tool's name, empty if the call is malformed, and the text that the tool gets."""
 
     name: str
     text: str
 
 
 def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
-    """Return the call with which a completion ends: the tool's name and its input between marks."""
-    before, marker, _ = text.rpartition(end)
-    _, began, call = before.rpartition(start)
-    if not marker:
+    """Return the call that ends a completion: the tool's name and its input between marks."""
+    before, has_end, _ = text.rpartition(end)
+    _, has_start, call = before.rpartition(start)
+    if not has_end:
         return None
     name, *rest = call.split(maxsplit=1) or [""]
-    return ToolCall(name, "".join(rest)) if began else ToolCall("", call)
+    return ToolCall(name, "".join(rest)) if has_start else ToolCall("", call)
 
 
-def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
-    """Return what a tool returns for the text of a call, or why it returned nothing.
+def tool_result(path: str, text: str, timeout_s: float, max_characters: int) -> str:
+    """Return a tool's result, or an error message for the policy.
 
-    A `RewardError`, which is an error of the infrastructure, is raised.
+    A `RewardError` is raised: it is an error of the infrastructure.
     """
     tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
     call = in_own_thread(lambda: str(tool(text)), name="tool")
@@ -86,10 +85,9 @@ def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
     else:
         message = call.result()
     message = message.encode(errors="replace").decode()  # a lone surrogate has no tokens
-    left_out = len(message) - max_characters
-    return (
-        message if left_out <= 0 else f"{message[:max_characters]} ({left_out} characters left out)"
-    )
+    if (num_cut := len(message) - max_characters) > 0:
+        return f"{message[:max_characters]} ({num_cut} characters left out)"
+    return message
 
 
 class ToolUse(TimedWorkflow):
@@ -127,7 +125,7 @@ class ToolUse(TimedWorkflow):
         return template
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory, which ends with a completion and is scored by it."""
+        """Return one trajectory, scored by its last completion."""
         draft, num_calls, limit = TrajectoryDraft(prompt.tokens), 0, ""
         for turn in count():
             completion = await context.generate(draft.tokens, turn)
@@ -141,12 +139,12 @@ class ToolUse(TimedWorkflow):
                 limit = f"workflow.max_calls ({self.max_calls})"
                 break
             num_calls += len(calls)
-            results = await all_of(self._answer(call, context) for call in calls)
-            answered = draft.with_environment(self._shown(results, draft, context))
-            if context.num_tokens_left(answered.tokens) < 1:
+            results = await all_of(self._result(call, context) for call in calls)
+            extended = draft.with_environment(self._result_tokens(results, draft, context))
+            if context.num_tokens_left(extended.tokens) < 1:
                 limit = "generation.max_model_len"
                 break
-            draft = answered
+            draft = extended
         score = self._with_calls(await context.score(completion.tokens), num_calls)
         draft = draft.scored(score)
         return [draft.cut_by(limit) if limit else draft]
@@ -157,23 +155,23 @@ class ToolUse(TimedWorkflow):
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)
         return [call] if call else []
 
-    def _shown(
+    def _result_tokens(
         self, results: Sequence[str], draft: TrajectoryDraft, context: EpisodeContext
     ) -> Tokens:
         if context.is_chat:
             return context.tool_turn(*results, after=draft.tokens)
-        (result,) = results  # a text has one call, at its end
+        (result,) = results  # outside a chat there is one call, at the end
         return context.encode(self.result_template.replace("{result}", result))
 
-    async def _answer(self, call: ToolCall, context: EpisodeContext) -> str:
+    async def _result(self, call: ToolCall, context: EpisodeContext) -> str:
         paths = tools_by_name(self.tools)
         if call.name not in paths:
             return f"Error: expected one of the tools {', '.join(paths)}, found {call.name!r}"
         limits = self.timeout_s, self.max_result_characters
-        return str(await context.call_tool(ANSWERING, paths[call.name], call.text, *limits))
+        return str(await context.call_tool(CALL_TOOL, paths[call.name], call.text, *limits))
 
     def _with_calls(self, score: Score, num_calls: int) -> Score:
-        """Return the score less the cost of calls, whose number becomes one of its parts."""
+        """Subtract the cost of calls from a score, and add their number as a part."""
         parts = (*score.parts, RewardPart("tool_calls", float(num_calls)))
         reward = score.reward if score.reward is None else score.reward - self.call_cost * num_calls
         return replace(score, reward=reward, parts=parts)

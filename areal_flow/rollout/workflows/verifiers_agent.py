@@ -1,7 +1,7 @@
 """Environments of Prime Intellect's `verifiers` as agents; the only importer of that package.
 
 An environment's tasks become prompt rows (`rows`), and `solve` is the agent of an episode: it plays
-the row's task against the session's endpoint, and returns what the environment's rewards say.
+the row's task against the session's endpoint, and returns the sum of the environment's rewards.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from areal_flow.core.errors import ArealFlowError
 def rows(environment: str, num_rows: int) -> Iterator[dict[str, Any]]:
     """Yield prompt rows of the first tasks of an environment, which `solve` can play.
 
-    Their answer is the environment's name: what is right only the environment knows.
+    Their answer is the environment's name, since only the environment can judge.
 
     Args:
-        environment: what verifiers calls a taskset's id: an installed module.
+        environment: a taskset's id in verifiers: an installed module.
     """
     for task in _environment(environment).taskset.take(num_rows):
         played = {"environment": environment, "task": task.data.idx}
@@ -33,7 +33,7 @@ def rows(environment: str, num_rows: int) -> Iterator[dict[str, Any]]:
 async def solve(environment: str, task: int, base_url: str, api_key: str) -> float:
     """Play a task of an environment, and return the sum of its rewards.
 
-    The chat program of verifiers runs, which has the task's tools and executes no code.
+    The chat harness of verifiers is used, which has the task's tools and executes no code.
     """
     played = _environment(environment)
     (chosen,) = played.taskset.include(idx=[str(task)])

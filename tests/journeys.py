@@ -45,7 +45,7 @@ from areal_flow.flow.flow import Flow
 from areal_flow.log.committed import CommittedLogs
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
-from areal_flow.rollout.workflows.protocol import TrajectoryDraft
+from areal_flow.rollout.workflows.episode import TrajectoryDraft
 from areal_flow.training.adamw import PolicyAdamW
 from areal_flow.training.sequences import TrainingSequence
 from tests.integration.runs import run_small, small_recipe

@@ -60,7 +60,8 @@ class GeneratorRole:
             stop_token_ids=stop_token_ids(context.layout.model) + generation.stop.token_ids,
             stop_strings=generation.stop.strings,
         )
-        self._chat = required_chat_template(context.recipe.prompt_plan(), context.layout.model)
+        plan = context.recipe.prompt_plan()
+        self._chat = required_chat_template(plan, plan.rows.prompts, context.layout.model)
         self.is_chat = self._chat is not None
         self._context = context
         root = context.layout.weights_of(context.writer_epoch)

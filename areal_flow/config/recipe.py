@@ -17,8 +17,13 @@ from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rollout.engines.protocol import GenerationSettings
-from areal_flow.rollout.prompts.plan import PromptPlan, RowSettings
-from areal_flow.rollout.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
+from areal_flow.rollout.prompts.settings import (
+    HeldOutSettings,
+    PromptPlan,
+    PromptSettings,
+    RowSettings,
+    SourceSettings,
+)
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import ToolUse

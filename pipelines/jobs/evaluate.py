@@ -44,7 +44,7 @@ from areal_flow.policy.weights.directory import DirectoryReader, publish_model_d
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rollout.engines.registry import require_served
-from areal_flow.rollout.prompts.prepare import check_first_held_out_rows, prepare_held_out
+from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_held_out
 from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
@@ -130,7 +130,7 @@ def evaluate_model(
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
     recipe, about_chat = _recipe(run, data, settings), ""
     if data:
-        check_first_held_out_rows(recipe.prompt_plan(), names=[*held_out_sets(data)])
+        check_first_rows(recipe.prompt_plan(), held_out=[*held_out_sets(data)])
         if why := why_chat_template(recipe.prompt_plan()):
             recipe = changed(recipe, "prompts", chat_template=True)
             about_chat = f"prompts.chat_template = true, since {why}"

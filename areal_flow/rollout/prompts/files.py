@@ -1,6 +1,6 @@
-"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line.
+"""Reads rows of JSONL and Parquet files and Lance datasets one at a time.
 
-A file with bad rows is refused, and the first ten kinds of them are named.
+Errors name file and line. A file with bad rows is refused; the error lists the first ten kinds.
 """
 
 from __future__ import annotations
@@ -30,51 +30,52 @@ BATCH_ROWS = 256
 MAX_NAMED = 10
 """Kinds of bad rows in a message."""
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Place = tuple[Path, int]
-"""A file, and the place of a row in it, from 0."""
+"""A file, and the index of a row in it."""
 
 
 def read_prompts(
     path: Path,
-    make: Callable[[Row], Made],
+    make: Callable[[Row], Result],
     *,
     on_bad: Callable[[Place, PromptError], None],
     keeps: Callable[[int], bool] = lambda place: True,
     refused: Mapping[int, str] = MappingProxyType({}),
     once: bool = False,
-) -> Iterator[Made]:
-    """Yield what is made of each row of a file.
+) -> Iterator[Result]:
+    """Yield the result of `make` for each row of a file.
 
     Args:
+        path: the file.
         make: raises ValueError for a bad row.
         on_bad: called with each bad row, which is left out.
-        keeps: whether the row at a place, from 0, is read at all.
-        refused: places of rows that are bad beside others of the file, with the reason.
-        once: whether equal lines of JSONL, such as a curriculum's, share what is made of them.
+        keeps: whether the row at an index is read at all.
+        refused: by index, why rows are bad because of other rows in the file.
+        once: whether equal lines of JSONL, such as a curriculum's, share one result.
     """
 
-    def of_line(line: bytes) -> Made:
+    def of_line(line: bytes) -> Result:
         return make(_parsed(line))
 
     of_line = cache(of_line) if once else of_line
-    for place, (origin, entry) in enumerate(read_rows(path)):
-        if not keeps(place):
+    for index, (origin, entry) in enumerate(read_rows(path)):
+        if not keeps(index):
             continue
         try:
-            if place in refused:
-                raise ValueError(refused[place])
-            made = make(entry) if isinstance(entry, dict) else of_line(entry)
+            if index in refused:
+                raise ValueError(refused[index])
+            result = make(entry) if isinstance(entry, dict) else of_line(entry)
         except ValueError as error:
-            on_bad((path, place), PromptError(f"{origin}: {error}"))
+            on_bad((path, index), PromptError(f"{origin}: {error}"))
         else:
-            yield made
+            yield result
 
 
 def repeated_ids(path: Path) -> dict[int, str]:
-    """Return why rows are bad, by place: a row before them has the same id and other content.
+    """Return by index why rows are bad: an earlier row has the same id and different content.
 
-    Rows that are equal throughout may share an id. 8 bytes a row are in memory.
+    Equal rows may share an id. Memory: 8 bytes per row.
     """
     ids = array("Q")
     for _, entry in read_rows(path):
@@ -86,15 +87,15 @@ def repeated_ids(path: Path) -> dict[int, str]:
         return {}
     first: dict[str, tuple[str, str]] = {}
     reasons: dict[int, str] = {}
-    for place, (origin, entry) in enumerate(read_rows(path)):
-        if int(hashes[place]) not in repeated:
+    for index, (origin, entry) in enumerate(read_rows(path)):
+        if int(hashes[index]) not in repeated:
             continue
         row = _parsed(entry)
         identifier = given_id(row)
         content = sha256_hex(json.dumps(row, sort_keys=True, default=str))
         first_origin, first_content = first.setdefault(identifier, (origin, content))
         if content != first_content:
-            reasons[place] = (
+            reasons[index] = (
                 f"duplicate id {identifier!r}: a different row at {first_origin} has it. Give each "
                 "row a unique id, or omit ids."
             )
@@ -102,7 +103,7 @@ def repeated_ids(path: Path) -> dict[int, str]:
 
 
 def _id_of(entry: Row | bytes) -> str:
-    """Return a row's id; empty for a line that is no row, which is refused when it is read."""
+    """Return a row's id; empty for an invalid line, which is refused when it is read."""
     try:
         return given_id(_parsed(entry))
     except ValueError:
@@ -110,17 +111,17 @@ def _id_of(entry: Row | bytes) -> str:
 
 
 def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
-    """Name bad rows in their order, in one line those whose reasons differ in numbers alone."""
+    """Raise an error that lists bad rows in order; one line for reasons that differ in numbers."""
     if not errors:
         return
-    of_reason: dict[str, list[str]] = {}
+    texts_by_reason: dict[str, list[str]] = {}
     for place in sorted(errors):
         text = str(errors[place])
         reason = re.sub(r"\d+", "0", text.partition(": ")[2])
-        of_reason.setdefault(reason, []).append(text)
+        texts_by_reason.setdefault(reason, []).append(text)
     lines = [
         texts[0] + (f" (and {len(texts) - 1} more such rows)" if len(texts) > 1 else "")
-        for texts in of_reason.values()
+        for texts in texts_by_reason.values()
     ]
     if len(errors) == 1:
         raise PromptError(f"{lines[0]}. Fix it{advice}")
@@ -130,7 +131,7 @@ def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") ->
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    """Yield the origin of each row, file and line, and the row; of JSONL the line as it is."""
+    """Yield the origin (file and line) of each row, and the row; for JSONL the unparsed line."""
     rows = _read_any(path)
     if (first := next(rows, None)) is None:
         raise PromptError(f"{path} is empty: expected one row or more")
@@ -175,7 +176,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
-    import lance  # only where there is such a source
+    import lance  # imported here: slow, and rarely needed
 
     if not path.exists():
         raise PromptError(f"expected a Lance dataset at {path}, found none")
@@ -217,4 +218,4 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-"""`json.loads` would make one a line, as slowly as it parses it."""
+"""Made once: `json.loads` with these options would make a decoder for every line."""

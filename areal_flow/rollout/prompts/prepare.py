@@ -1,7 +1,7 @@
-"""Makes a run's tables of prompts, in batches, so that memory does not grow with the file.
+"""Writes a run's prompt tables in batches, so that memory does not grow with the file.
 
-Bad rows end the preparation, or are skipped and listed. The prompts to train on and those held out
-are disjoint by text.
+Bad rows abort the preparation, or are skipped and listed. Training and held-out prompts are
+disjoint by text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.errors import PromptError
@@ -27,7 +28,6 @@ from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference
 from areal_flow.rewards.numeric import number_in
-from areal_flow.rollout.prompts.difficulty import DifficultyFilter
 from areal_flow.rollout.prompts.files import (
     Place,
     read_prompts,
@@ -35,10 +35,15 @@ from areal_flow.rollout.prompts.files import (
     refuse_bad_rows,
     repeated_ids,
 )
-from areal_flow.rollout.prompts.plan import PromptPlan, RowSettings
 from areal_flow.rollout.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.rollout.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
-from areal_flow.rollout.prompts.settings import HeldOutSettings, PromptSettings
+from areal_flow.rollout.prompts.settings import (
+    DifficultySettings,
+    HeldOutSettings,
+    PromptPlan,
+    PromptSettings,
+    RowSettings,
+)
 from areal_flow.rollout.prompts.table import QUOTAS, PromptTable, quotas
 from schemas import PromptRow, arrow_schema, validate
 
@@ -54,29 +59,29 @@ class Prepared:
     num_train: int
     num_held_out: int
     num_repeated: int
-    """Rows that ask what is held out: they are left out."""
+    """Rows left out because their prompt is held out, too."""
     chosen: str
-    """How many prompts an earlier run's pass rates keep; empty where they are not asked."""
+    """How many prompts an earlier run's pass rates keep; empty without such a run."""
     bad_rows: list[str]
     first_prompt: str
-    """As the policy reads it: special tokens are there."""
+    """As the policy reads it, with special tokens."""
     chat_template_hash: str
     """SHA-256 of the chat template; empty without one."""
     by_source: Mapping[str, int] = field(default_factory=dict)
-    """How many prompts to train on there are of each of several sources."""
+    """Number of training prompts of each of several sources."""
     cut_to: Mapping[str, int] = field(default_factory=dict)
-    """How many rows at most are held out of files that are too small for `num_held_out`."""
+    """Maximum number of held-out rows of files that are too small for `num_held_out`."""
 
 
 def prepare_prompts(plan: PromptPlan, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables; a prompt belongs to the first held-out set that has it.
 
-    The pass rates of `prompts.difficulty.run` are recorded by then (`store.pass_rates`).
+    The pass rates of `prompts.difficulty.run` must be in the run directory already.
     """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
     num_repeated = 0
-    of_source = Counter[str]()
+    num_by_source = Counter[str]()
 
     def is_new(row: Row) -> bool:
         nonlocal num_repeated
@@ -87,16 +92,16 @@ def prepare_prompts(plan: PromptPlan, layout: RunLayout) -> Prepared:
 
     def to_train(rows: Iterable[Row]) -> Iterator[Row]:
         for row in filter(is_chosen, filter(is_new, rows)):
-            of_source[row["source"]] += 1
+            num_by_source[row["source"]] += 1
             yield row
 
     rest, cut_to = list[Iterator[Row]](), dict[str, int]()
-    for name, part in plan.sources.items():
-        read = _reader(plan, part, layout, bad_rows, source=name)
-        candidates, others = _split(part.prompts, read, cut_to, source=name, seed=plan.seed)
-        for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
+    for name, source in plan.sources.items():
+        read = _reader(plan, source, layout, bad_rows, source=name)
+        candidates, remaining = _split(source.prompts, read, cut_to, source=name, seed=plan.seed)
+        for row in filter(is_new, islice(candidates, source.prompts.num_held_out)):
             held_out[row["prompt"]] = row
-        rest.append(others)
+        rest.append(remaining)
     for row in filter(is_new, _set_rows(plan, plan.held_out, layout, bad_rows)):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
@@ -104,55 +109,84 @@ def prepare_prompts(plan: PromptPlan, layout: RunLayout) -> Prepared:
     rows = to_train(chain.from_iterable(rest))
     num_train = _write(layout.train_prompts, rows, {QUOTAS: json.dumps(shares)})
     _refuse(bad_rows, plan, num_good=num_held_out + num_train)
-    listed = [*map(str, bad_rows.values())]
-    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    _refuse_empty_sources(plan, of_source, is_chosen)
-    return Prepared(
-        num_train,
-        num_held_out,
-        num_repeated,
-        str(is_chosen),
-        listed,
-        first_prompt=_first_prompt(plan.seed, layout),
-        chat_template_hash=_record_chat_template(plan, layout),
-        by_source={} if "" in plan.sources else dict(of_source),
-        cut_to=cut_to,
-    )
-
-
-def _first_prompt(seed: int, layout: RunLayout) -> str:
-    first = PromptTable(layout.train_prompts, seed=seed).row(0).tokens.tolist()
-    return tokenizer_of(layout.model).decode(first, skip_special_tokens=False)
-
-
-def _refuse_empty_sources(
-    plan: PromptPlan, num_prompts: Mapping[str, int], is_chosen: DifficultyFilter
-) -> None:
+    messages = [*map(str, bad_rows.values())]
+    layout.bad_rows.write_text("".join(json.dumps(message) + "\n" for message in messages))
     for name in plan.sources:
-        if not num_prompts[name]:
+        if not num_by_source[name]:
             of = f" of source {name!r}" if name else ""
             advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
             raise PromptError(
                 f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
             )
+    first_tokens = PromptTable(layout.train_prompts, seed=plan.seed).row(0).tokens.tolist()
+    return Prepared(
+        num_train,
+        num_held_out,
+        num_repeated,
+        str(is_chosen),
+        messages,
+        first_prompt=tokenizer_of(layout.model).decode(first_tokens, skip_special_tokens=False),
+        chat_template_hash=_record_chat_template(plan, layout),
+        by_source={} if "" in plan.sources else dict(num_by_source),
+        cut_to=cut_to,
+    )
 
 
-def check_first_rows(plan: PromptPlan) -> None:
-    """Refuse files that are empty or have bad rows at first, before a model is read."""
-    _check_files(plan.files(), plan)
+class DifficultyFilter:
+    """Keeps prompts that are neither too easy nor too hard, by their pass rates in an earlier run.
+
+    A prompt is identified by the hash of its text.
+    """
+
+    def __init__(self, settings: DifficultySettings, recorded: Path) -> None:
+        """Read `recorded`, a Parquet file of the earlier run's pass rates, if a run is named."""
+        self._settings = settings
+        self.counts = Counter[str]()
+        """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""
+        rows = pq.read_table(recorded).to_pylist() if settings.run else []
+        self._rates = {
+            row["prompt_hash"]: row["pass_rate"]
+            for row in rows
+            if row["num_samples"] >= settings.min_samples
+        }
+
+    def __call__(self, row: dict[str, Any]) -> bool:
+        settings = self._settings
+        if not settings.run:
+            return True
+        rate = self._rates.get(sha256_hex(row["prompt"]))
+        if rate is None:
+            self.counts["unseen"] += 1
+            return settings.keep_unseen
+        minimum, maximum = settings.pass_rate_range
+        easy, hard = rate > maximum, rate < minimum
+        self.counts["too easy" if easy else "too hard" if hard else "kept"] += 1
+        return not (easy or hard)
+
+    def __str__(self) -> str:
+        unseen = "kept, too" if self._settings.keep_unseen else "left out"
+        counted = ", ".join(
+            f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard")
+        )
+        of = f"by the pass rates of run {self._settings.run}"
+        return f"{of}: {counted}, {self.counts['unseen']} unseen ({unseen})" if self.counts else ""
 
 
-def check_first_held_out_rows(plan: PromptPlan, *, names: Collection[str]) -> None:
-    _check_files([(each.path, rows) for each, rows in plan.only(names)], plan)
+def check_first_rows(plan: PromptPlan, *, held_out: Collection[str] | None = None) -> None:
+    """Refuse files that are empty or start with bad rows, before a model is read.
 
-
-def _check_files(files: Iterable[tuple[Path, RowSettings]], plan: PromptPlan) -> None:
+    Args:
+        plan: names the files.
+        held_out: check these held-out sets alone; None: all files.
+    """
+    sets = None if held_out is None else plan.only(held_out)
+    files = plan.files() if sets is None else [(each.path, rows) for each, rows in sets]
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
-    for path, of in files:
-        check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.verifiers))
-        rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
-        num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
+    for path, rows in files:
+        check = partial(_check_row, settings=rows.prompts, needs_answer=bool(rows.verifiers))
+        good = read_prompts(path, check, on_bad=bad_rows.__setitem__)
+        num_good += sum(1 for _ in islice(good, BATCH_ROWS))
     _refuse(bad_rows, plan, num_good=num_good)
 
 
@@ -168,7 +202,7 @@ Read = Callable[..., Iterator[Row]]
 def _split(
     settings: PromptSettings, read: Read, cut_to: dict[str, int], *, source: str, seed: int
 ) -> tuple[Iterator[Row], Iterator[Row]]:
-    """Return rows that may be held out, at most a fifth of a file, and the others."""
+    """Return the rows that may be held out, at most a fifth of a file, and the remaining ones."""
     path = settings.path
     assert path is not None
     if settings.held_out_path is not None:
@@ -184,7 +218,7 @@ def _split(
 
 
 def prepare_held_out(plan: PromptPlan, layout: RunLayout, *, names: Collection[str]) -> None:
-    """Write the sets of `evaluation.held_out` that have these names as the held-out table."""
+    """Write the held-out table, with the sets of `evaluation.held_out` that have these names."""
     bad_rows: dict[Place, PromptError] = {}
     rows = _set_rows(plan, plan.only(names), layout, bad_rows)
     _refuse(bad_rows, plan, num_good=_write(layout.held_out_prompts, rows))
@@ -209,7 +243,7 @@ def _reader(
     *,
     source: str = "",
 ) -> Read:
-    """Return what reads a file's rows; `ids_of` names the rows among which an id is unique."""
+    """Return a function that reads a file; row ids are unique within the group `ids_of`."""
     make = partial(
         _prompt_row,
         source=source,
@@ -221,10 +255,14 @@ def _reader(
     )
     refused = cache(repeated_ids)
 
-    def read(path: Path, *, ids_of: str = source, **keeps: Any) -> Iterator[Row]:
-        made = partial(make, ids_of=ids_of)
-        on_bad = bad_rows.__setitem__
-        return read_prompts(path, made, on_bad=on_bad, refused=refused(path), **keeps)
+    def read(path: Path, *, ids_of: str = source, **options: Any) -> Iterator[Row]:
+        return read_prompts(
+            path,
+            partial(make, ids_of=ids_of),
+            on_bad=bad_rows.__setitem__,
+            refused=refused(path),
+            **options,
+        )
 
     return read
 
@@ -259,7 +297,10 @@ def _prompt_row(
     if "math" in verifiers:
         check_reference(algebra, answer)
     if "code" in verifiers:
-        _check_tests(columns)
+        try:
+            code_task({"prompt": "", **json.loads(columns["metadata"])}, "pass")
+        except NoTests as error:
+            raise ValueError(f"the verifier 'code': {error}") from None
     text = render(question_of(row, settings))
     if settings.chat_template:  # which writes the special tokens itself
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
@@ -271,22 +312,15 @@ def _prompt_row(
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
             f"({plan.max_model_len}) minus max_new_tokens ({plan.max_new_tokens})"
         )
-    # Equal texts with other answers or columns are other prompts.
-    own_id = columns["prompt_id"] or sha256_hex(text + columns["metadata"], 16)
-    prompt_id = f"{ids_of}/{own_id}" if ids_of else own_id
-    made = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
-    return {**columns, **made}
-
-
-def _check_tests(columns: Row) -> None:
-    try:
-        code_task({"prompt": "", **json.loads(columns["metadata"])}, "pass")
-    except NoTests as error:
-        raise ValueError(f"the verifier 'code': {error}") from None
+    # Equal texts with different answers or columns are different prompts.
+    row_id = columns["prompt_id"] or sha256_hex(text + columns["metadata"], 16)
+    prompt_id = f"{ids_of}/{row_id}" if ids_of else row_id
+    rendered = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
+    return {**columns, **rendered}
 
 
 def _record_chat_template(plan: PromptPlan, layout: RunLayout) -> str:
-    if (chat := required_chat_template(plan, layout.model)) is None:
+    if (chat := required_chat_template(plan, plan.rows.prompts, layout.model)) is None:
         return ""
     record = {"sha256": chat.sha256, "template": chat.source}
     layout.chat_template.write_text(json.dumps(record, indent=2) + "\n")

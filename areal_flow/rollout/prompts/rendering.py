@@ -1,4 +1,4 @@
-"""How a question becomes the text that the policy reads: by `prompts.template`, and as a chat."""
+"""Renders a question as the text that the policy reads: by `prompts.template`, and as a chat."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from areal_flow.core.types import Prompt
 from areal_flow.policy.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.policy.tokenizer.directory import chat_template_of
 from areal_flow.rollout.prompts.files import read_prompts
-from areal_flow.rollout.prompts.plan import PromptPlan
 from areal_flow.rollout.prompts.rows import messages_in
-from areal_flow.rollout.prompts.settings import PromptSettings
+from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import ToolUse, tools_by_name
@@ -25,8 +24,8 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
-    """Return what renders the messages of a row, the last of which asks the question."""
-    chat = _required(plan, settings, model)
+    """Return a function that renders a row's messages, the last of which is the question."""
+    chat = required_chat_template(plan, settings, model)
     tools = _tool_schemas(plan.workflow)
 
     def render(messages: Sequence[Message]) -> str:
@@ -40,11 +39,10 @@ def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
     return render
 
 
-def required_chat_template(plan: PromptPlan, model: Path) -> ChatTemplate | None:
-    return _required(plan, plan.rows.prompts, model)
-
-
-def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTemplate | None:
+def required_chat_template(
+    plan: PromptPlan, settings: PromptSettings, model: Path
+) -> ChatTemplate | None:
+    """Return the model's chat template, checked for what the workflow needs; None if unused."""
     if not settings.chat_template:
         return None
     chat = chat_template_of(model)
@@ -71,9 +69,9 @@ def _required(plan: PromptPlan, settings: PromptSettings, model: Path) -> ChatTe
 
 
 def why_chat_template(plan: PromptPlan) -> str:
-    """Return why a chat template is needed; empty where the recipe says so or nothing is a message.
+    """Return why a chat template is needed; empty if it is not, or if the recipe decides.
 
-    The first good row of each file counts, held-out ones included.
+    The first good row of each file counts, held-out files included.
     """
     settings = plan.rows.prompts
     if settings.chat_template is not None:
@@ -83,15 +81,17 @@ def why_chat_template(plan: PromptPlan) -> str:
     if settings.system_prompt:
         return "prompts.system_prompt is a message"
     for path, rows in plan.files():
-        if path.exists() and _has_messages(path, rows.prompts.question_field):
-            return f"the rows of {path.name} are messages"
+        if path.exists():
+            good = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
+            if any(messages_in(row, rows.prompts.question_field) for row in islice(good, 1)):
+                return f"the rows of {path.name} are messages"
     return ""
 
 
 def unused_chat_template(settings: PromptSettings, model: Path) -> str:
-    """Return a line about a model's chat template that prompts do not use; empty if that is chosen.
+    """Return a note that prompts do not use the model's chat template; empty if they need not.
 
-    Call it once `why_chat_template` has been heeded.
+    Call it after `why_chat_template`.
     """
     if settings.chat_template is not None or chat_template_of(model) is None:
         return ""
@@ -99,11 +99,6 @@ def unused_chat_template(settings: PromptSettings, model: Path) -> str:
         "This model has a chat template, but prompts are sent as plain text. Set "
         "prompts.chat_template = true to use it, or = false to silence this message."
     )
-
-
-def _has_messages(path: Path, field: str) -> bool:
-    rows = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
-    return any(messages_in(row, field) for row in islice(rows, 1))
 
 
 def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
@@ -121,7 +116,7 @@ def _tool_schemas(workflow: WorkflowSettings) -> list[Tool]:
 
 
 def with_system_message(messages: Sequence[Message], content: str) -> list[Message]:
-    """Return messages after a system message, if they have none; empty content is no message."""
+    """Put a system message before messages that have none; empty content adds nothing."""
     has_own = any(message["role"] == "system" for message in messages)
     return [*([] if has_own else _system_message(content)), *messages]
 

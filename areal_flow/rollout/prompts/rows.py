@@ -1,7 +1,6 @@
-"""What a row gives: the question, the right answer, how hard it is, and its columns for a verifier.
+"""Reads the fields of a row: question, reference answer, difficulty, columns for verifiers.
 
-Values keep the types that they have in JSON; what JSON does not know, such as a date of Parquet,
-becomes text. This module depends neither on files nor on how a question becomes a prompt.
+Values keep their JSON types; others, such as a date in Parquet, become text.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ Row = dict[str, Any]
 MAX_DIFFICULTY = 2**31 - 1
 QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
-"""What data sets usually call them, the most usual first."""
+"""Common names of these fields in data sets, the most common first."""
 RIGHT_ANSWER = "areal_flow.answer"
-"""Has the right answer in stored columns where their `answer` is something else."""
+"""The reference answer in stored columns whose `answer` is something else."""
 
 
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
-    """Return the columns of a prompt table that follow from the row alone.
+    """Return the columns of a prompt table that depend on the row alone.
 
-    `metadata` has, as JSON, all fields of the row, those of its field `metadata` that it has not
-    itself, and the right answer with its own type, which `take_right_answer` takes out again.
+    `metadata` is JSON of all fields of the row, of the fields nested in its `metadata` (the row's
+    own take precedence), and of the answer with its own type, which `take_right_answer` removes.
     """
     answer = answer_of(row, settings, needs_answer=needs_answer)
     nested = row.get("metadata")
@@ -45,7 +44,7 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
 
 
 def given_id(row: Row) -> str:
-    """Return the id that a row brings along, as text; empty without one."""
+    """Return the row's own id as text; empty without one."""
     for field in ("id", "prompt_id"):
         if not _is_unset(value := row.get(field)) and value != "":
             return checked_text(str(value), field)
@@ -56,7 +55,7 @@ def _difficulty_of(row: Row) -> int:
     value = row.get("difficulty")
     if _is_unset(value) or isinstance(value, str):
         return 0
-    if isinstance(value, float) and value.is_integer():  # pandas has no other beside a null
+    if isinstance(value, float) and value.is_integer():  # pandas: integers in a column with nulls
         value = int(value)
     if type(value) is not int or not 0 <= value <= MAX_DIFFICULTY:
         raise ValueError(
@@ -70,7 +69,7 @@ def _is_unset(value: Any) -> bool:
 
 
 def _as_json(columns: Row) -> str:
-    """Return columns as JSON, which has neither NaN, stored as null, nor infinities."""
+    """Return columns as JSON; NaN becomes null, infinities are refused."""
     try:
         return json.dumps(columns, default=str, allow_nan=False)
     except ValueError:
@@ -92,12 +91,12 @@ def _without_nan(value: Any, name: str) -> Any:
 
 
 def take_right_answer(columns: Row) -> Any:
-    """Take the right answer out of stored columns; a different `answer` stays."""
+    """Remove the reference answer from stored columns and return it; a different `answer` stays."""
     return columns.pop(RIGHT_ANSWER if RIGHT_ANSWER in columns else "answer", None)
 
 
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
-    """Return the messages that ask, the last of them the user's; a text is one message."""
+    """Return the question as messages, the last of them the user's; a text is one message."""
     _require_fields(row, settings, needs_answer=False)
     field = settings.question_field
     value = row[field]
@@ -139,9 +138,9 @@ def checked_message(given: Any, field: str) -> Message:
 
 
 def _as_rendered(message: Message) -> Message:
-    """Return a message without nulls, which columnar files have for each key of another row.
+    """Return a message without nulls, which columnar files hold for every key of other rows.
 
-    Beside calls of tools the content may be null.
+    The content of a message with tool calls may be null.
     """
     content = {"content": ""} if message.get("tool_calls") else {}
     return {**content, **_without_nulls(message)}
@@ -154,7 +153,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
-    """Return the right answer of a row, with its own type; None if there is none."""
+    """Return the reference answer of a row, with its own type; None if there is none."""
     _require_fields(row, settings, needs_answer=needs_answer)
     field = settings.answer_field
     value = row.get(field)
@@ -177,7 +176,7 @@ def text_of(row: Row, field: str) -> str:
 
 
 def texts_of_turns(row: Row, field: str) -> list[str]:
-    """Return the text in a field, or the texts of the policy and of the environment by turns."""
+    """Return the text in a field, or its list of texts: policy and environment alternate."""
     turns = row.get(field)
     if not isinstance(turns, list):
         return [text_of(row, field)]
@@ -190,7 +189,7 @@ def texts_of_turns(row: Row, field: str) -> list[str]:
 
 
 def checked_text(value: Any, field: str) -> str:
-    """Return a value that is text which can be tokenised and stored."""
+    """Return a value if it is non-empty text that can be tokenised and stored."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"field {field!r}: expected non-empty text, found {value!r:.40}")
     try:
@@ -208,10 +207,10 @@ def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -
     for setting, (field, usual) in fields.items():
         if field not in row:
             missing.append(f"field {field!r} is missing")
-            if other := next((name for name in usual if name in row), ""):
-                advice.append(f'prompts.{setting} = "{other}"')
+            if guess := next((name for name in usual if name in row), ""):
+                advice.append(f'prompts.{setting} = "{guess}"')
             is_off = settings.chat_template is False and setting == "question_field"
-            if is_off and isinstance(row.get(other), list):
+            if is_off and isinstance(row.get(guess), list):
                 advice.append("prompts.chat_template = true")
     if missing:
         hint = f"; set {' and '.join(advice)}" if advice else ""

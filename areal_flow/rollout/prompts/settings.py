@@ -1,13 +1,19 @@
-"""What a recipe says of prompts: one source or several, and which of them are trained on."""
+"""A recipe's prompts: their settings, and the plan that resolves them.
+
+`Recipe.prompt_plan` makes the plan; preparing and rendering prompts needs nothing else of a recipe.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from areal_flow.core.settings import Settings, require
+from areal_flow.rollout.workflows.registry import WorkflowSettings
 
 
 class DifficultySettings(Settings):
@@ -150,3 +156,50 @@ class PromptSettings(Settings):
             f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",
         )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """How the rows of one source or held-out set are read and judged."""
+
+    prompts: PromptSettings
+    verifiers: frozenset[str]
+    """Verifiers that judge them; with none, rows need no answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """Where a recipe's rows come from, how they are read, and which verifiers judge them."""
+
+    rows: RowSettings
+    """Of `[prompts]` itself, with all verifiers."""
+    sources: Mapping[str, RowSettings]
+    """By name; the name of a single source is empty."""
+    shares: Mapping[str, float]
+    """The weight of each source."""
+    held_out: Sequence[tuple[HeldOutSettings, RowSettings]]
+    """The sets of `[[evaluation.held_out]]`."""
+    workflow: WorkflowSettings
+    model: str
+    """The model's name, for messages."""
+    max_model_len: int
+    max_new_tokens: int
+    seed: int
+
+    def files(self) -> list[tuple[Path, RowSettings]]:
+        files = [
+            (path, rows)
+            for rows in self.sources.values()
+            for path in (rows.prompts.path, rows.prompts.held_out_path)
+            if path is not None
+        ]
+        return files + [(each.path, rows) for each, rows in self.held_out]
+
+    def rows_of(self, source: str) -> RowSettings:
+        """Return how rows of a prompt's source or held-out set are read."""
+        sets = {each.name: rows for each, rows in self.held_out}
+        return {**self.sources, **sets}.get(source, self.rows)
+
+    def only(self, names: Collection[str]) -> list[tuple[HeldOutSettings, RowSettings]]:
+        """Return the held-out sets with these names."""
+        return [(each, rows) for each, rows in self.held_out if each.name in names]

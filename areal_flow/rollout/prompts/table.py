@@ -3,8 +3,8 @@
 The submission index is the only cursor: source, epoch and position follow from it, and the order of
 each epoch follows from the run's seed. The file's schema says how its sources are mixed.
 
-A block of `BLOCK` submissions has of each source its share, rounded up or down, in an order of its
-own; a cycle of blocks has the share itself. So a source of a thousandth is in one of ten blocks.
+A block of `BLOCK` submissions, shuffled by itself, holds the share of each source, rounded up or
+down; a cycle of blocks holds the exact share. A source of a thousandth is in one of ten blocks.
 
 Letters: B blocks of a cycle, P places in a block, S sources.
 """
@@ -28,11 +28,11 @@ from areal_flow.rollout.prompts.rows import take_right_answer
 BLOCK = 100
 CYCLE = 100_000
 _STRIDE = 617
-"""From block to block of a cycle of 1,000, by the golden ratio: rare sources are far apart."""
+"""Between blocks of a cycle of 1,000, by the golden ratio: keeps rare sources far apart."""
 _BLOCK_SEED = 0x6D6978
-"""Apart from the seeds of the sources' own orders."""
+"""Distinguishes these seeds from those of the sources' own orders."""
 QUOTAS = b"areal_flow.quotas"
-"""Of each source by name, as JSON, in a prepared file's schema; a file without is one source."""
+"""Schema key of a prepared file: JSON of the quota of each source; absent for a single source."""
 ONE_SOURCE = json.dumps({"": BLOCK})
 
 
@@ -49,9 +49,9 @@ def num_prompts(path: Path) -> int:
 
 
 class RowColumns(Mapping[str, Any]):
-    """The columns of a prompt's row but its answer, which may be large: read on first use.
+    """The columns of a prompt's row without its answer, read on first use since they may be large.
 
-    Another process gets the row's place.
+    Pickled as the row's place.
     """
 
     def __init__(self, path: Path, index: int) -> None:
@@ -78,25 +78,25 @@ class RowColumns(Mapping[str, Any]):
 
 
 def quotas(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return how many of a cycle each source has: its share by largest remainders, at least one."""
+    """Return the number of each source in a cycle, by largest remainders, at least one each."""
     total = sum(weights.values())
     exact = {name: CYCLE * weight / total for name, weight in weights.items()}
     counts = {name: max(1, int(share)) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in by_remainder[: max(0, CYCLE - sum(counts.values()))]:
         counts[name] += 1
-    while sum(counts.values()) > CYCLE:  # small ones were raised to one
+    while sum(counts.values()) > CYCLE:  # small shares were raised to one
         counts[max(counts, key=lambda name: counts[name])] -= 1
     return counts
 
 
 class Mixture:
-    """Draws from several sources, which are numbered as their quotas come."""
+    """Draws from several sources, numbered in the order of their quotas."""
 
     def __init__(self, quotas: Mapping[str, int], *, seed: int) -> None:
         self._quotas = np.array([*quotas.values()])
         self._seed = seed
-        # The cycle's places, sorted by source, are dealt to the blocks in turns.
+        # The cycle's places, sorted by source, are dealt to the blocks in turn.
         num_blocks = int(self._quotas.sum()) // BLOCK
         sources_PB = np.repeat(np.arange(len(quotas)), self._quotas).reshape(BLOCK, num_blocks)
         self._sources_BP = sources_PB.T[np.arange(num_blocks) * _STRIDE % num_blocks]
@@ -105,7 +105,7 @@ class Mixture:
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def draw(self, submission_index: int) -> tuple[int, int]:
-        """Return which source a submission draws from, and how many it drew before."""
+        """Return the source that a submission draws from, and the number of its earlier draws."""
         block, place = divmod(submission_index, BLOCK)
         cycle, block_of_cycle = divmod(block, len(self._sources_BP))
         order_P = self._order(block)
@@ -129,14 +129,14 @@ class PromptTable:
             raise PromptError(f"{path} holds no prompts")
         quotas = json.loads((self._table.schema.metadata or {}).get(QUOTAS, ONE_SOURCE))
         self._mixture = Mixture(quotas, seed=seed)
-        of_row = self._table["source"]
+        row_sources = self._table["source"]
         self._rows = [
-            np.flatnonzero(pc.equal(of_row, name)) if name else np.arange(len(of_row))
+            np.flatnonzero(pc.equal(row_sources, name)) if name else np.arange(len(row_sources))
             for name in quotas
         ]
         firsts = (int(rows[0]) for rows in self._rows)
         self.first_rows = dict(zip(quotas, firsts, strict=True))
-        """The place of each source's first row in the file."""
+        """Index of each source's first row in the file."""
         self._permutation = lru_cache(maxsize=2 * len(quotas))(self._make_permutation)
 
     def __len__(self) -> int:
@@ -147,11 +147,11 @@ class PromptTable:
 
         The i-th of a source of n prompts is at position `i mod n` of its epoch `i div n`.
         """
-        return self.row(self._place_of(submission_index))
+        return self.row(self._row_index(submission_index))
 
     def rows_at(self, submission_indices: Sequence[int]) -> pa.Table:
-        places = [self._place_of(submission_index) for submission_index in submission_indices]
-        return self._table.take(pa.array(places, pa.int64()))
+        indices = [self._row_index(submission_index) for submission_index in submission_indices]
+        return self._table.take(pa.array(indices, pa.int64()))
 
     def row(self, index: int) -> Prompt:
         (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
@@ -168,9 +168,9 @@ class PromptTable:
     def rows(self, limit: int | None = None) -> list[Prompt]:
         return [self.row(index) for index in range(len(self))[:limit]]
 
-    def _place_of(self, submission_index: int) -> int:
-        source, drawn = self._mixture.draw(submission_index)
-        epoch, position = divmod(drawn, len(self._rows[source]))
+    def _row_index(self, submission_index: int) -> int:
+        source, num_earlier = self._mixture.draw(submission_index)
+        epoch, position = divmod(num_earlier, len(self._rows[source]))
         return int(self._permutation(epoch, source)[position])
 
     def _make_permutation(self, epoch: int, source: int) -> np.ndarray:

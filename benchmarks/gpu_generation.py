@@ -44,8 +44,8 @@ async def generate(engine: Engine, chosen: argparse.Namespace, turn: int) -> int
         GroupRequest(f"{turn}-{group}", as_tokens(prompt), seeds, sampling)
         for group, prompt in enumerate(drawn.tolist())
     ]
-    found = await asyncio.gather(*map(engine.generate, requests))
-    return sum(len(completion.tokens) for group in found for completion in group)
+    completions = await asyncio.gather(*map(engine.generate, requests))
+    return sum(len(completion.tokens) for group in completions for completion in group)
 
 
 def settings_of(chosen: argparse.Namespace) -> GenerationSettings:

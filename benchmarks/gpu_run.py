@@ -125,8 +125,10 @@ def main() -> None:
         rows.append({"part": "train", "seconds": seconds, "result": f"killed at step {killed_at}"})
         timed("resume", "train", "--resume", NAME)
         timed("audit", "check", NAME)
-        found = json.loads(timed("replay", "replay", NAME, "--step", str(chosen.steps), "--json"))
-        rows[-1]["result"] = " ".join(found["verdict"])
+        replayed = json.loads(
+            timed("replay", "replay", NAME, "--step", str(chosen.steps), "--json")
+        )
+        rows[-1]["result"] = " ".join(replayed["verdict"])
         steps = harness.steps_after(areal_flow.open_run(root / "runs" / NAME), killed_at + 1)
     per_step = sum(row["seconds_step"] for row in steps) / max(1, len(steps))
     rows.append({"part": "a step", "seconds": per_step, "result": f"mean of {len(steps)}"})

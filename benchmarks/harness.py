@@ -98,9 +98,9 @@ def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def write_between(path: Path, name: str, text: str) -> None:
     """Replace what a file has between the lines `<!-- NAME -->` and `<!-- end of NAME -->`."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, found, rest = path.read_text().partition(begin)
+    before, marker, rest = path.read_text().partition(begin)
     _, ended, after = rest.partition(end)
-    if not (found and ended):
+    if not (marker and ended):
         sys.exit(f"expected the lines {begin.strip()} and {end} in {path}, found neither or one")
     path.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
 
@@ -135,11 +135,11 @@ def take_turns(
     num_rounds: int, ways: Mapping[Way, Callable[[], MicroBatchMetrics]]
 ) -> dict[Way, list[MicroBatchMetrics]]:
     """Call each way once a round, so that other work on the machine disturbs all of them alike."""
-    found: dict[Way, list[MicroBatchMetrics]] = {way: [] for way in ways}
+    results: dict[Way, list[MicroBatchMetrics]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, work in ways.items():
-            found[way].append(work())
-    return found
+            results[way].append(work())
+    return results
 
 
 def in_processes(

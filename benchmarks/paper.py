@@ -96,8 +96,8 @@ class Setting:
 
     def tokens_per_busy_s(self, efficiency: Efficiencies) -> float:
         """Return the tokens of generators in a second in which they are busy."""
-        found = self.simulated(efficiency)
-        return fmean(each.generated_tokens_per_s / each.generators_busy for each in found)
+        simulated = self.simulated(efficiency)
+        return fmean(each.generated_tokens_per_s / each.generators_busy for each in simulated)
 
 
 def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
@@ -111,9 +111,9 @@ def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
     efficiency = replace(efficiency, trajectory_s=left_s / 8192)
     setting, change = Setting("1.5B", 16, eta=1, **size), 2e-3
     changed = replace(efficiency, decode_step_s=efficiency.decode_step_s + change)
-    found, more = (setting.step_s(each) for each in (efficiency, changed))
-    slope = (more - found) / change
-    wanted = efficiency.decode_step_s + (step_s_of(THROUGHPUT[1]) - found) / slope
+    step_s, more = (setting.step_s(each) for each in (efficiency, changed))
+    slope = (more - step_s) / change
+    wanted = efficiency.decode_step_s + (step_s_of(THROUGHPUT[1]) - step_s) / slope
     return replace(efficiency, decode_step_s=wanted)
 
 

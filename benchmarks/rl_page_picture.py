@@ -36,8 +36,8 @@ def main() -> None:
         driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert driver.stdout is not None
         for line in driver.stdout:
-            if found := re.search(r"Dask dashboard: (\S+)", line):
-                take_picture(found[1], given.picture)
+            if address := re.search(r"Dask dashboard: (\S+)", line):
+                take_picture(address[1], given.picture)
         driver.wait()
 
 

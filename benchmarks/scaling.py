@@ -70,11 +70,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for place, context in zip(figure.subplots(1, len(CONTEXTS)), CONTEXTS, strict=True):
         for schedule, mark in (("async", "o-"), ("sync", "s-")):
-            found = [r for r in rows if (r["context"], r["schedule"]) == (context, schedule)]
-            gpus = [row["gpus"] for row in found]
-            place.loglog(gpus, [row["k_tokens_per_s"] for row in found], mark, label=schedule)
+            selected = [r for r in rows if (r["context"], r["schedule"]) == (context, schedule)]
+            gpus = [row["gpus"] for row in selected]
+            place.loglog(gpus, [row["k_tokens_per_s"] for row in selected], mark, label=schedule)
             if schedule == "async":
-                first = found[0]["k_tokens_per_s"] / gpus[0]
+                first = selected[0]["k_tokens_per_s"] / gpus[0]
                 place.loglog(gpus, [first * each for each in gpus], "k--", lw=1, label="linear")
         place.set_xticks(gpus, [f"{each:,}" for each in gpus])
         place.minorticks_off()

@@ -52,13 +52,13 @@ def compare_schedules(
         cwd = Path(scratch)
         settings = {"model": make_model(cwd).resolve(), **settings}
         ways = {name: partial(measure, cwd, name, settings, chosen) for name in NUM_GENERATORS}
-        found = harness.take_turns(chosen.rounds, ways)
+        measured = harness.take_turns(chosen.rounds, ways)
 
     def ratio(column: str) -> float:
-        sync, async_ = (mean(turn[column] for turn in found[name]) for name in ("sync", "async"))
+        sync, async_ = (mean(turn[column] for turn in measured[name]) for name in ("sync", "async"))
         return float(sync / async_)
 
-    rows = [row for turns in zip(*found.values(), strict=True) for row in turns]
+    rows = [row for turns in zip(*measured.values(), strict=True) for row in turns]
     harness.report(chosen.json, {f"One training step of {title}": rows})
     print(f"sync / async, time per step: {ratio('step_s'):.2f}", end="")
     print(f" (medians: {ratio('median_s'):.2f}; bounds: {ratio('bound_s'):.2f})")

@@ -86,9 +86,11 @@ def main() -> None:
         num_bytes = write_first_checkpoint(directory, chosen)
         for num_ranks in (1, chosen.ranks):
             calls = [(num_ranks, rank, directory, chosen) for rank in range(num_ranks)]
-            found = harness.in_processes(measure_rank, calls, {"OMP_NUM_THREADS": "1"})
+            figures_by_rank = harness.in_processes(measure_rank, calls, {"OMP_NUM_THREADS": "1"})
             own = {"ranks": num_ranks, "state_gb": 4e-9 * num_bytes / num_ranks}
-            rows += [{**own, "rank": rank, **figures} for rank, figures in enumerate(found)]
+            rows += [
+                {**own, "rank": rank, **figures} for rank, figures in enumerate(figures_by_rank)
+            ]
     title = f"Ranks of {num_bytes / 4e6:.0f}M parameters; torch and imports: {imports_gb:.2f} GB"
     harness.report(chosen.json, {title: rows})
 

@@ -35,11 +35,11 @@ def questions() -> list[Question]:
 
     A section that has not exactly two blocks of code fails.
     """
-    found = []
+    parsed = []
     for section in COOKBOOK.read_text().split("\n## ")[1:]:
         in_pandas, in_duckdb = blocks(section, "python")
-        found.append(Question(section.splitlines()[0], in_pandas, in_duckdb))
-    return found
+        parsed.append(Question(section.splitlines()[0], in_pandas, in_duckdb))
+    return parsed
 
 
 def _last_assigned(block: str) -> str:

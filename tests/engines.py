@@ -86,8 +86,8 @@ def logprobs_of(
     prompts = [as_tokens(prompt)] * len(tokens)
     own = [as_tokens(tokens[:at]) for at in range(len(tokens))]
     logprobs_TV = processed_logprobs(adjust_logits(logits_TV, sampling, prompts, own), sampling)
-    found: list[float] = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-    return found
+    logprobs: list[float] = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return logprobs
 
 
 def letters() -> Tokenizer:
@@ -194,10 +194,10 @@ def request_of(
 def run_all(engine: EngineCore, *requests: GroupRequest) -> dict[str, list[Completion]]:
     for request in requests:
         engine.add(request)
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     while engine.has_work():
-        found.update(engine.step())
-    return found
+        completions.update(engine.step())
+    return completions
 
 
 def versions_of(completion: Completion) -> list[int]:
@@ -249,7 +249,7 @@ def run_crowd(
         for i in range(200)
     ]
     waiting, running = requests[::-1], set[str]()
-    found: dict[str, list[Completion]] = {}
+    completions_by_name: dict[str, list[Completion]] = {}
     cancelled, version = set[str](), 0
     while waiting or engine.has_work():
         if waiting and rng.random() < 0.3:
@@ -263,13 +263,13 @@ def run_crowd(
             version += 1
             engine.load_weights(subject.weights(version), version=version)
         for name, completions in engine.step():
-            found[name] = completions
+            completions_by_name[name] = completions
             running.discard(name)
-    assert found.keys() | cancelled == {request.request_id for request in requests}
+    assert completions_by_name.keys() | cancelled == {request.request_id for request in requests}
     assert cancelled
     assert version == engine.version == 3
-    for request in rng.sample([r for r in requests if r.request_id in found], 20):
-        completions = found[request.request_id]
+    for request in rng.sample([r for r in requests if r.request_id in completions_by_name], 20):
+        completions = completions_by_name[request.request_id]
         assert [len(c.tokens) for c in completions] == [request.sampling.max_new_tokens] * len(
             request.seeds
         )

@@ -22,12 +22,12 @@ def running_judge(judge: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
             length = int(self.headers["Content-Length"])
             asked = json.loads(self.rfile.read(length))
             asked["authorization"], asked["path"] = self.headers["Authorization"], self.path
-            status, found = 200, None
+            status, reply = 200, None
             try:
-                found = judge(asked)
+                reply = judge(asked)
             except Refused as refused:
                 status = refused.status
-            body = json.dumps(found if isinstance(found, dict) else {"score": found}).encode()
+            body = json.dumps(reply if isinstance(reply, dict) else {"score": reply}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

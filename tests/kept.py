@@ -42,11 +42,11 @@ class Kept:
         self.versions = {path.name: dict(sink.tags[path]) for path in sink.versions}
         self.aliases = {alias: path.name for alias, path in sink.aliases.items()}
         self.status, self.samples = sink.status, list(sink.samples)
-        found = sink.description
-        assert found is not None
-        assert found.prompts is not None
-        self.tags, self.text, self.recipe = found.tags, found.text, found.recipe
-        self.datasets = [found.prompts.content_hash]
+        description = sink.description
+        assert description is not None
+        assert description.prompts is not None
+        self.tags, self.text, self.recipe = description.tags, description.text, description.recipe
+        self.datasets = [description.prompts.content_hash]
 
     def _of_mlflow(self, sink: Any) -> None:
         from mlflow import MlflowClient
@@ -61,10 +61,12 @@ class Kept:
         self.metrics = {name: {m.step: m.value for m in h} for name, h in histories.items()}
         self.timestamps_ms = {m.step: m.timestamp for m in histories["train/loss"]}
         self.parameters = run.data.params
-        found = client.search_model_versions(f"run_id = '{sink.run_id}'")
-        self.versions = {Path(v.source).name: dict(v.tags) for v in found}
-        names = {v.version: Path(v.source).name for v in found}
-        aliases = client.get_registered_model(found[0].name).aliases if found else {}
+        model_versions = client.search_model_versions(f"run_id = '{sink.run_id}'")
+        self.versions = {Path(v.source).name: dict(v.tags) for v in model_versions}
+        names = {v.version: Path(v.source).name for v in model_versions}
+        aliases = (
+            client.get_registered_model(model_versions[0].name).aliases if model_versions else {}
+        )
         self.aliases = {alias: names[int(version)] for alias, version in aliases.items()}
         self.status = run.info.status
         self.datasets = [given.dataset.digest for given in run.inputs.dataset_inputs]
@@ -88,12 +90,13 @@ class Kept:
                 texts[value.tag] = value.tensor.string_val[0].decode()
             elif value.tag == "_hparams_/session_start_info":
                 start = HParamsPluginData.FromString(plugin.content).session_start_info
-                found = start.hparams
+                hparams = start.hparams
                 self.parameters = {
-                    name: v.string_value or f"{v.number_value:g}" for name, v in found.items()
+                    name: v.string_value or f"{v.number_value:g}" for name, v in hparams.items()
                 }
         self.metrics = {
-            tag: {at: value for at, (value, _) in found.items()} for tag, found in points.items()
+            tag: {at: value for at, (value, _) in hparams.items()}
+            for tag, hparams in points.items()
         }
         self.timestamps_ms = {at: ms for at, (_, ms) in points["train/loss"].items()}
         self.status = texts.get("status", "RUNNING")

@@ -28,12 +28,12 @@ _ALIKE = (
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return [block for found, block in _BLOCK.findall(text) if found == language]
+    return [block for block_language, block in _BLOCK.findall(text) if block_language == language]
 
 
 def named_files(page: Path) -> dict[str, str]:
-    found = [(_FILE_NAME.match(text), text) for _, text in _BLOCK.findall(page.read_text())]
-    return {named[1]: text for named, text in found if named}
+    matches = [(_FILE_NAME.match(text), text) for _, text in _BLOCK.findall(page.read_text())]
+    return {named[1]: text for named, text in matches if named}
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -47,10 +47,10 @@ def typed_commands(page: Path) -> list[tuple[str, str]]:
     return [command for text in shown for command in _COMMAND.findall(text)]
 
 
-def difference(expected: str, found: str) -> str:
+def difference(expected: str, actual: str) -> str:
     """Return how an output differs from what a page shows; empty if it does not."""
     maybe_no_line = re.sub(r"^\.\.\.\n *", "...", expected, flags=re.MULTILINE)
-    wanted, got = _alike(maybe_no_line), _alike(found)
+    wanted, got = _alike(maybe_no_line), _alike(actual)
     checker = OutputChecker()
     if checker.check_output(wanted, got, ELLIPSIS):
         return ""

@@ -161,8 +161,8 @@ def train(
     numbers = [take_step(backend, step, training) for step in range(1, num_steps + 1)]
     weights = served_weights(backend)
     return {
-        "losses": [loss for found in numbers for loss in found.losses],
-        "grad_norms": [norm for found in numbers for norm in found.grad_norms],
+        "losses": [loss for update in numbers for loss in update.losses],
+        "grad_norms": [norm for update in numbers for norm in update.grad_norms],
         "metrics": {name: metric.value for name, metric in numbers[-1].metrics.items()},
         "weights": {name: weights[name].tolist() for name in sorted(weights)},
     }
@@ -176,12 +176,12 @@ def take_step(backend: TrainerBackend, step: int, training: Training, **settings
 
 def staged(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Return the hashes of policies, of what is served of them, and of equal whole ones."""
-    found: dict[str, Any] = {"sharded": [], "whole": []}
+    hashes_by_way: dict[str, Any] = {"sharded": [], "whole": []}
     for training in (TRAININGS["tied"], TRAININGS["adapter"]):
         for how, backend in (("sharded", begin(training, replicas)), ("whole", begin(training))):
             hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
-            found[how] += [hashes.weights_hash, hashes.served_hash, backend.fingerprint()]
-    return found
+            hashes_by_way[how] += [hashes.weights_hash, hashes.served_hash, backend.fingerprint()]
+    return hashes_by_way
 
 
 def written(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -236,10 +236,10 @@ def not_finite(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dic
     """Take a step whose loss is no number on the last rank alone."""
 
     def loss(inputs: LossInputs) -> PolicyLoss:
-        found = training.algorithm.loss(inputs)
+        value = training.algorithm.loss(inputs)
         if replicas.is_leader:
-            return found
-        return PolicyLoss(found.losses_T * torch.nan, found.metrics)
+            return value
+        return PolicyLoss(value.losses_T * torch.nan, value.metrics)
 
     training = TRAININGS["plain"]
     backend = begin(training, replicas)
@@ -263,7 +263,7 @@ def fine_tuned(
     objective: SupervisedObjective, replicas: ReplicaGroup | None, directory: Path
 ) -> dict[str, Any]:
     """Take four steps, twice from the checkpoint of the second one; return what was found."""
-    layout, found = RunLayout(directory / f"{objective}-{replicas is None}"), {}
+    layout, fingerprints = RunLayout(directory / f"{objective}-{replicas is None}"), {}
     for how in ("straight", "resumed"):
         model, weights = supervised_model(objective, directory)
         trainer = SftTrainer(
@@ -287,8 +287,8 @@ def fine_tuned(
             trainer.take_step()
             if trainer.step == 2:
                 trainer.save(layout, Writer(directory / "writers", 1))
-        found[how] = trainer.backend.fingerprint()
-    return {**found, "metrics": trainer.metrics}
+        fingerprints[how] = trainer.backend.fingerprint()
+    return {**fingerprints, "metrics": trainer.metrics}
 
 
 def supervised_model(objective: SupervisedObjective, directory: Path) -> Any:
@@ -300,7 +300,7 @@ def supervised_model(objective: SupervisedObjective, directory: Path) -> Any:
 
 def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]:
     """Load a directory's policy as version 0, with an adapter and without, and a teacher."""
-    found = {}
+    hashes_by_name = {}
     reference = {"algorithm": {"kl_coefficient": 0.1}}
     for name, changes in {"plain": reference, "adapter": {"trainer": ADAPTER}}.items():
         layout = RunLayout(directory / "pretrained")
@@ -315,8 +315,12 @@ def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]
         micro = pack_sequences(make_sequences(3))
         passes = rank.backend.passes
         logprobs = [passes.logprobs(micro, 1.0), passes.reference_logprobs(micro, 1.0)]
-        found[name] = [hashes.weights_hash, hashes.served_hash, torch.stack(logprobs).tolist()]
-    return found
+        hashes_by_name[name] = [
+            hashes.weights_hash,
+            hashes.served_hash,
+            torch.stack(logprobs).tolist(),
+        ]
+    return hashes_by_name
 
 
 def left(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -342,8 +346,8 @@ def behind(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[st
         return training.algorithm.loss(inputs)
 
     def begun(rank: int) -> int:
-        found = directory / f"begun-{rank}"
-        return int((found.read_text() if found.is_file() else "") or 0)
+        marker = directory / f"begun-{rank}"
+        return int((marker.read_text() if marker.is_file() else "") or 0)
 
     def tell() -> None:
         while not done.wait(0.1):
@@ -450,17 +454,17 @@ def run_ranks(directory: Path, num_ranks: int, *cases: str) -> list[dict[str, An
 
 def main(rank: int, num_ranks: int, directory: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for case in cases:
         point = directory / f"rendezvous-{case}"
         replicas = connect_ranks(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
         if training := (TRAININGS | SHARED_TOKENS | TWO_COPIES).get(case):
-            found[case] = train(training, num_ranks, replicas)
+            results[case] = train(training, num_ranks, replicas)
         elif case in SUPERVISED:
-            found[case] = fine_tuned(case, replicas, directory)
+            results[case] = fine_tuned(case, replicas, directory)
         else:
-            found[case] = CASES[case](replicas, num_ranks, directory)
-    (directory / f"{rank}.json").write_text(json.dumps(found))
+            results[case] = CASES[case](replicas, num_ranks, directory)
+    (directory / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

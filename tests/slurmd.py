@@ -144,15 +144,15 @@ def _end_jobs(directory: Path) -> None:
 
 def _steps(directory: Path) -> list[psutil.Process]:
     """Return the processes of this Slurm that each watch a job."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error):
             log = str(directory / "slurmd.log")
             if process.info["name"].startswith("slurmstepd") and any(
                 opened.path == log for opened in process.open_files()
             ):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _output(*command: str) -> str:

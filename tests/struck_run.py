@@ -117,20 +117,20 @@ class StruckRun:
     def scheduler(self) -> tuple[str, NetworkSettings]:
         """Return the scheduler's address, once there is one, and how to connect to it."""
         self.wait_until(self.layout.cluster.is_file, "the cluster")
-        found = json.loads(self.layout.cluster.read_text())
-        return found["scheduler"], NetworkSettings.model_validate(found["network"])
+        cluster = json.loads(self.layout.cluster.read_text())
+        return cluster["scheduler"], NetworkSettings.model_validate(cluster["network"])
 
     def live_workers(self, role: str) -> list[WorkerStatus]:
         """Return a role's live workers, once there is one."""
-        found: list[WorkerStatus] = []
+        live: list[WorkerStatus] = []
 
         def one_is_live() -> bool:
             workers = asyncio.run(list_workers(*self.scheduler()))
-            found[:] = [w for w in workers if w.role == role and w.state == "live"]
-            return bool(found)
+            live[:] = [w for w in workers if w.role == role and w.state == "live"]
+            return bool(live)
 
         self.wait_until(one_is_live, f"a live {role}")
-        return found
+        return live
 
     def wait_for_steps(self, num_steps: int, what: str) -> None:
         head = self.head()
@@ -150,8 +150,8 @@ class StruckRun:
         report = check_run(self.layout)
         assert report.clean, [f for f in report.findings if f.severity == "error"]
         run = areal_flow.open_run(self.layout.root)
-        found = run.trajectories("arrow", columns=["trajectory_id"])
-        committed = set(found["trajectory_id"].to_pylist())
+        table = run.trajectories("arrow", columns=["trajectory_id"])
+        committed = set(table["trajectory_id"].to_pylist())
         lost = self.committed - committed
         assert not lost, f"{len(lost)} committed trajectories are gone, such as {min(lost)}"
         self.committed = committed

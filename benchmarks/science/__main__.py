@@ -31,11 +31,13 @@ SHARED: dict[str, Any] = {"processes": 2, "quick": False, "to": harness.ROOT / "
 """Options of every experiment. Only `processes` changes no figure, but for times."""
 
 
-def write_page(folder: Path, name: str, doc: str, facts: Mapping[str, str], found: Finding) -> Path:
+def write_page(
+    folder: Path, name: str, doc: str, facts: Mapping[str, str], finding: Finding
+) -> Path:
     """Write the plot, and the page's part between the markers; a new page begins with `doc`."""
     folder.mkdir(parents=True, exist_ok=True)
     plot, page = folder / f"{name}.png", folder / f"{name}.md"
-    found.draw(plot)
+    finding.draw(plot)
     title, _, text = doc.strip().partition("\n")
     before, after = f"# {title.rstrip('.')}\n\n{text.strip()}\n\n", "\n"
     if page.is_file():
@@ -43,8 +45,8 @@ def write_page(folder: Path, name: str, doc: str, facts: Mapping[str, str], foun
         after = rest.partition(END)[2]
     lines = [f"- {fact}: {value}" for fact, value in facts.items()]
     lines += ["", f"![{title}]({plot.name})", "", "## What may be concluded", ""]
-    lines += [f"- {said}" for said in found.conclusions]
-    for heading, rows in found.tables.items():
+    lines += [f"- {said}" for said in finding.conclusions]
+    for heading, rows in finding.tables.items():
         lines += ["", f"## {heading}", "", *_table(rows)]
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")
     return page
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     defaults = {**experiment.OPTIONS, **(experiment.QUICK if "--quick" in options else {})}
     chosen = harness.parse_options(experiment.__doc__, options, **defaults, **SHARED)
     began = perf_counter()
-    found = experiment.run(chosen)
+    finding = experiment.run(chosen)
     where = {f"--{option}" for option in (*SHARED, "model", "json")} - {"--quick"}
     given = [o for flag, o in zip(["", *options], options, strict=False) if not {flag, o} & where]
     command = " ".join(["nox -s science --", name, *given])
@@ -75,9 +77,9 @@ def main(arguments: Sequence[str]) -> None:
         "took": f"{(perf_counter() - began) / 60:.1f} minutes",
         "intervals": "95%, Student's t over seeds; differences are of equal seeds",
     }
-    page = write_page(chosen.to, name, experiment.__doc__ or "", facts, found)
-    harness.report(chosen.json, found.tables)
-    print("\n".join(found.conclusions), f"\n{page}")
+    page = write_page(chosen.to, name, experiment.__doc__ or "", facts, finding)
+    harness.report(chosen.json, finding.tables)
+    print("\n".join(finding.conclusions), f"\n{page}")
 
 
 if __name__ == "__main__":

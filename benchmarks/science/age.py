@@ -30,7 +30,7 @@ NUM_GENERATORS, NUM_TRAINERS = 16, 5
 
 def measure(sigma: float, eta: int, seed: int, chosen: Any) -> tuple[float, int]:
     """Return the share of tokens that are older than eta, and the greatest age."""
-    found = virtual.simulated(
+    simulated = virtual.simulated(
         chosen,
         num_generators=NUM_GENERATORS,
         num_trainers=NUM_TRAINERS,
@@ -38,7 +38,7 @@ def measure(sigma: float, eta: int, seed: int, chosen: Any) -> tuple[float, int]
         seed=seed,
         sigma=sigma,
     )
-    return sum(share for age, share in found.ages.items() if age > eta), max(found.ages)
+    return sum(share for age, share in simulated.ages.items() if age > eta), max(simulated.ages)
 
 
 def run(chosen: Any) -> Finding:
@@ -46,17 +46,17 @@ def run(chosen: Any) -> Finding:
     calls = [(*key, seed, chosen) for key in keys for seed in chosen.seeds]
     environment = {"OMP_NUM_THREADS": "1"}
     turns = harness.in_processes(measure, calls, environment, num_processes=chosen.processes)
-    found = {
+    by_case = {
         key: turns[at * len(chosen.seeds) : (at + 1) * len(chosen.seeds)]
         for at, key in enumerate(keys)
     }
-    shares = {key: Estimate.of([share for share, _ in turns]) for key, turns in found.items()}
+    shares = {key: Estimate.of([share for share, _ in turns]) for key, turns in by_case.items()}
     rows = [
         {
             "sigma of lengths": f"{sigma:g}",
             "eta": eta,
             "tokens older than eta, %": shares[sigma, eta].text(2, 100),
-            "oldest token": max(oldest for _, oldest in found[sigma, eta]),
+            "oldest token": max(oldest for _, oldest in by_case[sigma, eta]),
         }
         for sigma, eta in keys
     ]

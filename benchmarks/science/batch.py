@@ -23,8 +23,8 @@ QUICK = {"batches": [64, 128], "lags": [0, 128], **learning.QUICK}
 def run(chosen: Any) -> Finding:
     keys = [(lag, batch) for lag in chosen.lags for batch in chosen.batches]
     settings = {f"{lag}, {batch}": learning.Setting(PPO, lag / batch, batch) for lag, batch in keys}
-    found = learning.pass_rates(settings, chosen)
-    estimates = {key: Estimate.of(found["{}, {}".format(*key)]) for key in keys}
+    pass_rates = learning.pass_rates(settings, chosen)
+    estimates = {key: Estimate.of(pass_rates["{}, {}".format(*key)]) for key in keys}
     rows = [
         {
             "samples behind": lag,
@@ -47,13 +47,13 @@ def run(chosen: Any) -> Finding:
         conclude(
             f"{lag} samples behind: batch {largest} (eta {lag / largest:g}) less batch {smallest} "
             f"(eta {lag / smallest:g})",
-            difference(found[f"{lag}, {smallest}"], found[f"{lag}, {largest}"]),
+            difference(pass_rates[f"{lag}, {smallest}"], pass_rates[f"{lag}, {largest}"]),
         )
         for lag in chosen.lags
     ] + [
         conclude(
             f"batch {batch}: {last} samples behind less {first}",
-            difference(found[f"{first}, {batch}"], found[f"{last}, {batch}"]),
+            difference(pass_rates[f"{first}, {batch}"], pass_rates[f"{last}, {batch}"]),
         )
         for batch in chosen.batches
     ]

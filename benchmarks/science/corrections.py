@@ -42,9 +42,13 @@ def run(chosen: Any) -> Finding:
         FRESH: learning.Setting(DECOUPLED, 0.0),
         **{name: learning.Setting(each, chosen.eta) for name, each in ALGORITHMS.items()},
     }
-    found = learning.pass_rates(settings, chosen)
-    estimates = {name: Estimate.of(rates) for name, rates in found.items()}
-    lost = {name: difference(found[FRESH], rates) for name, rates in found.items() if name != FRESH}
+    pass_rates = learning.pass_rates(settings, chosen)
+    estimates = {name: Estimate.of(rates) for name, rates in pass_rates.items()}
+    lost = {
+        name: difference(pass_rates[FRESH], rates)
+        for name, rates in pass_rates.items()
+        if name != FRESH
+    }
     rows = [
         {
             "correction": name,

@@ -56,10 +56,10 @@ def conclude(what: str, of: Estimate, *, nothing: float = 0.0, num_decimals: int
     """
     sign = "" if nothing else "+"
     mean, low, high = (f"{each:{sign}.{num_decimals}f}" for each in (of.mean, of.low, of.high))
-    found = f"{mean} (95%: {low} to {high})"
+    interval = f"{mean} (95%: {low} to {high})"
     if of.low <= nothing <= of.high:
-        return f"{what}: {found}. **No conclusion**: the interval includes {nothing:g}."
-    return f"{what}: **{found}**."
+        return f"{what}: {interval}. **No conclusion**: the interval includes {nothing:g}."
+    return f"{what}: **{interval}**."
 
 
 @dataclass(frozen=True, slots=True)

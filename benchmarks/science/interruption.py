@@ -76,20 +76,22 @@ def run(chosen: Any) -> Finding:
     for seed in chosen.seeds:
         load = tailed_load.random_load(num_groups, TAILS, config.vocab_size, seed=seed)
         ways = {rule: partial(measure, policy, load, rule, chosen) for rule in turns}
-        for rule, found in harness.take_turns(1, ways).items():
-            turns[rule] += found
+        for rule, measured in harness.take_turns(1, ways).items():
+            turns[rule] += measured
     ratios = {
         rule: Estimate.of([turn[SPEED] / drained[SPEED] for turn, drained in pairs])
-        for rule, found in turns.items()
-        if (pairs := [*zip(found, turns[DRAIN], strict=True)])
+        for rule, measured in turns.items()
+        if (pairs := [*zip(measured, turns[DRAIN], strict=True)])
     }
     rows = [
         {
             "rule": rule,
-            **{name: Estimate.of([turn[name] for turn in found]).text(2) for name in found[0]},
+            **{
+                name: Estimate.of([turn[name] for turn in measured]).text(2) for name in measured[0]
+            },
             "speed over drain": ratios[rule].text(2),
         }
-        for rule, found in turns.items()
+        for rule, measured in turns.items()
     ]
     others = {rule: ratio for rule, ratio in ratios.items() if rule != DRAIN}
     said = [

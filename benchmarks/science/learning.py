@@ -78,13 +78,13 @@ class Task:
         """Return `size` completions of each question."""
         stop = stop_token_ids(self.model)
         sampling = Sampling(self.recipe.generation.max_new_tokens, stop_token_ids=stop)
-        found: dict[str, list[Completion]] = {}
+        completions: dict[str, list[Completion]] = {}
         for index, question in enumerate(questions):
             seeds = tuple(seed + index * size + member for member in range(size))
             engine.add(GroupRequest(f"{index}", question[0], seeds, sampling))
         while engine.has_work():
-            found.update(engine.step())
-        return [found[f"{index}"] for index in range(len(questions))]
+            completions.update(engine.step())
+        return [completions[f"{index}"] for index in range(len(questions))]
 
     def pass_rate(self, engine: TorchEngine) -> float:
         answers = self.sample(engine, self.held_out, 1, seed=10**9)

@@ -94,14 +94,16 @@ def run(chosen: Any) -> Finding:
     torch.set_num_threads(1)
     rows, ratios = [], {}
     for profile in PROFILES:
-        found = [compare(profile, seed, chosen) for seed in chosen.seeds]
+        comparisons = [compare(profile, seed, chosen) for seed in chosen.seeds]
         for way in (PACKED, FIXED):
             columns = {
-                name: Estimate.of([each[way][name] for each in found]).text(2)
-                for name in found[0][way]
+                name: Estimate.of([each[way][name] for each in comparisons]).text(2)
+                for name in comparisons[0][way]
             }
             rows.append({"lengths": profile, "micro-batches are": way, **columns})
-        ratios[profile] = Estimate.of([each[PACKED][SPEED] / each[FIXED][SPEED] for each in found])
+        ratios[profile] = Estimate.of(
+            [each[PACKED][SPEED] / each[FIXED][SPEED] for each in comparisons]
+        )
     said = [
         conclude(f"{profile}: speed, by lengths over fixed", of, nothing=1.0, num_decimals=2)
         for profile, of in ratios.items()

@@ -29,7 +29,7 @@ def measure(schedule: Literal["async", "sync"], num_gpus: int, seed: int, chosen
     """Return the virtual seconds of a step."""
     num_trainers = num_gpus // 4 if schedule == "async" else num_gpus
     num_generators = num_gpus - num_trainers or num_gpus
-    found = virtual.simulated(
+    simulated = virtual.simulated(
         chosen,
         num_generators=num_generators,
         num_trainers=num_trainers,
@@ -38,7 +38,7 @@ def measure(schedule: Literal["async", "sync"], num_gpus: int, seed: int, chosen
         sigma=chosen.sigma,
         schedule=schedule,
     )
-    return found.step_s
+    return simulated.step_s
 
 
 def run(chosen: Any) -> Finding:
@@ -46,14 +46,17 @@ def run(chosen: Any) -> Finding:
     calls = [(*key, seed, chosen) for key in keys for seed in chosen.seeds]
     environment = {"OMP_NUM_THREADS": "1"}
     turns = iter(harness.in_processes(measure, calls, environment, num_processes=chosen.processes))
-    found = {key: [next(turns) for _ in chosen.seeds] for key in keys}
-    pairs = {num: zip(found["async", num], found["sync", num], strict=True) for num in chosen.gpus}
+    step_times = {key: [next(turns) for _ in chosen.seeds] for key in keys}
+    pairs = {
+        num: zip(step_times["async", num], step_times["sync", num], strict=True)
+        for num in chosen.gpus
+    }
     ratios = {num: Estimate.of([sync / async_ for async_, sync in of]) for num, of in pairs.items()}
     rows = [
         {
             "GPUs": num,
-            "async, s a step": Estimate.of(found["async", num]).text(1),
-            "sync, s a step": Estimate.of(found["sync", num]).text(1),
+            "async, s a step": Estimate.of(step_times["async", num]).text(1),
+            "sync, s a step": Estimate.of(step_times["sync", num]).text(1),
             "sync over async": ratios[num].text(2),
         }
         for num in chosen.gpus

@@ -25,9 +25,11 @@ def run(chosen: Any) -> Finding:
         for objective, algorithm in OBJECTIVES.items()
         for eta in chosen.etas
     }
-    found = learning.pass_rates(settings, chosen)
+    pass_rates = learning.pass_rates(settings, chosen)
     lines = {
-        objective: {f"{eta:g}": Estimate.of(found[f"{objective}, {eta:g}"]) for eta in chosen.etas}
+        objective: {
+            f"{eta:g}": Estimate.of(pass_rates[f"{objective}, {eta:g}"]) for eta in chosen.etas
+        }
         for objective in OBJECTIVES
     }
     rows = [
@@ -38,14 +40,14 @@ def run(chosen: Any) -> Finding:
     said = [
         conclude(
             f"{objective}, pass rate at eta {eta:g} less that at eta {first:g}",
-            difference(found[f"{objective}, {first:g}"], found[f"{objective}, {eta:g}"]),
+            difference(pass_rates[f"{objective}, {first:g}"], pass_rates[f"{objective}, {eta:g}"]),
         )
         for objective in OBJECTIVES
         for eta in chosen.etas[-2:]
     ] + [
         conclude(
             f"plain PPO less decoupled at eta {eta:g}",
-            difference(found[f"decoupled, {eta:g}"], found[f"plain PPO, {eta:g}"]),
+            difference(pass_rates[f"decoupled, {eta:g}"], pass_rates[f"plain PPO, {eta:g}"]),
         )
         for eta in chosen.etas[1:]
     ]

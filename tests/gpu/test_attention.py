@@ -37,9 +37,9 @@ def attended(device: str, dtype: torch.dtype, width: int, rule: AttentionRule) -
     ]
     weights = torch.randn(1, num_tokens, 4, width).to(device, dtype)
     layout = PackedLayout([len(each) for each in places()], device, places=places())
-    found = layout.attend(0, *columns, rule)
-    (found * weights).sum().backward()  # type: ignore[no-untyped-call]
-    return [each.detach().double().cpu() for each in (found, *(c.grad for c in columns))]
+    output = layout.attend(0, *columns, rule)
+    (output * weights).sum().backward()  # type: ignore[no-untyped-call]
+    return [each.detach().double().cpu() for each in (output, *(c.grad for c in columns))]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_values_and_gradients_are_those_of_the_cpu(
     plain = dtype == torch.bfloat16 and rule.softcap is None and rule.sinks is None
     assert kernel is (attend_by_varlen if plain else attend_by_flex)
     sinks = None if rule.sinks is None else rule.sinks.cuda()
-    found = attended(
+    on_gpu = attended(
         "cuda", dtype, width, AttentionRule(rule.scale, rule.window, rule.softcap, sinks)
     )
     expected = attended("cpu", torch.float64, width, rule)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(on_gpu, expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
 
 

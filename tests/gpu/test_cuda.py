@@ -38,13 +38,13 @@ def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
     engine = TorchEngine(small_policy(seed=0).cuda(), generation, version=0)
     request = GroupRequest("r", as_tokens([1, 2, 3]), tuple(range(8)), Sampling(max_new_tokens=24))
     engine.add(request)
-    found: list[Completion] = []
+    completions: list[Completion] = []
     for step in range(40):
         if step == 9:
             engine.load_weights(policy_tensors(policies[1]), version=1)
-        found += [completion for _, group in engine.step() for completion in group]
-    assert len(found) == 8
-    for completion in found:
+        completions += [completion for _, group in engine.step() for completion in group]
+    assert len(completions) == 8
+    for completion in completions:
         ids = torch.tensor([[1, 2, 3, *completion.tokens]], device="cuda")
         layout = PackedLayout([ids.shape[1]], "cuda")
         by_version = []
@@ -65,8 +65,8 @@ def test_hash_of_weights_on_a_gpu_is_that_of_their_copies() -> None:
     tensors = {f"{n}": torch.randn(512, 512 + n, device="cuda").mT for n in range(8)}
     for _ in range(64):
         tensors = {name: tensor / tensor.norm() for name, tensor in tensors.items()}
-    found = hash_tensors(tensors)
-    assert found == hash_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
+    hashes = hash_tensors(tensors)
+    assert hashes == hash_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
 
 
 def test_streamed_tensors_may_leave_a_gpu_before_their_copies_are_hashed() -> None:
@@ -111,14 +111,14 @@ def test_step_in_bfloat16_is_about_that_of_float32() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_of_completions_that_share_prompts_have_the_same_bits_again(dtype: str) -> None:
     sequences = [replace(s, prompt_tokens=as_tokens([1, 2, 3, 4])) for s in make_sequences(32)]
-    found = []
+    fingerprints = []
     for _ in range(2):
         trainer = TrainerSettings(device="cuda", dtype=dtype, learning_rate=1e-2)
         backend = TrainerBackend(small_policy().cuda(), trainer)
         for step in range(1, 4):
             train_step(backend, sequences, step=step, settings=settings())
-        found.append(backend.fingerprint())
-    assert found[0] == found[1]
+        fingerprints.append(backend.fingerprint())
+    assert fingerprints[0] == fingerprints[1]
 
 
 @pytest.mark.parametrize("activations", ["keep", "selective", "recompute", "offload"])
@@ -137,7 +137,7 @@ def test_compiled_layers_make_the_step_of_uncompiled_ones(activations: Any) -> N
             train_step(backend, make_sequences(), step=step, settings=settings())
             for step in (1, 2, 3)
         ]
-        losses.append([loss for found in numbers for loss in found.losses])
+        losses.append([loss for metrics in numbers for loss in metrics.losses])
     assert losses[0] == pytest.approx(losses[1], rel=5e-2, abs=1e-3)
 
 
@@ -156,12 +156,12 @@ def test_deterministic_kernels_repeat_the_bits_of_long_rows(dtype: Any) -> None:
         for index in range(4)
     ]
     trainer = TrainerSettings(device="cuda", dtype=dtype, kernels="deterministic")
-    found = []
+    fingerprints = []
     try:
         for _ in range(3):
             backend = TrainerBackend(small_policy().cuda(), trainer)
             train_step(backend, sequences, step=1, settings=settings())
-            found.append(backend.fingerprint())
+            fingerprints.append(backend.fingerprint())
     finally:
         set_precision(TrainerSettings())
-    assert len(set(found)) == 1
+    assert len(set(fingerprints)) == 1

@@ -21,7 +21,7 @@ def test_logprobs_and_gradients_of_bfloat16_are_those_of_float64() -> None:
     torch.manual_seed(0)
     hidden_MH, weight_VH = torch.randn(3000, 512), torch.randn(50_000, 512)
     targets_M = torch.randint(50_000, (3000,))
-    found = []
+    results = []
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
         halves = hidden_MH.bfloat16().to(device, dtype).requires_grad_()
         weight = weight_VH.bfloat16().to(device, torch.promote_types(dtype, torch.float32))
@@ -30,10 +30,10 @@ def test_logprobs_and_gradients_of_bfloat16_are_those_of_float64() -> None:
         torch.stack(numbers).sin().sum().backward()  # type: ignore[no-untyped-call]
         assert halves.grad is not None
         assert weight.grad is not None
-        found.append(
+        results.append(
             [each.detach().double().cpu() for each in (*numbers, halves.grad, weight.grad)]
         )
-    (logprobs, entropies, *gradients), (wanted, wanted_entropies, *wanted_gradients) = found
+    (logprobs, entropies, *gradients), (wanted, wanted_entropies, *wanted_gradients) = results
     torch.testing.assert_close(logprobs, wanted, atol=0, rtol=1e-5)
     torch.testing.assert_close(entropies, wanted_entropies, atol=1e-4, rtol=1e-5)
     for one, other in zip(gradients, wanted_gradients, strict=True):
@@ -55,10 +55,10 @@ def test_memory_is_a_few_chunks_and_one_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2", "Gemma2", "Cohere", "GptOss"])
 def test_a_policy_has_the_numbers_and_gradients_of_the_cpu(name: str) -> None:
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         policy = sharp_policy(config_of(name, SUPPORTED[name])).to(device)
         micro = pack_sequences(make_sequences(), device=device)
-        found.append([each.cpu() for each in numbers_and_gradients(policy, micro)])
-    for one, other in zip(*found, strict=True):
+        results.append([each.cpu() for each in numbers_and_gradients(policy, micro)])
+    for one, other in zip(*results, strict=True):
         assert (one - other).norm() <= 1e-3 * other.norm() + 1e-4

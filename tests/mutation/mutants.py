@@ -37,7 +37,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
     lines = original.splitlines(keepends=True)
     starts = list(accumulate((len(line) for line in lines), initial=0))
     times_seen: Counter[str] = Counter()
-    for span, code in visitor.found:
+    for span, code in visitor.mutations:
         first, last = (starts[end.line - 1] + end.column for end in (span.start, span.end))
         source = original[:first] + code + original[last:]
         try:
@@ -57,7 +57,7 @@ class _Mutations(cst.CSTVisitor):
     METADATA_DEPENDENCIES = (WhitespaceInclusivePositionProvider,)
 
     def __init__(self) -> None:
-        self.found: list[tuple[CodeRange, str]] = []
+        self.mutations: list[tuple[CodeRange, str]] = []
         self._depth = 0
 
     def on_visit(self, node: cst.CSTNode) -> bool:
@@ -67,7 +67,7 @@ class _Mutations(cst.CSTVisitor):
         for kind, mutate in OPERATORS if self._depth else ():
             if isinstance(node, kind):
                 span = self.get_metadata(WhitespaceInclusivePositionProvider, node)
-                self.found += [(span, _code_of(mutated)) for mutated in mutate(node)]
+                self.mutations += [(span, _code_of(mutated)) for mutated in mutate(node)]
         return not isinstance(node, cst.Raise)
 
     def on_leave(self, original_node: cst.CSTNode) -> None:

@@ -83,14 +83,14 @@ def _in_child(mutant: Mutant, tests: list[str]) -> None:
 
 def tests_by_file() -> dict[str, list[str]]:
     """Return the tests of each file that is mutated; a later pattern of the table wins."""
-    found: dict[str, list[str]] = {}
+    tests_of: dict[str, list[str]] = {}
     for pattern, tests in tomllib.loads((HERE / "tests_of_modules.toml").read_text()).items():
         files = sorted(str(file) for file in Path().glob(pattern))
         absent = [test for test in tests if not Path(test).exists()]
         if absent or not files:
             raise SystemExit(f"expected files at {pattern} and their tests, not found: {absent}")
-        found |= dict.fromkeys(files, tests)
-    return found
+        tests_of |= dict.fromkeys(files, tests)
+    return tests_of
 
 
 def measure_limits(tests_of: dict[str, list[str]], files: set[str]) -> dict[str, float]:
@@ -111,14 +111,14 @@ def measure_limits(tests_of: dict[str, list[str]], files: set[str]) -> dict[str,
 def report(sample: list[Mutant], outcomes: dict[str, dict[str, Any]]) -> bool:
     """Print the table; return whether enough were killed and every survivor is explained."""
     explained = tomllib.loads((HERE / "survivors.toml").read_text())
-    found = {m: outcomes[m.identifier]["outcome"] for m in sample if m.identifier in outcomes}
-    survivors = [mutant for mutant, outcome in found.items() if outcome == "survived"]
+    outcome_of = {m: outcomes[m.identifier]["outcome"] for m in sample if m.identifier in outcomes}
+    survivors = [mutant for mutant, outcome in outcome_of.items() if outcome == "survived"]
     for mutant in survivors:
         reason = explained.get(mutant.identifier, {}).get("reason", "NOT EXPLAINED")
         print(f"\n{mutant.identifier} {mutant.file}:{mutant.line}: {reason}\n{mutant.diff}")
-    share = 1 - len(survivors) / max(1, len(found))
-    counts = dict(Counter(found.values()))
-    print(f"\n{len(found)} mutants: {counts}; killed {share:.1%}, expected {LEAST_KILLED:.0%}")
+    share = 1 - len(survivors) / max(1, len(outcome_of))
+    counts = dict(Counter(outcome_of.values()))
+    print(f"\n{len(outcome_of)} mutants: {counts}; killed {share:.1%}, expected {LEAST_KILLED:.0%}")
     return share >= LEAST_KILLED and all(mutant.identifier in explained for mutant in survivors)
 
 

@@ -34,8 +34,8 @@ def model() -> Path:
 def figure() -> Callable[[str, str, object], None]:
     """Takes a part of the product, what was measured with its unit, and the number or text."""
 
-    def keep(part: str, measured: str, found: object) -> None:
-        FIGURES.append({"part": part, "measured": measured, "found": found})
+    def keep(part: str, measured: str, value: object) -> None:
+        FIGURES.append({"part": part, "measured": measured, "value": value})
 
     return keep
 

@@ -72,13 +72,13 @@ def serve(engine: EngineCore, requests: Sequence[GroupRequest], later: Weights) 
     """Complete the requests, the last ones with weights that come between their tokens."""
     for request in requests:
         engine.add(request)
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for _ in range(SWITCH_AFTER):
-        found.update(engine.step())
+        completions.update(engine.step())
     engine.load_weights(later, version=1)
     while engine.has_work():
-        found.update(engine.step())
-    served = [Served(request, *found[request.request_id]) for request in requests]
+        completions.update(engine.step())
+    served = [Served(request, *completions[request.request_id]) for request in requests]
     kinds = [tuple(sorted({*versions_of(each.completion)})) for each in served]
     assert min(kinds.count((0,)), kinds.count((0, 1))) >= NUM_PROMPTS // 4, "the switch is too late"
     return served
@@ -90,11 +90,11 @@ def logprobs_by(
 ) -> list[np.ndarray]:
     """Return by transformers' forward what each token was drawn with, under its own version."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    found = [np.full(len(each.completion.tokens), np.nan) for each in served]
+    filled = [np.full(len(each.completion.tokens), np.nan) for each in served]
     for version, weights in enumerate(versions):
         _, unexpected = policy.load_state_dict(weights, strict=False)
         assert not unexpected
-        for (request, completion), logprobs in zip(served, found, strict=True):
+        for (request, completion), logprobs in zip(served, filled, strict=True):
             of_version = np.array(versions_of(completion)) == version
             if of_version.any():
                 tokens = completion.tokens.tolist()
@@ -102,7 +102,7 @@ def logprobs_by(
                 logits = policy(ids, logits_to_keep=len(tokens) + 1, use_cache=False).logits[0, :-1]
                 own = logprobs_of(logits, request.prompt_tokens, tokens, request.sampling)
                 logprobs[of_version] = np.array(own)[of_version]
-    return found
+    return filled
 
 
 def check_rounding(
@@ -120,8 +120,8 @@ def check_rounding(
     transformers = gaps(plain, exact)
     for sampling in range(len(SAMPLINGS)):
         at = np.repeat(np.arange(NUM_PROMPTS) % 2 == sampling, [len(each) for each in exact])
-        found, bound = quantiles(engine[at]), times * quantiles(transformers[at])
-        assert (found <= bound).all(), (found, bound)
+        actual, bound = quantiles(engine[at]), times * quantiles(transformers[at])
+        assert (actual <= bound).all(), (actual, bound)
     return {"engine": quantiles(engine)[-1], "transformers": quantiles(transformers)[-1]}
 
 
@@ -141,16 +141,16 @@ def tokens_per_s(model: Path, **engines: EngineCore) -> dict[str, float]:
 
     def measure(engine: EngineCore) -> float:
         began = perf_counter()
-        found = run_all(engine, *requests)
-        num_tokens = sum(len(each.tokens) for group in found.values() for each in group)
+        completions = run_all(engine, *requests)
+        num_tokens = sum(len(each.tokens) for group in completions.values() for each in group)
         return num_tokens / (perf_counter() - began)
 
-    found = take_turns(3, {name: partial(measure, engine) for name, engine in engines.items()})
-    return {name: max(speeds) for name, speeds in found.items()}
+    measured = take_turns(3, {name: partial(measure, engine) for name, engine in engines.items()})
+    return {name: max(speeds) for name, speeds in measured.items()}
 
 
-def gaps(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
+def gaps(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
     """Return how far apart numbers are; two that top-p leaves no mass are equal."""
-    left, right = np.concatenate(found), np.concatenate(expected)
+    left, right = np.concatenate(actual), np.concatenate(expected)
     with np.errstate(invalid="ignore"):
         return np.where(left == right, 0, np.abs(left - right))

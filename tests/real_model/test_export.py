@@ -29,10 +29,10 @@ def test_exported_policy_answers_greedily_as_it_was_evaluated(
     asked = [
         {"question": row["question"], "answer": row["answer"]} for row in SAMPLE[-NUM_PROMPTS:]
     ]
-    found = areal_flow.evaluate(
+    evaluation = areal_flow.evaluate(
         "tuned", prompts=asked, temperature=0, chat_template=True, rewards=["math"], **sizes
     )
-    assert len(found.answers) == NUM_PROMPTS
+    assert len(evaluation.answers) == NUM_PROMPTS
 
     policy = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained("exported")
@@ -47,7 +47,7 @@ def test_exported_policy_answers_greedily_as_it_was_evaluated(
             for row in asked
         )
     }
-    assert {each["prompt"]: each["completion"] for each in found.answers} == answers
+    assert {each["prompt"]: each["completion"] for each in evaluation.answers} == answers
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert any(greedy(base, tokenizer, text) != answer for text, answer in answers.items())
 

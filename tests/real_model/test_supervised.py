@@ -31,11 +31,11 @@ def conversation(question: str, answer: str) -> Messages:
 def pairs() -> list[dict[str, Any]]:
     """Return right answers beside those to the next question, then beside wrong ones."""
     rest = SAMPLE[-(NUM_PAIRS - len(WRONG)) - 1 :]
-    found = [(row, other["answer"]) for row, other in pairwise(rest)]
-    found += [(SAMPLE[row], wrong) for row, wrong in WRONG]
+    labelled = [(row, other["answer"]) for row, other in pairwise(rest)]
+    labelled += [(SAMPLE[row], wrong) for row, wrong in WRONG]
     return [
         {"prompt": conversation(row["question"], "")[:1], "chosen": row["answer"], "rejected": no}
-        for row, no in found
+        for row, no in labelled
     ]
 
 
@@ -48,7 +48,7 @@ def answer_logprobs(
     loss of the master weights, of which many moved by less than a rounding, is 4% higher.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).float().eval()
-    tokenizer, found, num_tokens = AutoTokenizer.from_pretrained(directory), [], 0
+    tokenizer, sums, num_tokens = AutoTokenizer.from_pretrained(directory), [], 0
     for messages in conversations:
         prompt = tokenizer.apply_chat_template(
             messages[:1], tokenize=False, add_generation_prompt=True
@@ -58,9 +58,9 @@ def answer_logprobs(
         ids = torch.tensor([*tokenizer.encode(prompt), *answer])[None]
         with torch.no_grad():
             logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-        found.append(float(logprobs.gather(1, ids[0, start:, None]).sum()))
+        sums.append(float(logprobs.gather(1, ids[0, start:, None]).sum()))
         num_tokens += len(answer)
-    return found, num_tokens
+    return sums, num_tokens
 
 
 def fine_tuned(

@@ -30,9 +30,9 @@ def auto(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def chat(model: Path) -> ChatTemplate:
-    found = chat_template_of(model)
-    assert found is not None
-    return found
+    template = chat_template_of(model)
+    assert template is not None
+    return template
 
 
 def said(*contents: str, second: str = "user") -> list[Message]:

@@ -78,8 +78,8 @@ def test_steps_are_replayed_bit_for_bit(
     """The last one after the resume, and from the first policy on, those before it."""
     assert main(["--runs", str(run.layout.root.parent), "replay", "real", "--step", "4"]) == 0
     assert "equal to its record, bit for bit" in capsys.readouterr().out
-    found = replay_step(run.layout, step=3, from_checkpoint=0)
-    assert all(compared.equal for compared in (*found.before, found.compared))
+    replayed = replay_step(run.layout, step=3, from_checkpoint=0)
+    assert all(compared.equal for compared in (*replayed.before, replayed.compared))
 
 
 def test_lineage_leads_from_the_last_weights_to_the_rows(

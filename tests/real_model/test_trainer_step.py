@@ -69,7 +69,7 @@ class Stepped:
 def sequences_of(model: Path) -> list[TrainingSequence]:
     """Return groups of a right answer, a wrong one, a part of which is context, and a cut one."""
     encode, random = AutoTokenizer.from_pretrained(model).encode, np.random.default_rng(0)
-    found = []
+    sequences = []
     for group, (row, wrong) in enumerate(WRONG[:NUM_GROUPS]):
         prompt, right = encode(SAMPLE[row]["question"] + "\n"), encode(SAMPLE[row]["answer"])
         for answer, reward in ((right[:120], 1.0), (encode(wrong)[:120], 0.0), (right[:24], 0.0)):
@@ -78,8 +78,8 @@ def sequences_of(model: Path) -> list[TrainingSequence]:
             logprobs = -2 * random.random(len(answer), np.float32)
             tokens = np.array(prompt, np.int32), np.array(answer, np.int32)
             spans = (VersionSpan(0, len(answer)),)
-            found.append(TrainingSequence(*tokens, logprobs, trained, reward, group, spans))
-    return found
+            sequences.append(TrainingSequence(*tokens, logprobs, trained, reward, group, spans))
+    return sequences
 
 
 def stepped(model: Path, ranks: tuple[int, int, Path] | None = None, **trainer: Any) -> Stepped:
@@ -98,9 +98,9 @@ def stepped(model: Path, ranks: tuple[int, int, Path] | None = None, **trainer: 
         number, num_ranks, point = ranks
         rank.replicas = connect_ranks(Rendezvous("s", number, num_ranks), point, host="127.0.0.1")
     rank.load_pretrained(model)
-    found = train_step(rank.backend, sequences_of(model), step=STEP, settings=rank.settings)
+    metrics = train_step(rank.backend, sequences_of(model), step=STEP, settings=rank.settings)
     weights = served_weights(rank.backend)
-    return Stepped(found.losses, found.grad_norms, weights if rank.replicas.is_leader else {})
+    return Stepped(metrics.losses, metrics.grad_norms, weights if rank.replicas.is_leader else {})
 
 
 def first_adapter(model: Path) -> dict[str, list[Tensor]]:
@@ -137,7 +137,7 @@ def reference(
         logprobs_TV = (logits_TV[start - 1 : -1].float() / TEMPERATURE).log_softmax(-1)
         return logprobs_TV.gather(1, tokens[start:, None])[:, 0][torch.from_numpy(of.trained)]
 
-    sequences, found = sequences_of(model), Stepped([], [], {})
+    sequences, expected = sequences_of(model), Stepped([], [], {})
     with torch.no_grad():
         proximal = [*map(logprobs, sequences)]
     for group in np.random.default_rng([0, STEP]).permutation(NUM_GROUPS).tolist():
@@ -154,11 +154,11 @@ def reference(
             loss = -(weight * best).sum() / num_tokens
             loss.backward()
             loss_sum += float(loss.detach())
-        found.losses.append(loss_sum)
-        found.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        expected.losses.append(loss_sum)
+        expected.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
         optimizer.step()
-    found.weights = {name: t.detach().clone() for name, t in {**weights, **merged()}.items()}
-    return found
+    expected.weights = {name: t.detach().clone() for name, t in {**weights, **merged()}.items()}
+    return expected
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ def test_step_of_an_adapter_is_that_of_plain_products(model: Path) -> None:
 
 def test_two_ranks_make_what_one_makes(model: Path, plain: Stepped, tmp_path: Path) -> None:
     calls = [(model, (number, 2, tmp_path / "point")) for number in range(2)]
-    found, _ = harness.in_processes(stepped, calls, {"OMP_NUM_THREADS": "1"})
-    found.check_equal(plain, model)
+    sharded, _ = harness.in_processes(stepped, calls, {"OMP_NUM_THREADS": "1"})
+    sharded.check_equal(plain, model)
 
 
 def test_step_in_bfloat16_is_as_near_to_float32_as_transformers_is(model: Path) -> None:
@@ -187,10 +187,10 @@ def test_step_in_bfloat16_is_as_near_to_float32_as_transformers_is(model: Path) 
     exact, plain = (
         reference(model, dtype=dtype, rate=rate) for dtype in (torch.float32, torch.bfloat16)
     )
-    found = stepped(model, dtype="bfloat16", learning_rate=rate)
-    assert found.losses == pytest.approx(exact.losses, rel=4 * BFLOAT16)
-    assert found.grad_norms == pytest.approx(exact.grad_norms, rel=4 * BFLOAT16)
-    assert found.moved_apart(exact, model) < 1.1 * plain.moved_apart(exact, model)
+    rounded = stepped(model, dtype="bfloat16", learning_rate=rate)
+    assert rounded.losses == pytest.approx(exact.losses, rel=4 * BFLOAT16)
+    assert rounded.grad_norms == pytest.approx(exact.grad_norms, rel=4 * BFLOAT16)
+    assert rounded.moved_apart(exact, model) < 1.1 * plain.moved_apart(exact, model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

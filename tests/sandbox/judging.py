@@ -61,9 +61,9 @@ class Surroundings:
     def escapes(self) -> list[str]:
         """Return what is not as it was."""
         secret = self.folder / "secret"
-        found = sorted(path.name for path in self.folder.iterdir())
+        names = sorted(path.name for path in self.folder.iterdir())
         is_whole = secret.is_file() and secret.read_text() == self.secret
-        return [*([] if is_whole else ["secret changed"]), *(n for n in found if n != "secret")]
+        return [*([] if is_whole else ["secret changed"]), *(n for n in names if n != "secret")]
 
 
 @contextmanager

@@ -63,8 +63,8 @@ def test_each_program_gets_its_verdict_and_leaves_nothing(
 ) -> None:
     cases = [case for case in CORPUS if runs_here(case)]
     with surroundings(tmp_path) as around:
-        found = judge(pool, cases, around)
-        wrong = [(c.name, f) for c, f in zip(cases, found, strict=True)
+        judgements = judge(pool, cases, around)
+        wrong = [(c.name, f) for c, f in zip(cases, judgements, strict=True)
                  if f.verdict not in c.verdicts]  # fmt: skip
         assert not wrong
         assert not around.escapes()
@@ -84,10 +84,10 @@ def test_killed_zygotes_lose_no_verdict(pool: SandboxPool, tmp_path: Path) -> No
     with surroundings(tmp_path) as around:
         plain = [case for case in HONEST if case.name.endswith(" plain")]
         killer.start()
-        found = judge(pool, plain * 40, around, num_threads=4)
+        judgements = judge(pool, plain * 40, around, num_threads=4)
         finished.set()
         killer.join()
-    assert Counter(judgement.verdict for judgement in found) == {"right": 40 * len(plain)}
+    assert Counter(judgement.verdict for judgement in judgements) == {"right": 40 * len(plain)}
 
 
 def test_stopped_zygote_is_replaced(
@@ -100,8 +100,8 @@ def test_stopped_zygote_is_replaced(
             process.suspend()
     with surroundings(tmp_path) as around:
         plain = next(case for case in HONEST if case.name == "stdin plain")
-        found = judge(pool, [plain] * 3, around, num_threads=1)
-    assert [judgement.verdict for judgement in found] == ["right"] * 3
+        judgements = judge(pool, [plain] * 3, around, num_threads=1)
+    assert [judgement.verdict for judgement in judgements] == ["right"] * 3
 
 
 def test_corpus_breaks_a_naive_grader(pool: SandboxPool) -> None:

@@ -23,10 +23,10 @@ AGENT = Agent(path="areal_flow.rollout.workflows.verifiers_agent:solve")
 
 
 async def test_environment_is_played_and_its_reward_is_the_trajectorys() -> None:
-    found = [*rows("two_word_taskset", 5)]
-    assert [row["question"] for row in found] == ["say one", "say two", "fail"]
+    prompts = [*rows("two_word_taskset", 5)]
+    assert [row["question"] for row in prompts] == ["say one", "say two", "fail"]
     (context,) = contexts_of(episode_of(1), FakeServices(max_model_len=500))
-    (draft,) = await AGENT.run(replace(PROMPT, metadata=found[1]), context)
+    (draft,) = await AGENT.run(replace(PROMPT, metadata=prompts[1]), context)
     assert draft.score is not None
     assert draft.score.reward == len(draft.output_tokens)
     assert not any(name.startswith("AREAL_FLOW_API_KEY") for name in os.environ)

@@ -58,19 +58,19 @@ def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
 ) -> None:
     engine = subject.make(interruption="keep")
     engine.add(long_request("kept"))
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for _ in range(6):
-        found.update(engine.step())
+        completions.update(engine.step())
     engine.load_weights(subject.weights(1), version=1)
     engine.add(long_request("after"))
     while engine.has_work():
-        found.update(engine.step())
-    assert {v for completion in found["kept"] for v in versions_of(completion)} == {0}
-    for completion in found["kept"]:
+        completions.update(engine.step())
+    assert {v for completion in completions["kept"] for v in versions_of(completion)} == {0}
+    for completion in completions["kept"]:
         for version in (0, 1):
             pure = subject.reference(version, LONG_PROMPT, completion.tokens, Sampling(1))
             assert np.abs(completion.logprobs[7:] - pure[7:]).max() > 1e-3
-    for completion in found["after"]:
+    for completion in completions["after"]:
         assert set(versions_of(completion)) == {1}
         assert_of_versions(subject, completion, LONG_PROMPT)
 
@@ -80,17 +80,17 @@ def test_requests_go_on_after_a_sleep_with_new_weights(subject: Subject) -> None
     """Of the CPU's vLLM, which keeps its memory: what is asked of it, and in which order."""
     engine: Any = subject.make()
     engine.add(long_request("slept"))
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for _ in range(6):
-        found.update(engine.step())
+        completions.update(engine.step())
     engine.suspend()
     assert engine._core.call("is_sleeping")
     engine.resume()
     assert not engine._core.call("is_sleeping")
     engine.load_weights(subject.weights(1), version=1)
     while engine.has_work():
-        found.update(engine.step())
-    for completion in found["slept"]:
+        completions.update(engine.step())
+    for completion in completions["slept"]:
         assert set(versions_of(completion)) == {0, 1}
         assert_of_versions(subject, completion, LONG_PROMPT)
 

@@ -45,8 +45,8 @@ from tests.engines import shared_core
     ids=lambda each: each.__qualname__ if callable(each) else "",
 )
 def test_method_takes_what_it_is_given(method: Any, parameters: list[str]) -> None:
-    found = [*inspect.signature(method).parameters]
-    assert found[1 : 1 + len(parameters)] == parameters
+    parameter_names = [*inspect.signature(method).parameters]
+    assert parameter_names[1 : 1 + len(parameters)] == parameters
 
 
 def test_pause_of_a_core_process_waits_for_steps_in_flight() -> None:

@@ -34,8 +34,8 @@ def test_memory_of_the_cache_is_that_of_its_tokens_to_the_byte(
     model = write_model_directory(tmp_path / "model")
     settings = SETTINGS.model_copy(update={"kv_cache_tokens": kv_cache_tokens})
     config = engine_config(model, settings)
-    found = config.cache_config.kv_cache_memory_bytes
-    assert found == (num_pages + 1) * block_bytes(config)  # vLLM keeps a page for itself
+    num_bytes = config.cache_config.kv_cache_memory_bytes
+    assert num_bytes == (num_pages + 1) * block_bytes(config)  # vLLM keeps a page for itself
 
 
 def test_memory_of_the_cache_is_at_most_half_of_the_machine_s(

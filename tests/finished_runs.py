@@ -12,12 +12,10 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.pass_rates import HELD_OUT, PASS_RATE
 from areal_flow.core.types import trajectory_id
-from areal_flow.log.committed import append_evaluation, create_logs
 from areal_flow.log.directory import State, create_run, hold_run, leave_run
-from areal_flow.log.ledger import Ledger
-from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, append_evaluation, create_logs
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
-from tests.rows import written_group
+from tests.rows import append, commit, written_group
 from tests.tracked_runs import BEGAN, step_row
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -103,21 +101,18 @@ def _write_workers(layout: RunLayout, num_steps: int) -> None:
 
 
 def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int | None) -> None:
-    committer, ledger = (
-        TrajectoryCommitter(layout, writer),
-        Ledger(layout, writer),
-    )
+    log = RunLog(layout, writer)
     for step in range(num_steps + 1):
         accepted = accepted_at is not None and step >= accepted_at
         columns: dict[str, Any] = {"verifier": "numeric@1" if accepted else "numeric@0"}
         if step:
-            committer.commit([written_group(layout.trajectories, step, version=step - 1)])
+            commit(log, written_group(layout.trajectories, step, version=step - 1))
             trained = [trajectory_id(step, member) for member in range(2)]
             columns["trajectory_ids"] = trained
             columns["failed_submissions"] = [7] if step == 2 else []
-        watermark = committer.watermark
+        watermark = log.watermark
         metrics = {"zeal": step, PASS_RATE: 0.5}
         metrics |= {f"pass_rate/difficulty_{n}": step / n for n in (2, 10)}
         metrics["speed/generated_tokens_per_s"] = step
         row = step_row(step, trajectory_watermark=watermark, metrics=metrics, **columns)
-        ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})
+        append(log, {**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})

@@ -9,9 +9,7 @@ from areal_flow.config import build_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import StepRequest
-from areal_flow.log.committed import create_logs
 from areal_flow.log.directory import create_run
-from areal_flow.log.ledger import Ledger
 from areal_flow.log.ledger_row import (
     Provenance,
     StepEntries,
@@ -19,12 +17,13 @@ from areal_flow.log.ledger_row import (
     genesis_row,
     step_row,
 )
-from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, create_logs
+from areal_flow.log.trajectories import TrainingRows
 from areal_flow.policy.models.policy import load_policy
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.rank import TrainerRank
 from tests.policies import write_model_directory
-from tests.rows import written_group
+from tests.rows import append, commit, written_group
 
 WRITER = Writer(Path("nobody"), 1)
 PROVENANCE = Provenance(1, "", "")
@@ -39,13 +38,13 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     write_model_directory(layout.model)
     create_logs(layout)
     written = [written_group(layout.trajectories, index) for index in range(4)]
-    TrajectoryCommitter(layout, WRITER).commit(written)
-    ledger = Ledger(layout, WRITER)
+    log = RunLog(layout, WRITER)
+    commit(log, *written)
     read = TrainingRows(layout)
     rank = TrainerRank(layout, recipe.for_trainer(), channel=HashingWriter(), read_rows=read)
     rank.adopt(load_policy(layout.model))
     hashes, environment = rank.stage_initial_policy()
-    ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))
+    append(log, genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))
     layout.checkpoints.mkdir()
     rank.snapshot(weights_hash=hashes.weights_hash, next_submission_index=0)
     rank.write_snapshot(0, WRITER)
@@ -57,7 +56,8 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
         request = StepRequest(step, hashes.weights_hash, step - 1, ids, digest, 2)
         result = rank.step(request)
         hashes = result.hashes
-        ledger.append(
+        append(
+            log,
             step_row(
                 request,
                 result,
@@ -69,6 +69,6 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
                 seconds_wait=0.0,
                 seconds_step=0.0,
                 num_generators=2,
-            )
+            ),
         )
     return layout

@@ -1,10 +1,13 @@
-"""Scored groups as tables, for tests of the store."""
+"""Scored groups as tables, and commits of them by tests that need no event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +24,12 @@ from areal_flow.core.types import (
 )
 from areal_flow.log.codec import receipts, rollout_rows, scored_table
 from areal_flow.log.ledger_row import group_seeds
+from areal_flow.log.run_log import RunLog
 from areal_flow.log.trajectories import write_groups
 from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from pipelines.tiny_jobs.sums import ANSWER_MARK
+
+Result = TypeVar("Result")
 
 
 def group_table(
@@ -61,6 +67,21 @@ def written_group(path: Path, index: int, **arguments: object) -> GroupReceipt:
     """Write a group's fragments, uncommitted."""
     table = group_table(index, **arguments)  # type: ignore[arg-type]
     return GroupReceipt(index, write_groups(path, table), receipts(table))
+
+
+def commit(log: RunLog, *groups: GroupReceipt) -> int:
+    return _run(log.commit(groups))
+
+
+def append(log: RunLog, *rows: dict[str, Any]) -> None:
+    for row in rows:
+        _run(log.append(row))
+
+
+def _run(write: Coroutine[Any, Any, Result]) -> Result:
+    """Run in a thread of its own, since the caller's may have an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, write).result()
 
 
 def is_chain_of_thought(completion: str) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.lease import Writer, hold_lease
+from areal_flow.core.lease import hold_lease
 from areal_flow.core.pass_rates import PASS_RATE
 from areal_flow.core.types import PolicyHashes
-from areal_flow.log.dataset import create_dataset
 from areal_flow.log.directory import create_run, write_identity
 from areal_flow.log.inputs import Verifier, record_inputs
-from areal_flow.log.ledger import STEPS, Ledger
 from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.log.run_log import RunLog, create_logs
+from tests.rows import append
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -38,7 +38,7 @@ def make_run(root: Path) -> RunLayout:
         path.parent.mkdir()
         path.write_text(path.name)
     record_inputs(made, Recipe(), verifier=Verifier("numeric@0"), model=made.model)
-    create_dataset(made.steps, STEPS)
+    create_logs(made)
     append_steps(made, 0, 1, 2, 3)
     return made
 
@@ -64,6 +64,4 @@ def step_row(step: int, **columns: Any) -> dict[str, Any]:
 
 def append_steps(layout: RunLayout, *steps: int) -> None:
     with hold_lease(layout.writers) as writer:
-        ledger = Ledger(layout, Writer(layout.writers, writer.writer_epoch))
-        for step in steps:
-            ledger.append(step_row(step))
+        append(RunLog(layout, writer), *map(step_row, steps))

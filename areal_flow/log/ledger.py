@@ -1,19 +1,16 @@
-"""The step ledger: one row a step, in order, each naming the row before it by hash."""
+"""Reads the step ledger: one row per step, in order, each with its parent's weights hash."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.core.errors import RunError, StorageError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.lease import Writer
 from areal_flow.log.dataset import (
-    Maintenance,
     conjunction,
     fence_condition,
     open_dataset,
@@ -74,9 +71,9 @@ class LedgerReader:
     """The newest step, -1 before the genesis."""
 
     def __init__(self, layout: RunLayout) -> None:
-        self._path = layout.steps
-        self._counted = fence_condition(layout, "steps")
-        self._dataset = open_dataset(self._path)
+        self._layout = layout
+        self._is_visible = fence_condition(layout, "steps")
+        self._dataset = open_dataset(layout.steps)
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
@@ -86,31 +83,34 @@ class LedgerReader:
         rows.sort(key=lambda row: row["step"])
         if [row["step"] for row in rows] != list(range(since, self.head + 1)):
             raise StorageError(
-                f"expected each of the steps {since} to {self.head} once in {self._path}"
+                f"expected each of the steps {since} to {self.head} once in {self._layout.steps}"
             )
         return rows
 
     def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
         """Return columns of the rows from step `since` on, in any order."""
-        condition = conjunction(f"step >= {since}", self._counted)
+        condition = conjunction(f"step >= {since}", self._is_visible)
         return self._dataset.to_table(columns=columns, filter=condition)
 
 
-class Ledger(LedgerReader):
-    """Appends step rows for the driver that holds the run.
+class LedgerTail:
+    """Reads a growing ledger, each row once."""
 
-    A row is checked against the Arrow schema; pandera's check costs more than a small step.
-    """
+    def __init__(
+        self, layout: RunLayout, columns: Sequence[str], *, since: int, max_rows: int | None = None
+    ) -> None:
+        self._layout = layout
+        self._columns = list(columns)
+        self._next_step = since
+        self._max_rows = max_rows
 
-    def __init__(self, layout: RunLayout, writer: Writer) -> None:
-        super().__init__(layout)
-        self._writer = writer
-        self.maintenance = Maintenance(self._path, num_fragments=len(self._dataset.get_fragments()))
-
-    def append(self, row: dict[str, Any]) -> None:
-        assert row["step"] == self.head + 1, "a step follows the one before"
-        table = pa.Table.from_pylist([row], schema=STEPS)
-        self._writer.check_current()
-        with self.maintenance.commit():
-            self._dataset = lance.write_dataset(table, self._dataset, mode="append")
-        self.head = row["step"]
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows appended since the last call, the newest `max_rows` if they are more."""
+        ledger, since = LedgerReader(self._layout), self._next_step
+        if self._max_rows is not None:
+            since = max(since, ledger.head + 1 - self._max_rows)
+        if since > ledger.head:
+            return []
+        rows = ledger.rows(self._columns, since=since)
+        self._next_step = ledger.head + 1
+        return rows

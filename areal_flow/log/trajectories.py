@@ -1,6 +1,6 @@
-"""The trajectory dataset: workers write fragments, one committer makes them visible.
+"""The trajectory dataset as workers see it: they write fragments, and read rows by id.
 
-Appended once, never changed. The first commit of a trajectory id wins.
+Fragments become visible when the driver commits them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from lance import LanceDataset, LanceOperation
-from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
+from lance import LanceDataset
+from lance.fragment import LanceFragment, write_fragments
 
 from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.lease import Writer
-from areal_flow.core.types import GroupReceipt, submission_index_of
+from areal_flow.core.types import submission_index_of
 from areal_flow.log.codec import TRAJECTORIES, array_rows
 from areal_flow.log.dataset import (
-    Maintenance,
     conjunction,
     dataset_uri,
     fence_condition,
     open_dataset,
-    read_rows,
     storage_errors,
 )
 from schemas import TrajectoryRow, content_hashes, validate
@@ -49,64 +46,6 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
     with storage_errors(path):
         fragments = write_fragments(rows, dataset_uri(path), schema=TRAJECTORIES, mode="append")
     return tuple(json.dumps(fragment.to_json()) for fragment in fragments)
-
-
-class TrajectoryCommitter:
-    """The one writer of versions. Not for concurrent use: the controller commits one at a time."""
-
-    def __init__(self, layout: RunLayout, writer: Writer) -> None:
-        self._writer = writer
-        self._dataset = open_dataset(layout.trajectories)
-        num_fragments = len(self._dataset.get_fragments())
-        self.maintenance = Maintenance(layout.trajectories, num_fragments=num_fragments)
-        self._committed = bytearray()
-        stored = read_rows(layout, "trajectories", ["submission_index"])
-        for index in pc.unique(stored["submission_index"]).to_pylist():
-            self._mark(index)
-
-    @property
-    def watermark(self) -> int:
-        return int(self._dataset.count_rows())
-
-    def commit(self, receipts: Sequence[GroupReceipt]) -> int:
-        """Append the groups' fragments in one version, but for groups that are there already."""
-        new = [r for r in receipts if not self._is_committed(r.submission_index)]
-        descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
-        fragments = [*map(FragmentMetadata.from_json, descriptions)]
-        if not fragments:
-            return self.watermark
-        _refuse_other_rows(fragments, new)
-        self._writer.check_current()
-        with self.maintenance.commit():
-            self._dataset = LanceDataset.commit(
-                self._dataset,
-                LanceOperation.Append(fragments),
-                read_version=self._dataset.version,
-            )
-        for receipt in new:
-            self._mark(receipt.submission_index)
-        return self.watermark
-
-    def _is_committed(self, submission_index: int) -> bool:
-        return submission_index < len(self._committed) and bool(self._committed[submission_index])
-
-    def _mark(self, submission_index: int) -> None:
-        """Remember a group: a byte each, since a long run has millions."""
-        self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
-        self._committed[submission_index] = 1
-
-
-def _refuse_other_rows(
-    fragments: Sequence[FragmentMetadata], groups: Sequence[GroupReceipt]
-) -> None:
-    num_rows = sum(fragment.num_rows for fragment in fragments)
-    expected = sum(len(group.trajectories) for group in groups)
-    if num_rows != expected:
-        raise StorageError(
-            f"expected fragments of {expected} rows, those of groups "
-            f"{[group.submission_index for group in groups]}, found {num_rows}: groups that were "
-            "written together are committed together, once"
-        )
 
 
 class TrainingRows:

@@ -31,8 +31,8 @@ from areal_flow.core.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_
 from areal_flow.core.settings import flatten, merge
 from areal_flow.core.types import Prompt
 from areal_flow.flow.answers import answer_held_out
-from areal_flow.log.committed import EVALUATIONS
 from areal_flow.log.inputs import read_inputs
+from areal_flow.log.run_log import EVALUATIONS
 from areal_flow.policy.tokenizer.auto_tokenizer import warn_of_other_tokens, write_tokenizer
 from areal_flow.policy.tokenizer.directory import (
     check_model_directory,

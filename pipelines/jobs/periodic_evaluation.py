@@ -26,7 +26,7 @@ from areal_flow.core.lease import Writer
 from areal_flow.core.pass_rates import EvaluationTable, has_plateaued, tabulate
 from areal_flow.flow.answers import Answer, answer_held_out
 from areal_flow.flow.flow import Flow
-from areal_flow.log.committed import append_evaluation, evaluation_names, read_evaluation
+from areal_flow.log.run_log import append_evaluation, evaluation_names, read_evaluation
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking

@@ -38,12 +38,10 @@ from areal_flow.flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.flow.recovery.checkpointing import Checkpoints
 from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.flow.schedules import SCHEDULES, run_until_first_ends
-from areal_flow.log.committed import CommittedLogs, read_unconsumed
 from areal_flow.log.directory import read_state
 from areal_flow.log.inputs import read_inputs
-from areal_flow.log.ledger import Ledger
 from areal_flow.log.ledger_row import Provenance, genesis_row
-from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.log.run_log import RunLog
 from areal_flow.policy.checkpoints import list_checkpoints
 from areal_flow.policy.weights.media import ChosenChannel
 from areal_flow.policy.weights.shared_memory import free_segments
@@ -122,10 +120,8 @@ class Training:
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
-        self.ledger = Ledger(layout, writer)
-        self.committer = TrajectoryCommitter(layout, writer)
-        self.logs = CommittedLogs(self.committer, self.ledger)
-        self.gap = GapWatch(partial(self.ledger.rows, ["metrics"]))
+        self.log = RunLog(layout, writer)
+        self.gap = GapWatch(partial(self.log.rows, ["metrics"]))
         paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
         program = (sys.executable, "-P", "-m", "pipelines.jobs.run_plan")
         command = ("env", paths, *program, str(layout.root))
@@ -140,8 +136,7 @@ class Training:
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
-            ledger=self.ledger,
-            trajectories=self.committer.maintenance,
+            log=self.log,
             trainer=self.trainer,
             registry=self.tracking,
             writer=writer,
@@ -153,7 +148,7 @@ class Training:
         A driver that died before version 0 was in a checkpoint left it to be made again. A fork
         has that checkpoint before it has a ledger row.
         """
-        head = self.ledger.head
+        head = self.log.head
         begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
         start, _ = await asyncio.gather(
             self.restore() if resume and begun else self.begin(), self._import_beside()
@@ -183,15 +178,15 @@ class Training:
             return None
         hashes, environment = await self.replicas.begin(source)
         row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
-        if self.ledger.head < 0:
-            self.ledger.append({**row, "seconds_train": monotonic() - began})
-        elif (
-            known := self.ledger.rows(["weights_hash"])[0]["weights_hash"]
-        ) != hashes.weights_hash:
-            raise RunError(
-                f"expected version 0 with weights {known}, as the ledger has it, made "
-                f"{hashes.weights_hash} of the same inputs: start a new run"
-            )
+        if self.log.head < 0:
+            await self.log.append({**row, "seconds_train": monotonic() - began})
+        else:
+            recorded_hash = self.log.rows(["weights_hash"])[0]["weights_hash"]
+            if recorded_hash != hashes.weights_hash:
+                raise RunError(
+                    f"expected version 0 with weights {recorded_hash}, as the ledger has it, made "
+                    f"{hashes.weights_hash} of the same inputs: start a new run"
+                )
         self.channel.publish(0)
         await self.checkpoints.complete()
         return self._plan()
@@ -217,7 +212,7 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
-        await self.cluster.show(flow, self.ledger)
+        await self.cluster.show(flow, self.log)
         self.evaluations = self.held_out.beside_training(flow)
         self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
@@ -234,7 +229,7 @@ class Training:
             deadline.cancel()
             await self.evaluations.cancel()
             await flow.close()
-            await self.logs.close()
+            await self.log.close()
             await self.checkpoints.cancel()
         if flow.policy_version > start.policy_version:
             await self.checkpoints.complete()
@@ -244,7 +239,7 @@ class Training:
         tracking, alias = self.recipe.tracking, self.tracking.alias
         num_generators = self.recipe.cluster.num_generators
         summary = {
-            **summarise(self.held_out.tables, self.ledger.table(), num_generators=num_generators),
+            **summarise(self.held_out.tables, self.log.table(), num_generators=num_generators),
             "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
             "model_version": self.tracking.model_version,
         }
@@ -264,22 +259,21 @@ class Training:
         await self.checkpoints.after_step(row)
 
     def _plan(self) -> InitialState:
-        layout, verifier = self.layout, self.provenance.verifier
-        unconsumed, committed = read_unconsumed(layout, self.ledger, verifier=verifier)
-        rows = self.ledger.rows(PLAN_COLUMNS)
-        return plan_initial_state(rows, unconsumed, committed, self.committer.watermark)
+        unconsumed, committed = self.log.read_unconsumed(verifier=self.provenance.verifier)
+        rows = self.log.rows(PLAN_COLUMNS)
+        return plan_initial_state(rows, unconsumed, committed, self.log.watermark)
 
     async def _restore_trainer(self) -> str:
         hashes, num_replayed = await restore_policy(
             self.replicas,
             self.layout,
             self.recipe,
-            self.ledger,
+            self.log,
             self.channel,
             on_replayed=lambda done, total: self.progress.count("replayed", done, total),
         )
         self.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
-        self.weights.note_restored(self.ledger.head, hashes.served_hash)
+        self.weights.note_restored(self.log.head, hashes.served_hash)
         return hashes.weights_hash
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
@@ -292,7 +286,7 @@ class Training:
     def _flow(self, initial: InitialState) -> Flow:
         backends = FlowBackends(
             rollouts=self.rollouts,
-            logs=self.logs,
+            logs=self.log,
             trainer=self.trainer,
             weights=self.weights,
             prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,

@@ -27,17 +27,16 @@ from areal_flow.log.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
 from areal_flow.log.audit.rows import Batch, VersionGone, check_schema, scan
 from areal_flow.log.audit.run import MOST_READINGS, check_run
 from areal_flow.log.codec import TRAJECTORIES
-from areal_flow.log.committed import create_logs
 from areal_flow.log.dataset import open_dataset
 from areal_flow.log.inputs import Verifier, record_inputs
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import batch_digest
-from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.training.metrics import batch_metrics
 from schemas import TrajectoryRow, content_hashes
 from tests.recorded_runs import make_recorded_run
-from tests.rows import group_table, written_group
+from tests.rows import commit, group_table, written_group
 
 Rows = Sequence[dict[str, Any]]
 
@@ -365,13 +364,13 @@ def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
     ]
 
 
-def grown(layout: RunLayout) -> TrajectoryCommitter:
-    """Return the committer of a dataset of three commits, which are three fragments."""
+def grown(layout: RunLayout) -> RunLog:
+    """Return a log of three commits, which are three fragments."""
     create_logs(layout)
-    committer = TrajectoryCommitter(layout, Writer(layout.writers, 1))
+    log = RunLog(layout, Writer(layout.writers, 1))
     for index in range(3):
-        committer.commit([written_group(layout.trajectories, index)])
-    return committer
+        commit(log, written_group(layout.trajectories, index))
+    return log
 
 
 def clean_up(path: Path) -> None:

@@ -15,10 +15,8 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease
 from areal_flow.core.types import PolicyHashes
 from areal_flow.flow.recovery.checkpointing import Checkpoints
-from areal_flow.log.committed import create_logs
-from areal_flow.log.ledger import Ledger
 from areal_flow.log.ledger_row import Provenance, genesis_row
-from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.policy.checkpoints import checkpoint_hashes, list_checkpoints, record_fork
 from areal_flow.training.settings import TrainerSettings
 from tests.checkpoints import write_fake_checkpoint
@@ -68,13 +66,13 @@ class Driver:
     """One driver's parts, and a run that steps."""
 
     layout: RunLayout
-    ledger: Ledger
+    log: RunLog
     trainer: FakeTrainer
     registry: FakeRegistry
     checkpoints: Checkpoints
 
     async def step_to(self, last: int) -> None:
-        for step in range(self.ledger.head + 1, last + 1):
+        for step in range(self.log.head + 1, last + 1):
             await self.take_step(step)
         await self.checkpoints.settle()
 
@@ -85,7 +83,7 @@ class Driver:
             provenance=Provenance(1, "config", "code"),
             numeric_environment="{}",
         )
-        self.ledger.append({**row, "step": step})
+        await self.log.append({**row, "step": step})
         if step:
             await self.checkpoints.after_step({**row, "step": step})
         else:
@@ -97,18 +95,17 @@ async def driving(root: Path, **trainer_options: int) -> AsyncIterator[Driver]:
     layout = RunLayout(root)
     create_logs(layout)
     with hold_lease(layout.writers) as writer:
-        ledger = Ledger(layout, writer)
+        log = RunLog(layout, writer)
         trainer, registry = FakeTrainer(layout, **trainer_options), FakeRegistry()
         checkpoints = Checkpoints(
             layout,
             TrainerSettings(checkpoint_every_steps=2, keep_checkpoints=2),
-            ledger=ledger,
-            trajectories=TrajectoryCommitter(layout, writer).maintenance,
+            log=log,
             trainer=trainer,
             registry=registry,
             writer=writer,
         )
-        yield Driver(layout, ledger, trainer, registry, checkpoints)
+        yield Driver(layout, log, trainer, registry, checkpoints)
 
 
 async def test_first_and_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from areal_flow.core.command import command
 from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import hold_run
-from areal_flow.log.ledger import Ledger
+from areal_flow.log.run_log import RunLog
 from areal_flow.tracking.protocol import describe_run
 from areal_flow.tracking.registry import RunTracking
 from pipelines.cli.main import main
@@ -192,7 +192,7 @@ def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(
             recipe=Recipe(tracking=TrackingSettings(uri=uri)),
             tracking=SimpleNamespace(alias="x", model_version="1"),
             held_out=SimpleNamespace(tables={}),
-            ledger=Ledger(layout, WRITER),
+            log=RunLog(layout, WRITER),
             began=0.0,
             writer=SimpleNamespace(check_current=lambda: None),
         )

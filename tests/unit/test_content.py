@@ -13,11 +13,11 @@ from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.log.codec import TRAJECTORIES
-from areal_flow.log.committed import create_logs
-from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, create_logs
+from areal_flow.log.trajectories import TrainingRows
 from schemas import content_hashes
 from schemas.content import CONTENT_COLUMNS
-from tests.rows import group_table, written_group
+from tests.rows import commit, group_table, written_group
 
 
 def changed(table: pa.Table, column: str) -> pa.Table:
@@ -67,7 +67,7 @@ def test_row_that_was_changed_trains_nothing(tmp_path: Path) -> None:
     path = layout.trajectories
     create_logs(layout)
     receipts = [written_group(path, index) for index in range(2)]
-    TrajectoryCommitter(layout, Writer(layout.writers, 1)).commit(receipts)
+    commit(RunLog(layout, Writer(layout.writers, 1)), *receipts)
     ids = [t.trajectory_id for receipt in receipts for t in receipt.trajectories]
     assert [row["reward"] for row in TrainingRows(layout)(ids)] == [1.0, 0.0, 1.0, 0.0]
     lance.dataset(str(path)).update({"reward": "1.0"}, where=f"trajectory_id = '{ids[1]}'")

@@ -16,18 +16,18 @@ from areal_flow.core.errors import ConfigError, PromptError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import GroupReceipt
 from areal_flow.log.codec import receipts
-from areal_flow.log.committed import create_logs
 from areal_flow.log.directory import create_run, hold_run
 from areal_flow.log.inputs import Verifier, read_inputs, record_inputs
 from areal_flow.log.pass_rates import record_pass_rates
 from areal_flow.log.queries import Run
-from areal_flow.log.trajectories import TrajectoryCommitter, write_groups
+from areal_flow.log.run_log import RunLog, create_logs
+from areal_flow.log.trajectories import write_groups
 from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.cli.reports import report_difficulty
 from pipelines.jobs.prepare import describe_prompts
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
-from tests.rows import group_table
+from tests.rows import commit, group_table
 
 REWARDS = ([1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, None, None, None])
 """Of the earlier run's first five prompts: too easy, too hard, two in between, one hardly seen."""
@@ -54,7 +54,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     create_logs(layout)
     prompts = PromptTable(layout.train_prompts, seed=0)
     with hold_run(layout) as writer:
-        committer = TrajectoryCommitter(layout, writer)
+        log = RunLog(layout, writer)
         for place, rewards in enumerate(REWARDS):
             table = group_table(place, rewards=rewards)
             tokens = [prompts.row(place).tokens.tolist()] * len(rewards)
@@ -62,7 +62,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
             field = table.schema.field(column)
             table = table.set_column(column, field, pa.array(tokens, field.type))
             written = write_groups(layout.trajectories, table)
-            committer.commit([GroupReceipt(place, written, receipts(table))])
+            commit(log, GroupReceipt(place, written, receipts(table)))
     return layout
 
 

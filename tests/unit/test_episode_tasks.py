@@ -38,10 +38,10 @@ from areal_flow.core.types import (
     as_tokens,
 )
 from areal_flow.log.codec import receipts, rollout_rows
-from areal_flow.log.committed import create_logs
 from areal_flow.log.dataset import read_rows
 from areal_flow.log.ledger_row import group_seeds
-from areal_flow.log.trajectories import TrajectoryCommitter, validate_groups
+from areal_flow.log.run_log import RunLog, create_logs
+from areal_flow.log.trajectories import validate_groups
 from areal_flow.policy.tokenizer.directory import copy_model_description, tokenizer_of
 from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.rewards.registry import WeightedRewards
@@ -53,6 +53,7 @@ from tests.chat_templates import CHATML, HERMES, give_chat_template
 from tests.integration.runs import small_recipe
 from tests.plain import plain
 from tests.policies import write_model_directory
+from tests.rows import commit
 
 LENGTHS = "tests.integration.verifiers:reward_length_and_say_so"
 
@@ -276,7 +277,7 @@ def test_group_whose_members_all_fail_is_tried_again_and_stored_by_its_last_atte
     assert [t.reward for t in receipt.trajectories] == [None] * 4
     assert [t.num_tokens for t in receipt.trajectories] == [0] * 4
     assert len(receipt.member_errors) == 4
-    TrajectoryCommitter(layout, Writer(Path("nobody"), 1)).commit([receipt])
+    commit(RunLog(layout, Writer(Path("nobody"), 1)), receipt)
     failed = read_rows(layout, "trajectories", where="finish_reason = 'error'")
     assert len(failed) == 4
     for row in failed.to_pylist():

@@ -18,7 +18,6 @@ from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import PolicyHashes
 from areal_flow.log.audit.run import check_run
-from areal_flow.log.committed import create_logs
 from areal_flow.log.dataset import create_dataset
 from areal_flow.log.directory import (
     Parent,
@@ -27,9 +26,10 @@ from areal_flow.log.directory import (
     read_parent,
     record_parent,
 )
-from areal_flow.log.ledger import STEPS, Ledger, LedgerReader
+from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import genesis_row
 from areal_flow.log.queries import Run
+from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.policy.checkpoints import (
     RNG_STATE,
     checkpoint_path,
@@ -42,6 +42,7 @@ from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.jobs.job import _record_num_steps
 from pipelines.models import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
+from tests.rows import append
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def begun(layout: RunLayout, weights_hash: str) -> RunLayout:
     create_logs(layout)
     hashes = PolicyHashes(weights_hash, served_hash=weights_hash)
     row = genesis_row(hashes, provenance=PROVENANCE, numeric_environment="{}")
-    Ledger(layout, WRITER).append(row)
+    append(RunLog(layout, WRITER), row)
     return layout
 
 

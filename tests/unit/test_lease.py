@@ -37,18 +37,17 @@ from areal_flow.core.types import PolicyHashes
 from areal_flow.flow.recovery.bootstrap import take_over
 from areal_flow.log.audit.rows import Batch, scan
 from areal_flow.log.codec import TRAJECTORIES
-from areal_flow.log.committed import (
+from areal_flow.log.dataset import fence_condition, open_dataset
+from areal_flow.log.directory import create_run
+from areal_flow.log.ledger_row import Provenance, genesis_row
+from areal_flow.log.run_log import (
+    RunLog,
     append_evaluation,
     create_logs,
     read_evaluation,
-    read_unconsumed,
 )
-from areal_flow.log.dataset import fence_condition, open_dataset
-from areal_flow.log.directory import create_run
-from areal_flow.log.ledger import Ledger
-from areal_flow.log.ledger_row import Provenance, genesis_row
-from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
-from tests.rows import written_group
+from areal_flow.log.trajectories import TrainingRows
+from tests.rows import append, commit, written_group
 
 
 @pytest.fixture
@@ -137,14 +136,14 @@ def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) 
 
 def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as stale:
-        committer, ledger = TrajectoryCommitter(layout, stale), Ledger(layout, stale)
-        ledger.append(row(0, 1))
+        log = RunLog(layout, stale)
+        append(log, row(0, 1))
         with hold_lease(layout.writers, take_over=True) as writer:
             take_over(layout, writer)
             with pytest.raises(RunError, match=f"taken over by process {os.getpid()}"):
-                ledger.append(row(1, 1))
+                append(log, row(1, 1))
             with pytest.raises(RunError, match="changed nothing since"):
-                committer.commit([written_group(layout.trajectories, 0)])
+                commit(log, written_group(layout.trajectories, 0))
     assert len(areal_flow.open_run(layout.root).steps("arrow")) == 1
     assert open_dataset(layout.trajectories).count_rows() == 0
 
@@ -158,21 +157,20 @@ class Asleep(Writer):
 def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
-        committer, ledger = TrajectoryCommitter(layout, stale), Ledger(layout, stale)
-        ledger.append(row(0, 1))
-        committer.commit([written_group(layout.trajectories, 0)])
+        log = RunLog(layout, stale)
+        append(log, row(0, 1))
+        commit(log, written_group(layout.trajectories, 0))
         with hold_lease(layout.writers, take_over=True) as writer:
             take_over(layout, writer)
-            ledger.append(row(1, 1, "stale"))
-            committer.commit([written_group(layout.trajectories, index) for index in (1, 2)])
-            new_log = TrajectoryCommitter(layout, writer)
-            new_ledger = Ledger(layout, writer)
-            assert new_ledger.head == 0
+            append(log, row(1, 1, "stale"))
+            commit(log, *(written_group(layout.trajectories, index) for index in (1, 2)))
+            new_log = RunLog(layout, writer)
+            assert new_log.head == 0
             new_group = written_group(layout.trajectories, 2, rewards=(0.5, 0.25), writer_epoch=2)
-            head = new_log.commit([new_group])
+            head = commit(new_log, new_group)
             position = {"trajectory_watermark": head}
-            new_ledger.append({**row(1, 2, "new"), **position})
-            ledger.append(row(2, 1, "stale"))
+            append(new_log, {**row(1, 2, "new"), **position})
+            append(log, row(2, 1, "stale"))
     run = areal_flow.open_run(layout.root)
     assert run.steps("arrow").sort_by("step")["weights_hash"].to_pylist() == ["w0", "new"]
     found = run.trajectories("arrow", columns=["submission_index", "writer_epoch"]).to_pydict()
@@ -183,7 +181,7 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
     (read,) = TrainingRows(layout)(["00000002-0000-00"])
     assert read["reward"] == 0.5, "the new driver's, not the stale one's"
-    left, committed = read_unconsumed(layout, new_ledger, verifier="numeric@0")
+    left, committed = new_log.read_unconsumed(verifier="numeric@0")
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [2]
@@ -204,7 +202,7 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
 ) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers) as first:
-        Ledger(layout, stale).append(row(0, 1))
+        append(RunLog(layout, stale), row(0, 1))
         if begun_before:
             append_evaluation(layout, answers_of(1, "before"), first)
         with hold_lease(layout.writers, take_over=True) as writer:
@@ -228,7 +226,7 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as first:
-        Ledger(layout, first).append(row(0, 1))
+        append(RunLog(layout, first), row(0, 1))
     with hold_lease(layout.writers) as hung, hold_lease(layout.writers, take_over=True) as writer:
         layout.weights_of(writer.writer_epoch).mkdir(parents=True)
         written_group(layout.trajectories, 0)
@@ -242,22 +240,22 @@ def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunL
 def test_driver_that_dies_before_its_fence_leaves_it_to_the_next(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
-        Ledger(layout, stale).append(row(0, 1))
-        committer = TrajectoryCommitter(layout, stale)
+        log = RunLog(layout, stale)
+        append(log, row(0, 1))
         with hold_lease(layout.writers, take_over=True):
             pass
         with hold_lease(layout.writers) as third:
             take_over(layout, third)
-        committer.commit([written_group(layout.trajectories, 0)])
+        commit(log, written_group(layout.trajectories, 0))
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [3]
     assert len(areal_flow.open_run(layout.root).trajectories("arrow")) == 0
 
 
 def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as first:
-        committer = TrajectoryCommitter(layout, first)
-        Ledger(layout, first).append(row(0, 1))
-        committer.commit([written_group(layout.trajectories, 0)])
+        log = RunLog(layout, first)
+        append(log, row(0, 1))
+        commit(log, written_group(layout.trajectories, 0))
         written_group(layout.trajectories, 1)
         with hold_lease(layout.writers, take_over=True) as second:
             take_over(layout, second)

@@ -16,8 +16,8 @@ from areal_flow.core.pass_rates import (
     normal_interval,
     wilson_interval,
 )
-from areal_flow.log.committed import append_evaluation
 from areal_flow.log.directory import hold_run
+from areal_flow.log.run_log import append_evaluation
 from pipelines.jobs.periodic_evaluation import (
     PeriodicEvaluations,
     evaluation_name,

@@ -25,20 +25,19 @@ from areal_flow.core.step_metrics import StepMetrics
 from areal_flow.core.types import Discard, GroupReceipt, PolicyHashes, StepRequest, StepResult
 from areal_flow.log import trajectories
 from areal_flow.log.codec import TRAJECTORIES, member_errors, receipts
-from areal_flow.log.committed import create_logs
 from areal_flow.log.database import empty_database
-from areal_flow.log.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.log.dataset import Maintenance, create_dataset, open_dataset, storage_errors
 from areal_flow.log.directory import create_run
-from areal_flow.log.ledger import STEPS, Ledger
+from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail
 from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row, step_row
+from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import (
     TrainingRows,
-    TrajectoryCommitter,
     validate_groups,
     write_groups,
 )
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
-from tests.rows import group_table, written_group
+from tests.rows import append, commit, group_table, written_group
 
 WRITER = Writer(Path("nobody"), 1)
 PROVENANCE = Provenance(1, "config", "code")
@@ -59,13 +58,8 @@ def path(layout: RunLayout) -> Path:
 
 
 @pytest.fixture
-def committer(layout: RunLayout) -> TrajectoryCommitter:
-    return TrajectoryCommitter(layout, WRITER)
-
-
-@pytest.fixture
-def ledger(layout: RunLayout) -> Ledger:
-    return Ledger(layout, WRITER)
+def log(layout: RunLayout) -> RunLog:
+    return RunLog(layout, WRITER)
 
 
 def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
@@ -110,42 +104,42 @@ def test_schemas_have_plain_arrow_types() -> None:
 
 
 def test_a_group_is_seen_once_it_is_committed_and_committed_once_whatever_is_retried(
-    layout: RunLayout, path: Path, committer: TrajectoryCommitter
+    layout: RunLayout, path: Path, log: RunLog
 ) -> None:
     first = written_group(path, 0)
     assert open_dataset(path).count_rows() == 0
-    committer.commit([first])
-    committer.commit([first])
-    committer.commit([written_group(path, 0), written_group(path, 1)])
-    assert committer.watermark == open_dataset(path).count_rows() == 4
-    reopened = TrajectoryCommitter(layout, WRITER)
-    reopened.commit([written_group(path, 1)])
+    commit(log, first)
+    commit(log, first)
+    commit(log, written_group(path, 0), written_group(path, 1))
+    assert log.watermark == open_dataset(path).count_rows() == 4
+    reopened = RunLog(layout, WRITER)
+    commit(reopened, written_group(path, 1))
     assert reopened.watermark == open_dataset(path).count_rows() == 4
 
 
 def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
-    path: Path, committer: TrajectoryCommitter
+    path: Path, log: RunLog
 ) -> None:
     tables = [group_table(index) for index in range(3)]
     fragments = write_groups(path, pa.concat_tables(tables))
     groups = [GroupReceipt(index, fragments, receipts(table)) for index, table in enumerate(tables)]
     with pytest.raises(StorageError, match=r"of 4 rows, those of groups \[0, 1\], found 6"):
-        committer.commit(groups[:2])
-    assert committer.commit(groups) == 6
-    assert committer.commit(groups[1:]) == 6
+        commit(log, *groups[:2])
+    assert commit(log, *groups) == 6
+    assert commit(log, *groups[1:]) == 6
     assert open_dataset(path).to_table()["submission_index"].to_pylist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(
-    layout: RunLayout, path: Path, committer: TrajectoryCommitter
+    layout: RunLayout, path: Path, log: RunLog
 ) -> None:
-    watermark = committer.commit([written_group(path, index) for index in (2, 0, 1)])
+    watermark = commit(log, *(written_group(path, index) for index in (2, 0, 1)))
     assert watermark == 6
     indices = open_dataset(path).to_table()["submission_index"].to_pylist()
     assert indices == [2, 2, 0, 0, 1, 1]
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
-    assert committer.commit(again) == 8
-    assert committer.commit(again) == committer.watermark == committer.commit([])
+    assert commit(log, *again) == 8
+    assert commit(log, *again) == log.watermark == commit(log)
     found = TrainingRows(layout)(["00000000-0000-00", "00000000-0001-00"])
     assert [row["reward"] for row in found] == [1.0, 0.0]
 
@@ -154,16 +148,16 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(
 def test_reader_returns_the_rows_asked_for_in_that_order(
     layout: RunLayout,
     path: Path,
-    committer: TrajectoryCommitter,
+    log: RunLog,
     newest_fragments: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However much of the log it has to look through for them."""
     monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
-    committer.commit([written_group(path, index) for index in range(6)])
+    commit(log, *(written_group(path, index) for index in range(6)))
     read_rows = TrainingRows(layout)
     assert read_rows(["00000000-0000-00"])
-    committer.commit([written_group(path, index) for index in range(6, 9)])
+    commit(log, *(written_group(path, index) for index in range(6, 9)))
     wanted = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
     random.Random(0).shuffle(wanted)
     found = read_rows(wanted)
@@ -174,16 +168,16 @@ def test_reader_returns_the_rows_asked_for_in_that_order(
 
 
 def test_time_travel_follows_commits_where_a_compaction_reorders_rows(
-    layout: RunLayout, committer: TrajectoryCommitter, ledger: Ledger
+    layout: RunLayout, log: RunLog
 ) -> None:
     for index in range(3):
-        committer.commit([written_group(layout.trajectories, index)])
-    watermark = committer.watermark
-    ledger.append({**ledger_row(0), "trajectory_watermark": watermark})
+        commit(log, written_group(layout.trajectories, index))
+    watermark = log.watermark
+    append(log, {**ledger_row(0), "trajectory_watermark": watermark})
     before_append = lance.dataset(str(layout.trajectories))
     plan = Compaction.plan(before_append, {"target_rows_per_fragment": 64})
     rewritten = [task.execute(before_append) for task in plan.tasks]
-    committer.commit([written_group(layout.trajectories, 3)])
+    commit(log, written_group(layout.trajectories, 3))
     Compaction.commit(lance.dataset(str(layout.trajectories)), rewritten)
     run = areal_flow.open_run(layout.root)
     scanned = run.trajectories("arrow")["submission_index"].to_pylist()
@@ -196,19 +190,17 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(
         run.trajectories(at=7)
 
 
-def test_reading_survives_compaction(
-    layout: RunLayout, path: Path, committer: TrajectoryCommitter
-) -> None:
+def test_reading_survives_compaction(layout: RunLayout, path: Path, log: RunLog) -> None:
     read_rows = TrainingRows(layout)
     for index in range(20):
-        committer.commit([written_group(path, index)])
+        commit(log, written_group(path, index))
         assert len(read_rows(["00000000-0000-00"])) == 1
-    committer.maintenance.run()
-    committer.commit([written_group(path, 20)])
+    Maintenance(path, num_fragments=0).run()
+    commit(log, written_group(path, 20))
     assert len(open_dataset(path).get_fragments()) <= 2
     wanted = ["00000020-0000-00", "00000003-0001-00"]
     assert [row["trajectory_id"] for row in read_rows(wanted)] == wanted
-    assert committer.watermark == 42
+    assert log.watermark == 42
 
 
 def test_dataset_that_is_being_created_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -266,22 +258,35 @@ def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
 
 
 def test_ledger_rows_satisfy_their_schema_and_keep_their_order(
-    layout: RunLayout, ledger: Ledger
+    layout: RunLayout, log: RunLog
 ) -> None:
     genesis = genesis_row(PolicyHashes("w0", "s"), provenance=PROVENANCE, numeric_environment="{}")
     rows = [genesis, ledger_row(1), ledger_row(2)]
     validate(pa.Table.from_pylist(rows, schema=STEPS), StepRow)
     for row in rows:
-        ledger.append(row)
-    assert [row["weights_hash"] for row in ledger.rows()] == ["w0", "w1", "w2"]
-    stored = Ledger(layout, WRITER).rows()[1]
+        append(log, row)
+    assert [row["weights_hash"] for row in log.rows()] == ["w0", "w1", "w2"]
+    stored = LedgerReader(layout).rows()[1]
     assert stored["discarded"] == [{"trajectory_id": "00000001-0000-00", "reason": "stale"}]
     assert stored["failed_submissions"] == [4]
 
 
-def test_ledger_refuses_null_where_the_schema_does(ledger: Ledger) -> None:
+def test_tail_reads_each_row_once_and_at_first_the_newest(layout: RunLayout, log: RunLog) -> None:
+    everything = LedgerTail(layout, ["weights_hash"], since=1)
+    newest = LedgerTail(layout, [], since=1, max_rows=2)
+    assert everything.read() == []
+    append(log, *({**ledger_row(1), "step": step} for step in range(4)))
+    assert [row["step"] for row in everything.read()] == [1, 2, 3]
+    assert [row["step"] for row in newest.read()] == [2, 3]
+    append(log, {**ledger_row(4), "step": 4})
+    assert everything.read() == [{"step": 4, "weights_hash": "w4"}]
+    assert newest.read() == [{"step": 4}]
+    assert newest.read() == everything.read() == []
+
+
+def test_ledger_refuses_null_where_the_schema_does(log: RunLog) -> None:
     with pytest.raises((pa.ArrowInvalid, StorageError, ValueError)):
-        ledger.append({**ledger_row(0), "weights_hash": None})
+        append(log, {**ledger_row(0), "weights_hash": None})
 
 
 def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
@@ -290,11 +295,9 @@ def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(
-    layout: RunLayout, path: Path, committer: TrajectoryCommitter, ledger: Ledger
-) -> areal_flow.Run:
-    ledger.append({**ledger_row(1), "step": 0})
-    committer.commit([written_group(path, index) for index in range(3)])
+def run(layout: RunLayout, path: Path, log: RunLog) -> areal_flow.Run:
+    append(log, {**ledger_row(1), "step": 0})
+    commit(log, *(written_group(path, index) for index in range(3)))
     return areal_flow.open_run(layout.root)
 
 
@@ -313,9 +316,9 @@ def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
         run.trajectories("excel")  # type: ignore[arg-type]
 
 
-def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, ledger: Ledger) -> None:
+def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, log: RunLog) -> None:
     """Whatever the algorithm computes: of two steps that computed something else, too."""
-    ledger.append({**ledger_row(1), "metrics": {"importance_weight_max": 2.5, "entropy": 0.1}})
+    append(log, {**ledger_row(1), "metrics": {"importance_weight_max": 2.5, "entropy": 0.1}})
     table = run.steps("arrow").sort_by("step")
     assert "metrics" not in table.column_names
     assert table["importance_weight_max"].to_pylist() == [None, 2.5]
@@ -328,14 +331,14 @@ def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, ledger: Ledger)
     assert found == (2.5,)
     with pytest.raises(RunError, match="found entropies"):
         run.steps(columns=["entropies"])
-    assert ledger.rows()[1]["metrics"] == {"importance_weight_max": 2.5, "entropy": 0.1}
+    assert log.rows()[1]["metrics"] == {"importance_weight_max": 2.5, "entropy": 0.1}
 
 
 def test_run_sees_what_is_committed_while_it_goes_on(
-    run: areal_flow.Run, path: Path, committer: TrajectoryCommitter
+    run: areal_flow.Run, path: Path, log: RunLog
 ) -> None:
     before = len(run.trajectories())
-    committer.commit([written_group(path, 77)])
+    commit(log, written_group(path, 77))
     assert len(run.trajectories()) == before + 2
 
 
@@ -344,8 +347,8 @@ def test_opening_something_else_is_refused(tmp_path: Path) -> None:
         areal_flow.open_run(tmp_path)
 
 
-def test_receipt_is_what_recovery_reads_back(path: Path, committer: TrajectoryCommitter) -> None:
+def test_receipt_is_what_recovery_reads_back(path: Path, log: RunLog) -> None:
     receipt = written_group(path, 4, version=2)
-    committer.commit([receipt])
+    commit(log, receipt)
     assert receipts(open_dataset(path).to_table()) == receipt.trajectories
     assert replace(receipt, fragments=()).trajectories == receipt.trajectories

@@ -17,15 +17,15 @@ from areal_flow.core.lease import Writer
 from areal_flow.core.types import Completion, EngineStats, VersionSpan
 from areal_flow.log import trajectories
 from areal_flow.log.codec import TRAJECTORIES, array_rows, rollout_rows
-from areal_flow.log.committed import create_logs
-from areal_flow.log.trajectories import TrainingRows, TrajectoryCommitter
+from areal_flow.log.run_log import RunLog, create_logs
+from areal_flow.log.trajectories import TrainingRows
 from areal_flow.policy.tokenizer import directory
 from areal_flow.policy.tokenizer.directory import texts_of
 from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from areal_flow.training.sequences import MicroBatches, pack_sequences
 from schemas.content import row_arrays
 from tests.episodes import PROMPT, episode_of
-from tests.rows import written_group
+from tests.rows import commit, written_group
 from tests.unit.test_trainer import make_sequences
 
 LENGTHS = (5, 1, 300, 2)
@@ -114,7 +114,7 @@ def test_rows_are_read_a_bounded_number_at_a_time(
     path = layout.trajectories
     create_logs(layout)
     receipts = [written_group(path, index, length=50) for index in range(8)]
-    TrajectoryCommitter(layout, Writer(layout.writers, 1)).commit(receipts)
+    commit(RunLog(layout, Writer(layout.writers, 1)), *receipts)
     ids = [trajectory.trajectory_id for receipt in receipts for trajectory in receipt.trajectories]
     whole = TrainingRows(layout)(ids)
     monkeypatch.setattr(trajectories, "BYTES_AT_ONCE", 1000)

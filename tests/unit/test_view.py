@@ -21,13 +21,12 @@ from areal_flow.log import groups as groups_module
 from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
 from areal_flow.log.directory import create_run
 from areal_flow.log.groups import GroupSelection, select_groups, show_group
-from areal_flow.log.ledger import Ledger
 from areal_flow.log.queries import Run
-from areal_flow.log.trajectories import TrajectoryCommitter
+from areal_flow.log.run_log import RunLog
 from pipelines.cli import runs as commands
 from pipelines.cli.main import main
 from tests.finished_runs import HOSTILE, make_finished_run
-from tests.rows import written_group
+from tests.rows import append, commit, written_group
 from tests.tracked_runs import step_row
 
 pytest.importorskip("panel", reason="panel is not installed")
@@ -43,15 +42,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def add_step(layout: RunLayout, step: int) -> None:
     writer = Writer(layout.writers, 1)
-    committer = TrajectoryCommitter(layout, writer)
-    committer.commit([written_group(layout.trajectories, step, version=step - 1)])
+    log = RunLog(layout, writer)
+    commit(log, written_group(layout.trajectories, step, version=step - 1))
     ids = [trajectory_id(step, member) for member in range(2)]
-    Ledger(layout, writer).append(
-        {
-            **step_row(step, trajectory_watermark=committer.watermark, trajectory_ids=ids),
-            "policy_version": step - 1,
-        }
-    )
+    row = step_row(step, trajectory_watermark=log.watermark, trajectory_ids=ids)
+    append(log, {**row, "policy_version": step - 1})
 
 
 def groups(run: Run, **chosen: Any) -> list[int]:

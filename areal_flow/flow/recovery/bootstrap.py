@@ -21,7 +21,7 @@ from areal_flow.core.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.core.types import PolicyHashes
 from areal_flow.flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.log.dataset import open_dataset, remove_orphans
-from areal_flow.log.ledger import Ledger
+from areal_flow.log.ledger import LedgerReader
 from areal_flow.policy.checkpoints import (
     checkpoint_hashes,
     checkpoint_path,
@@ -43,7 +43,7 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
         fence = Fence(
             writer.writer_epoch,
             trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
-            step=Ledger(layout, writer).head,
+            step=LedgerReader(layout).head,
             evaluation_watermark=open_dataset(evaluations).count_rows()
             if evaluations.exists()
             else 0,
@@ -69,7 +69,7 @@ async def restore_policy(
     trainer: RestorableTrainer,
     layout: RunLayout,
     recipe: Recipe,
-    ledger: Ledger,
+    ledger: LedgerReader,
     channel: WeightsWriter,
     *,
     on_replayed: Callable[[int, int], None],

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from areal_flow.core.errors import TrainerLost
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.log.dataset import Maintenance
-from areal_flow.log.ledger import Ledger
+from areal_flow.log.run_log import RunLog
 from areal_flow.policy.checkpoints import (
     checkpoint_hashes,
     is_recorded,
@@ -59,8 +58,7 @@ class CheckpointRegistry(Protocol):
 class Checkpoints:
     layout: RunLayout
     settings: TrainerSettings
-    ledger: Ledger
-    trajectories: Maintenance
+    log: RunLog
     trainer: SnapshotTrainer
     registry: CheckpointRegistry
     writer: Writer
@@ -72,7 +70,7 @@ class Checkpoints:
 
     async def complete(self) -> None:
         """Return when the ledger's head has its checkpoint, even if trainers are lost."""
-        rows = await asyncio.to_thread(self.ledger.rows, since=self.ledger.head)
+        rows = await asyncio.to_thread(self.log.rows, since=self.log.head)
         for _ in range(ATTEMPTS_AT_THE_END):
             await self._begin(rows[-1])
             await self.settle()
@@ -101,8 +99,7 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(row))
 
     async def _write(self, row: dict[str, Any]) -> None:
-        await asyncio.to_thread(self.trajectories.sync)
-        await asyncio.to_thread(self.ledger.maintenance.sync)
+        await asyncio.to_thread(self.log.sync)
         if not self._is_written(row):
             try:
                 await self.trainer.write_snapshot(row["step"])

@@ -1,0 +1,196 @@
+"""The log of a run as its driver writes it: groups and step rows, and the answers of evaluations.
+
+Trajectories are appended once and never changed. The first commit of a group wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import lance
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance import LanceDataset, LanceOperation
+from lance.fragment import FragmentMetadata
+
+from areal_flow.core.errors import StorageError
+from areal_flow.core.layout import RunLayout
+from areal_flow.core.lease import Writer
+from areal_flow.core.types import GroupReceipt, TrajectoryReceipt
+from areal_flow.log.accounting import CommittedGroups
+from areal_flow.log.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
+from areal_flow.log.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
+from areal_flow.log.dataset import (
+    Log,
+    Maintenance,
+    create_dataset,
+    dataset_uri,
+    open_dataset,
+    read_rows,
+    storage_errors,
+)
+from areal_flow.log.ledger import STEPS, LedgerReader
+from schemas import EvaluationRow, arrow_schema, validate
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+EVALUATIONS = arrow_schema(EvaluationRow)
+
+
+def create_logs(layout: RunLayout) -> None:
+    create_dataset(layout.trajectories, TRAJECTORIES, stable_row_ids=True)
+    create_dataset(layout.steps, STEPS)
+
+
+class RunLog(LedgerReader):
+    """Trajectories and ledger of a run, for the driver that holds it; the flow's `Logs`.
+
+    Writes run in a thread, for each dataset one at a time, and compactions beside them. A step row
+    is checked against the Arrow schema; pandera's check costs more than a small step.
+    """
+
+    def __init__(self, layout: RunLayout, writer: Writer) -> None:
+        super().__init__(layout)
+        self._writer = writer
+        self._trajectories = open_dataset(layout.trajectories)
+        datasets: dict[Log, LanceDataset] = {
+            "trajectories": self._trajectories,
+            "steps": self._dataset,
+        }
+        self._maintenance = {
+            name: Maintenance(getattr(layout, name), num_fragments=len(dataset.get_fragments()))
+            for name, dataset in datasets.items()
+        }
+        self._compactions: dict[Log, asyncio.Task[None]] = {}
+        self._is_committed = bytearray()
+        """By submission index: a byte each, since a long run has millions of groups."""
+        stored = read_rows(layout, "trajectories", ["submission_index"])
+        self._mark_committed(pc.unique(stored["submission_index"]).to_pylist())
+
+    @property
+    def watermark(self) -> int:
+        """The number of trajectories in the log."""
+        return int(self._trajectories.count_rows())
+
+    async def commit(self, groups: Sequence[GroupReceipt]) -> int:
+        """Append the groups' fragments in one version, except those of groups already committed.
+
+        Returns:
+            The watermark.
+        """
+        return await self._write("trajectories", self._commit, groups)
+
+    async def append(self, row: dict[str, Any]) -> None:
+        """Append the ledger's next row."""
+        await self._write("steps", self._append, row)
+
+    async def close(self) -> None:
+        """Return when no compaction is running."""
+        await asyncio.gather(*self._compactions.values())
+
+    def sync(self) -> None:
+        """Force both datasets to disk."""
+        for maintenance in self._maintenance.values():
+            maintenance.sync()
+
+    def read_unconsumed(
+        self, *, verifier: str
+    ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
+        """Return the trajectories that no ledger row names, and what is committed in all."""
+        columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
+        stored = read_rows(self._layout, "trajectories", sorted(columns))
+        statuses = consumption_table(self.table(list(LEDGER_COLUMNS)), stored)["status"]
+        waiting = stored.filter(pc.equal(statuses, "waiting"))
+        by_other_verifiers = waiting.filter(pc.not_equal(waiting["verifier"], verifier))
+        lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
+        committed = CommittedGroups(
+            submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
+            num_tokens=pc.sum(lengths).as_py() or 0,
+            other_verifier=frozenset(by_other_verifiers["trajectory_id"].to_pylist()),
+        )
+        return receipts(waiting), committed
+
+    async def _write(self, log: Log, write: Callable[..., Result], *arguments: Any) -> Result:
+        result = await asyncio.to_thread(write, *arguments)
+        newest = self._compactions.get(log)
+        if self._maintenance[log].is_due and (newest is None or newest.done()):
+            self._compactions[log] = asyncio.create_task(self._compact(log))
+        return result
+
+    async def _compact(self, log: Log) -> None:
+        try:
+            await asyncio.to_thread(self._maintenance[log].run)
+        except (OSError, RuntimeError, ValueError, StorageError) as error:
+            logger.warning("a dataset could not be compacted, it only grows: %s", error)
+
+    def _commit(self, groups: Sequence[GroupReceipt]) -> int:
+        committed, indices = self._is_committed, range(len(self._is_committed))
+        new = [
+            group
+            for group in groups
+            if group.submission_index not in indices or not committed[group.submission_index]
+        ]
+        descriptions = dict.fromkeys(text for group in new for text in group.fragments)
+        fragments = [*map(FragmentMetadata.from_json, descriptions)]
+        if not fragments:
+            return self.watermark
+        new_indices = [group.submission_index for group in new]
+        num_rows = sum(fragment.num_rows for fragment in fragments)
+        num_expected = sum(len(group.trajectories) for group in new)
+        if num_rows != num_expected:
+            raise StorageError(
+                f"expected fragments of {num_expected} rows, those of groups {new_indices}, found "
+                f"{num_rows}: groups that were written together are committed together, once"
+            )
+        self._writer.check_current()
+        with self._maintenance["trajectories"].commit():
+            self._trajectories = LanceDataset.commit(
+                self._trajectories,
+                LanceOperation.Append(fragments),
+                read_version=self._trajectories.version,
+            )
+        self._mark_committed(new_indices)
+        return self.watermark
+
+    def _mark_committed(self, submission_indices: Sequence[int]) -> None:
+        num_more = max(submission_indices, default=-1) + 1 - len(self._is_committed)
+        self._is_committed.extend(bytes(max(0, num_more)))
+        for index in submission_indices:
+            self._is_committed[index] = 1
+
+    def _append(self, row: dict[str, Any]) -> None:
+        assert row["step"] == self.head + 1, "a step follows the one before"
+        table = pa.Table.from_pylist([row], schema=STEPS)
+        self._writer.check_current()
+        with self._maintenance["steps"].commit():
+            self._dataset = lance.write_dataset(table, self._dataset, mode="append")
+        self.head = row["step"]
+
+
+def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
+    """Append the answers of one evaluation; the first ones create the dataset."""
+    table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
+    writer.check_current()
+    path = layout.evaluations
+    if not path.exists():
+        create_dataset(path, EVALUATIONS, stable_row_ids=True)
+    with storage_errors(path):
+        lance.write_dataset(table, dataset_uri(path), mode="append")
+
+
+def evaluation_names(layout: RunLayout) -> list[str]:
+    if not layout.evaluations.exists():
+        return []
+    names = read_rows(layout, "evaluations", ["evaluation"])["evaluation"]
+    return sorted(pc.unique(names).to_pylist())
+
+
+def read_evaluation(layout: RunLayout, name: str) -> list[dict[str, Any]]:
+    if not layout.evaluations.exists():
+        return []
+    answers = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")
+    return answers.to_pylist()  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.flow.bottleneck import find_bottleneck
 from areal_flow.flow.flow import Flow
 from areal_flow.log.dataset import COMMIT_ORDER, read_rows
-from areal_flow.log.ledger import STEPS, LedgerReader
+from areal_flow.log.ledger import STEPS, LedgerTail
 
 PAGE = "rl"
 UPDATE_EVERY_S = 2.0
@@ -71,6 +71,7 @@ class RunFeed:
         self.layout = layout
         self.flow: Flow | None = None
         self._pool = pool
+        self._ledger = LedgerTail(layout, _STEP_COLUMNS, since=1, max_rows=MOST_STEPS)
         self._steps = run_numbers.steps_of([])
         self._shown: Mapping[str, pl.DataFrame] = {}
         self._read_at = 0.0
@@ -94,19 +95,16 @@ class RunFeed:
         return at_work | {run_numbers.TRAINER: bool(self.flow and self.flow.accounting.in_step)}
 
     def _read(self, at_work: Mapping[str, bool]) -> dict[str, pl.DataFrame]:
-        ledger, newest = LedgerReader(self.layout), max(self._steps["step"], default=0)
-        since = max(newest + 1, ledger.head - MOST_STEPS)
-        if since <= ledger.head:
-            new = run_numbers.steps_of(ledger.rows(_STEP_COLUMNS, since=since))
-            self._steps = self._steps.vstack(new).tail(MOST_STEPS)
+        if rows := self._ledger.read():
+            self._steps = self._steps.vstack(run_numbers.steps_of(rows)).tail(MOST_STEPS)
         steps = self._steps.tail(RECENT_STEPS)
         if steps.is_empty():
             return {}
         first, last = steps["trajectory_watermark"][0], steps["trajectory_watermark"][-1]
         where = f"{COMMIT_ORDER} >= {max(first, last - MOST_ROWS)}"
         columns = ["group_id", "generator", "version_spans", *run_numbers.TIMES]
-        rows = read_rows(self.layout, "trajectories", columns, where)
-        groups = run_numbers.groups_of(pl.DataFrame(rows))
+        trajectories = read_rows(self.layout, "trajectories", columns, where)
+        groups = run_numbers.groups_of(pl.DataFrame(trajectories))
         began, ended = steps["committed_at"][0], steps["committed_at"][-1]
         now = time() if any(at_work.values()) else ended
         bottleneck = find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))

@@ -7,6 +7,7 @@ sink that was away, or that is new, is filled in the same way.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,9 +20,9 @@ from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, tabulate
 from areal_flow.core.workers_file import Workers, read_workers
 from areal_flow.flow.costs import COLUMNS as COST_COLUMNS
 from areal_flow.flow.costs import CostAccounting, by_use
-from areal_flow.log.dataset import open_dataset
+from areal_flow.log.dataset import open_dataset, read_rows
 from areal_flow.log.inputs import read_inputs
-from areal_flow.log.ledger import STEPS, LedgerReader
+from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail
 from areal_flow.log.queries import Run
 from areal_flow.policy.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
 from areal_flow.tracking.examples import answers_of, evenly_spaced, read_examples
@@ -63,9 +64,7 @@ MAX_FINE_TUNING_POINTS = 200
 STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", *COST_COLUMNS}
 ]
-_CHECKPOINT_COLUMNS = [
-    *("weights_hash", "trajectory_watermark", "committed_at", "metrics"),
-]
+_CHECKPOINT_COLUMNS = ["step", "weights_hash", "trajectory_watermark", "committed_at", "metrics"]
 _SCORE_COLUMNS = [
     *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
     "reward_detail",
@@ -92,18 +91,21 @@ def held_out_metrics(table: EvaluationTable) -> dict[str, float]:
 
 
 class Projection:
+    """Delivers to one sink what it lacks of a run; reads each ledger row once."""
+
     def __init__(self, layout: RunLayout, sink: Tracker) -> None:
         self._layout = layout
         self._sink = sink
         self._delivered: int | None = None
-        self._evaluations = 0
+        self._ledger = LedgerTail(layout, STEP_COLUMNS, since=1)
+        self._costs = CostAccounting()
+        self._pending: deque[tuple[dict[str, Any], dict[str, float]]] = deque()
+        """Rows that were read and not delivered yet, with their costs as metrics."""
+        self._evaluations_version = 0
         self._num_answers: dict[tuple[str, int], int] = {}
         """Of the evaluations that were delivered, by name and version."""
         self._pass_rates: dict[int, float] = {}
         self._checkpoints: Any = None
-        self._costs = CostAccounting()
-        self._charged: tuple[int, dict[str, float]] = 0, {}
-        """The last step that is charged, and its costs."""
 
     def deliver(self) -> int:
         """Deliver whatever is committed and not in the sink yet; return how many steps that was."""
@@ -113,7 +115,7 @@ class Projection:
                 "what the run is", lambda: self._sink.describe(describe_run(self._layout))
             )
             # The sink can be ahead of a ledger that lost its last rows with the machine's power.
-            self._delivered = max(0, min(delivered, self._ledger().head))
+            self._delivered = max(0, min(delivered, LedgerReader(self._layout).head))
         num_steps = self._deliver_steps()
         self._deliver_evaluations()
         self._deliver_checkpoints()
@@ -129,19 +131,21 @@ class Projection:
             logger.warning("the tracker refused %s, which is left out: %s", what, first_line(error))
 
     def _deliver_steps(self) -> int:
+        """Deliver steps in order; one whose sink is unreachable stays pending."""
         assert self._delivered is not None
         before = self._delivered
-        rows = self._ledger().rows(STEP_COLUMNS, since=min(before, self._charged[0]) + 1)
-        prices = load_recipe(self._layout.config).cluster.prices if rows else {}
-        workers = read_workers(self._layout.workers, prices)
-        for row in rows:
+        if not self._pending and (rows := self._ledger.read()):
+            prices = load_recipe(self._layout.config).cluster.prices
+            workers = read_workers(self._layout.workers, prices)
+            self._pending.extend((row, self._cost_metrics(row, workers)) for row in rows)
+        while self._pending:
+            row, costs = self._pending[0]
             step, at = row["step"], _milliseconds(row["committed_at"])
-            if step > self._charged[0]:
-                self._charged = step, self._cost_metrics(row, workers)
-            if step > before:
-                metrics, log = step_metrics(row) | self._charged[1], self._sink.log_step
+            if step > self._delivered:
+                metrics, log = step_metrics(row) | costs, self._sink.log_step
                 self._attempt(f"step {step}", log, step, metrics, timestamp_ms=at)
                 self._delivered = step
+            self._pending.popleft()
         return self._delivered - before
 
     def _cost_metrics(self, row: Mapping[str, Any], workers: Workers) -> dict[str, float]:
@@ -154,8 +158,8 @@ class Projection:
     def _deliver_evaluations(self) -> None:
         if not self._layout.evaluations.exists():
             return
-        version_now = open_dataset(self._layout.evaluations).version
-        if version_now == self._evaluations:
+        version = open_dataset(self._layout.evaluations).version
+        if version == self._evaluations_version:
             return
         run = Run(self._layout.root)
         made = _evaluations_made(run)
@@ -165,7 +169,7 @@ class Projection:
             self._deliver_evaluation(run, evaluation)
         samples = read_examples(run, made)
         self._attempt("the sample answers", self._sink.show_samples, samples)
-        self._evaluations = version_now
+        self._evaluations_version = version
 
     def _deliver_evaluation(self, run: Run, made: Mapping[str, Any]) -> None:
         name, version = made["evaluation"], made["policy_version"]
@@ -181,11 +185,13 @@ class Projection:
 
     def _deliver_checkpoints(self) -> None:
         hashes = checkpoint_hashes(self._layout.checkpoints)
-        known = hashes, self._pass_rates.copy()
-        if known == self._checkpoints:
+        checkpoints = hashes, self._pass_rates.copy()
+        if checkpoints == self._checkpoints:
             return
-        rows, rates = self._ledger().rows(_CHECKPOINT_COLUMNS), self._pass_rates
-        forks = self._layout.forks
+        where = f"step IN ({', '.join(map(str, hashes)) or 'NULL'})"
+        stored = read_rows(self._layout, "steps", _CHECKPOINT_COLUMNS, where)
+        rows = {row["step"]: row for row in stored.to_pylist(maps_as_pydicts="strict")}
+        rates, forks = self._pass_rates, self._layout.forks
         present = {
             checkpoint_path(self._layout.checkpoints, step): {
                 "step": str(step),
@@ -193,17 +199,14 @@ class Projection:
                 "weights_hash": weights_hash,
                 "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
                 TRAINED_AT_TAG: rows[step]["committed_at"].isoformat(),
-                **_rate_tag(BATCH_PASS_RATE_TAG, dict(rows[step]["metrics"]).get(PASS_RATE)),
+                **_rate_tag(BATCH_PASS_RATE_TAG, rows[step]["metrics"].get(PASS_RATE)),
                 **_rate_tag(PASS_RATE_TAG, rates.get(step)),
             }
             for step, weights_hash in hashes.items()
-            if step < len(rows) and is_recorded(step, weights_hash, rows[step], forks)
+            if step in rows and is_recorded(step, weights_hash, rows[step], forks)
         }
         self._attempt("checkpoints", self._sink.register_checkpoints, present)
-        self._checkpoints = known
-
-    def _ledger(self) -> LedgerReader:
-        return LedgerReader(self._layout)
+        self._checkpoints = checkpoints
 
 
 @dataclass(frozen=True, slots=True)

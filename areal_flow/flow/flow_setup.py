@@ -22,7 +22,7 @@ from areal_flow.core.types import (
     StepRequest,
     StepResult,
 )
-from areal_flow.log.accounting import TokenAccounting
+from areal_flow.log.ledger_row import TokenAccounting
 
 
 @dataclass(frozen=True, slots=True)

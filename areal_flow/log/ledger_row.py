@@ -1,8 +1,8 @@
-"""A step's row in the ledger: seeds, digests, counts and speed. Pure functions and records."""
+"""A step's row in the ledger: token accounting, seeds, digests and speed. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +11,8 @@ from areal_flow.core.digests import sha256_hex
 from areal_flow.core.step_metrics import NOTHING_TRAINED, SPEED_AREA
 from areal_flow.core.types import (
     Discard,
+    EngineStats,
+    GroupReceipt,
     PolicyHashes,
     ServedWeights,
     StepRequest,
@@ -46,6 +48,71 @@ class StepEntries:
     reward_queue_s: list[float] = field(default_factory=list)
     """How long each written group waited to be scored."""
     served: list[ServedWeights] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedGroups:
+    """What the trajectory log has when a run is resumed."""
+
+    submission_indices: Set[int] = frozenset()
+    num_tokens: int = 0
+    other_verifier: Set[str] = frozenset()
+    """Ids of waiting trajectories that another verifier scored than the run's present one."""
+
+
+@dataclass(slots=True)
+class TokenAccounting:
+    """Totals of the run so far, and the entries of the next ledger row.
+
+    Every completion token is counted once: committed = trained + masked + discarded + waiting.
+    """
+
+    committed: int = 0
+    trained: int = 0
+    masked: int = 0
+    discarded: int = 0
+    in_step: int = 0
+    entries: StepEntries = field(default_factory=StepEntries)
+    engine_totals: dict[str, EngineStats] = field(default_factory=dict)
+    """The latest report of each engine, by incarnation."""
+
+    def commit_group(self, receipt: GroupReceipt) -> None:
+        entries, num_tokens = self.entries, sum(t.num_tokens for t in receipt.trajectories)
+        self.committed += num_tokens
+        entries.num_generated_tokens += num_tokens
+        entries.num_member_errors += len(receipt.member_errors)
+        entries.num_scored += sum(t.reward is not None for t in receipt.trajectories)
+        entries.reward_queue_s.append(receipt.reward_queue_s)
+        self._count_engine_time(receipt.engine_stats)
+
+    def _count_engine_time(self, stats: EngineStats) -> None:
+        last = self.engine_totals.get(stats.incarnation, EngineStats())
+        if (stats.elapsed_s, stats.busy_s) > (last.elapsed_s, last.busy_s):
+            self.entries.seconds_generate += stats.busy_s - last.busy_s
+            self.entries.seconds_observed += stats.elapsed_s - last.elapsed_s
+            self.engine_totals[stats.incarnation] = stats
+
+    def discard(self, discards: list[Discard]) -> None:
+        self.discarded += sum(d.num_tokens for d in discards)
+        self.entries.discards += discards
+
+    def begin_step(self, num_tokens: int) -> None:
+        self.in_step = num_tokens
+
+    def end_step(self, *, num_trained: int, num_masked: int) -> None:
+        self.in_step = 0
+        self.trained += num_trained
+        self.masked += num_masked
+
+    def close_entries(self) -> StepEntries:
+        """Return the entries for a ledger row and start new ones."""
+        closed, self.entries = self.entries, StepEntries()
+        return closed
+
+    def imbalance(self, *, num_waiting: int) -> int:
+        """Return committed minus everything accounted for; anything but 0 is a bug."""
+        consumed = self.trained + self.masked + self.discarded + self.in_step
+        return self.committed - consumed - num_waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import GroupReceipt, TrajectoryReceipt
-from areal_flow.log.accounting import CommittedGroups
 from areal_flow.log.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
 from areal_flow.log.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.log.dataset import (
@@ -33,6 +32,7 @@ from areal_flow.log.dataset import (
     storage_errors,
 )
 from areal_flow.log.ledger import STEPS, LedgerReader
+from areal_flow.log.ledger_row import CommittedGroups
 from schemas import EvaluationRow, arrow_schema, validate
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from areal_flow.core.types import (
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState
 from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.log.accounting import TokenAccounting
-from areal_flow.log.ledger_row import Provenance
+from areal_flow.log.ledger_row import Provenance, TokenAccounting
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 

@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 from areal_flow.core.types import Discard, PolicyHashes, StepRequest
 from areal_flow.flow.recovery.restore import result_from_row
-from areal_flow.log.accounting import TokenAccounting
 from areal_flow.log.ledger_row import (
     Provenance,
     StepEntries,
+    TokenAccounting,
     batch_digest,
     genesis_row,
     group_seeds,

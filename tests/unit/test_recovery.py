@@ -24,8 +24,13 @@ from areal_flow.flow.flow_setup import FlowBackends, InitialState
 from areal_flow.flow.recovery.plan import plan_initial_state
 from areal_flow.flow.recovery.restore import LedgerReplay
 from areal_flow.flow.schedules import run_async_schedule
-from areal_flow.log.accounting import CommittedGroups, TokenAccounting
-from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row
+from areal_flow.log.ledger_row import (
+    CommittedGroups,
+    Provenance,
+    StepEntries,
+    TokenAccounting,
+    genesis_row,
+)
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 

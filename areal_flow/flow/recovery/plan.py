@@ -11,8 +11,7 @@ from typing import Any
 
 from areal_flow.core.types import Discard, GroupReceipt, TrajectoryReceipt, submission_index_of
 from areal_flow.flow.flow_setup import InitialState
-from areal_flow.log.accounting import CommittedGroups, TokenAccounting
-from areal_flow.log.ledger_row import StepEntries
+from areal_flow.log.ledger_row import CommittedGroups, StepEntries, TokenAccounting
 
 PLAN_COLUMNS = [
     "weights_hash",

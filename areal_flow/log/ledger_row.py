@@ -76,10 +76,13 @@ class TokenAccounting:
     engine_totals: dict[str, EngineStats] = field(default_factory=dict)
     """The latest report of each engine, by incarnation."""
 
-    def commit_group(self, receipt: GroupReceipt) -> None:
-        entries, num_tokens = self.entries, sum(t.num_tokens for t in receipt.trajectories)
+    def commit(self, num_tokens: int) -> None:
         self.committed += num_tokens
-        entries.num_generated_tokens += num_tokens
+        self.entries.num_generated_tokens += num_tokens
+
+    def commit_group(self, receipt: GroupReceipt) -> None:
+        self.commit(sum(t.num_tokens for t in receipt.trajectories))
+        entries = self.entries
         entries.num_member_errors += len(receipt.member_errors)
         entries.num_scored += sum(t.reward is not None for t in receipt.trajectories)
         entries.reward_queue_s.append(receipt.reward_queue_s)

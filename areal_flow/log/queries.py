@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.core.errors import RunError
+from areal_flow.core.errors import PromptError, RunError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import as_tokens
 from areal_flow.log.database import (
     LEDGER_COLUMNS,
@@ -34,18 +37,25 @@ from areal_flow.log.dataset import (
     open_dataset,
     read_rows,
 )
-from areal_flow.log.directory import check_schema_version
+from areal_flow.log.directory import check_schema_version, find_run
 from areal_flow.log.ledger import STEPS, read_steps
 from areal_flow.log.lineage import Lineage
-from areal_flow.log.row_columns import names_row_columns, refuse_row_columns, with_row_columns
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
 from schemas.content import row_arrays
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
 _BY_LANCE = "Invalid user input: "
 _PLACE_IN_LANCE = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
+PROMPT_COLUMN = "metadata."
+"""The prefix of a column of the prompt's row."""
+_PASS_RATES = """
+SELECT sha256(sampled.prompt) AS prompt_hash, avg(passed::DOUBLE) AS pass_rate,
+    count(*) AS num_samples
+FROM trajectories JOIN (SELECT DISTINCT prompt_tokens, prompt FROM prompts) AS sampled
+    USING (prompt_tokens)
+WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
+"""
 
 
 class Run:
@@ -83,10 +93,10 @@ class Run:
         Raises:
             RunError: there is no step `at`, or with `text` no such column.
         """
-        if names_row_columns(columns):
+        if _names_prompt_columns(columns):
             read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
             prompts = self.layout.train_prompts
-            table = with_row_columns(read, columns or (), prompts, source="source")
+            table = _with_prompt_columns(read, columns or (), prompts, source="source")
             return convert(table, format)
         if text:
             return self._read_view(format, columns, where, at)
@@ -117,10 +127,10 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        if names_row_columns(columns):
+        if _names_prompt_columns(columns):
             read = partial(self.evaluations, "arrow", where=where)
             prompts = self.layout.held_out_prompts
-            table = with_row_columns(read, columns or (), prompts, source="held_out")
+            table = _with_prompt_columns(read, columns or (), prompts, source="held_out")
             return convert(table, format)
         return self._read("evaluations", format, columns, where)
 
@@ -243,7 +253,11 @@ class Run:
     def _read(
         self, log: Log, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
-        refuse_row_columns(where)
+        if match := re.search(rf"\b{re.escape(PROMPT_COLUMN)}\w+", where or ""):
+            raise RunError(
+                f"where: {match[0]} is no stored column; expected it in `columns`, to filter the "
+                "table by it then"
+            )
         by_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
         stored = open_dataset(getattr(self.layout, log))
         with _explained(log, columns, where, stored.schema.names):
@@ -292,3 +306,71 @@ def _explained(
 
 def _until(step: int | None) -> str | None:
     return None if step is None else f"step <= {step}"
+
+
+def _names_prompt_columns(columns: Sequence[str] | None) -> bool:
+    return any(name.startswith(PROMPT_COLUMN) for name in columns or ())
+
+
+def _with_prompt_columns(
+    read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path, *, source: str
+) -> pa.Table:
+    """Return what `read` gives with columns of the prompts' rows, null where a row lacks one.
+
+    Args:
+        source: the column with the name of the prompt's source.
+    """
+    names = [name for name in columns if name.startswith(PROMPT_COLUMN)]
+    table = read(columns=[*({*columns, source, "prompt_id"} - {*names})])
+    with pa.memory_map(str(prompts)) as file:
+        prompt_rows = pa.ipc.open_file(file).read_all()
+        places = pc.index_in(_prompt_keys(table, source), _prompt_keys(prompt_rows, "source"))
+        rows = {
+            place: json.loads(prompt_rows["metadata"][place].as_py())
+            for place in {*places.to_pylist()} - {None}
+        }
+    for name in names:
+        values = {at: row.get(name.removeprefix(PROMPT_COLUMN)) for at, row in rows.items()}
+        column = _json_column([values.get(place) for place in places.to_pylist()])
+        table = table.append_column(name, column)
+    return table.select(columns)
+
+
+def _prompt_keys(table: pa.Table, source: str) -> pa.Array:
+    """Return a unique key per prompt, also in runs whose ids are unique only within a source."""
+    is_main_set = pc.equal(table[source], HELD_OUT)
+    sources = pc.if_else(is_main_set, "", table[source])
+    return pc.binary_join_element_wise(sources, table["prompt_id"], "\n").combine_chunks()
+
+
+def _json_column(values: list[Any]) -> pa.Array:
+    """Return JSON values as a column; as text if they are of several types or too large."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.array([None if value is None else str(value) for value in values])
+
+
+def prompt_pass_rates(run: Run) -> pa.Table:
+    """Return how often a run passed each prompt, by the hash of the prompt's text."""
+    with closing(run.database()) as database:
+        rates: pa.Table = database.sql(_PASS_RATES).to_arrow_table()
+    return rates
+
+
+def record_pass_rates(layout: RunLayout, earlier: str) -> None:
+    """Write an earlier run's pass rates into a run whose prompts are chosen by them.
+
+    Args:
+        earlier: the name or directory of that run.
+    """
+    parent = find_run(layout.root.parent, earlier)
+    rates = prompt_pass_rates(Run(parent.root))
+    if not len(rates):
+        raise PromptError(
+            f"prompts.difficulty.run = {earlier!r}: expected trajectories with a reward, found "
+            "none there"
+        )
+    metadata = {"run": str(parent.root), "run_id": check_schema_version(parent)}
+    layout.difficulty.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rates.replace_schema_metadata(metadata), layout.difficulty)

@@ -21,8 +21,7 @@ from areal_flow.core.pass_rates import EvaluationScores
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.directory import list_runs, observed_state
 from areal_flow.log.lineage import HashCheck, Lineage
-from areal_flow.log.pass_rates import prompt_pass_rates
-from areal_flow.log.queries import Run
+from areal_flow.log.queries import Run, prompt_pass_rates
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 

@@ -9,7 +9,7 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.inputs import record_inputs
-from areal_flow.log.pass_rates import record_pass_rates
+from areal_flow.log.queries import record_pass_rates
 from areal_flow.log.run_log import create_logs
 from areal_flow.policy.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.rollout.engines.registry import require_served

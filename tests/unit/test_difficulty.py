@@ -18,8 +18,7 @@ from areal_flow.core.types import GroupReceipt
 from areal_flow.log.codec import receipts
 from areal_flow.log.directory import create_run, hold_run
 from areal_flow.log.inputs import Verifier, read_inputs, record_inputs
-from areal_flow.log.pass_rates import record_pass_rates
-from areal_flow.log.queries import Run
+from areal_flow.log.queries import Run, record_pass_rates
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import write_groups
 from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts

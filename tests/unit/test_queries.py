@@ -23,7 +23,7 @@ from rich.console import Console
 
 from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.core.pass_rates import PASS_RATE
-from areal_flow.log import row_columns
+from areal_flow.log import queries
 from areal_flow.log.browsing import (
     ShownToken,
     ShownTrajectory,
@@ -173,7 +173,7 @@ def test_rows_are_parsed_once_each_and_any_integer_is_read(
             writer.write_table(prompts)
     parsed: list[str] = []
     monkeypatch.setattr(
-        row_columns, "json", SimpleNamespace(loads=lambda t: parsed.append(t) or json.loads(t))
+        queries, "json", SimpleNamespace(loads=lambda t: parsed.append(t) or json.loads(t))
     )
     found = run.trajectories("arrow", columns=["metadata.big"])
     assert {*found["metadata.big"].to_pylist()} == {str(2**63)}

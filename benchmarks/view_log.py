@@ -13,8 +13,8 @@ from timeit import timeit
 import numpy as np
 import pyarrow as pa
 
+from areal_flow.log.browse import GroupSelection, select_groups, show_group
 from areal_flow.log.dataset import create_dataset
-from areal_flow.log.groups import GroupSelection, select_groups, show_group
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run
 from pipelines.pages.view import read_points

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.core.pass_rates import PASS_RATE
 from areal_flow.log import queries
-from areal_flow.log.browsing import Selection, show_trajectory
+from areal_flow.log.browse import Selection, show_trajectory
 from areal_flow.log.directory import find_run, observed_state
 
 if TYPE_CHECKING:

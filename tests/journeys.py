@@ -24,6 +24,7 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import torch
+from areal_flow.log.committed import CommittedLogs
 from distributed import Future, Worker
 
 from areal_flow.cluster import launch
@@ -42,7 +43,6 @@ from areal_flow.core.types import (
     TrajectoryReceipt,
 )
 from areal_flow.flow.flow import Flow
-from areal_flow.log.committed import CommittedLogs
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import TrajectoryDraft

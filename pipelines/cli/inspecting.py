@@ -117,7 +117,7 @@ def trajectories(
         raise ConfigError("--tokens goes with --show")
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
-    from areal_flow.log.browsing import Selection, show_trajectory
+    from areal_flow.log.browse import Selection, show_trajectory
     from pipelines.cli import trajectory_report as reports
 
     chosen, at = reports.run_at(folders.find(run), at)

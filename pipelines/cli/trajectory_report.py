@@ -20,8 +20,8 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from areal_flow.log import browsing
-from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory
+from areal_flow.log import browse
+from areal_flow.log.browse import Selection, ShownToken, ShownTrajectory
 from areal_flow.log.queries import Run
 from pipelines.console.tables import Report, Table, facts, one_line, printable, write_table_file
 from pipelines.models import Reference, chosen_step
@@ -40,9 +40,9 @@ def run_at(named: Reference, at: int | None) -> tuple[Run, int | None]:
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
     with closing(run.database(at=at)) as database:
-        identifiers, num_matching = browsing.select_trajectories(database, selection)
+        identifiers, num_matching = browse.select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
-        rows = browsing.read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
+        rows = browse.read_selected(database, identifiers, [*_LISTED, *extra]).to_pylist()
     more = "" if len(rows) == num_matching else "; --limit K lists more"
     last = f"{len(rows)} of {num_matching} that match{more}; --show # shows one in full"
     data = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
@@ -53,9 +53,9 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
 
 def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
     with closing(run.database(at=at)) as database:
-        identifiers, _ = browsing.select_trajectories(database, selection)
-        schema = browsing.read_rows(database, []).schema
-        num_rows = write_table_file(path, browsing.stream_rows(database, identifiers), schema)
+        identifiers, _ = browse.select_trajectories(database, selection)
+        schema = browse.read_selected(database, []).schema
+        num_rows = write_table_file(path, browse.stream_rows(database, identifiers), schema)
     data = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}
     return Report(data, [f"{num_rows} trajectories of {run.layout.name} in {path}"])
 

@@ -30,11 +30,19 @@ from bokeh.plotting import figure
 
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.layout import RunLayout
-from areal_flow.log.browsing import QUOTE, ShownToken, ShownTrajectory
+from areal_flow.log.browse import (
+    ORDERS,
+    QUOTE,
+    GroupSelection,
+    ShownToken,
+    ShownTrajectory,
+    condition,
+    select_groups,
+    show_group,
+)
 from areal_flow.log.database import compared_answers
 from areal_flow.log.dataset import open_dataset, read_rows
 from areal_flow.log.directory import observed_state
-from areal_flow.log.groups import ORDERS, GroupSelection, condition, select_groups, show_group
 from areal_flow.log.queries import Run
 from pipelines.console.tables import write_table_file
 from pipelines.pages import report

@@ -16,7 +16,7 @@ import areal_flow
 from areal_flow.cluster.control import list_workers
 from areal_flow.core.layout import RunLayout
 from areal_flow.flow.recovery.replay import replay_step
-from areal_flow.log.browsing import Selection, show_trajectory
+from areal_flow.log.browse import Selection, show_trajectory
 from areal_flow.policy.checkpoints import list_checkpoints, read_forks
 from areal_flow.policy.weights.shared_memory import available_bytes, segments_of
 from pipelines.workers import scheduler_of

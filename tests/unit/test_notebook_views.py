@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 import areal_flow
 from areal_flow.core.layout import RunLayout
-from areal_flow.log.browsing import ShownToken
+from areal_flow.log.browse import ShownToken
 from pipelines.pages.charts import COLOURS
 from schemas import PromptRow, arrow_schema
 from tests.finished_runs import HOSTILE, make_finished_run
@@ -77,12 +77,12 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
     shown = found._repr_html_()
     tokens = re.findall(r'<span title="version 0, log-probability -?\d\.\d{3}, id \d+"', shown)
     assert len(tokens) == found["num_tokens"]
-    from areal_flow.log import browsing
+    from areal_flow.log import browse
 
     def hostile(*_: object) -> tuple[ShownToken, ...]:
         return (ShownToken(HOSTILE, 1, 3, -0.5, 1, False, True),)
 
-    monkeypatch.setattr(browsing, "_tokens", hostile)
+    monkeypatch.setattr(browse, "_tokens", hostile)
     shown = found._repr_html_()
     assert "&lt;script&gt;alert(1)" in shown
     assert "<script" not in shown

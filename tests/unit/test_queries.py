@@ -24,7 +24,7 @@ from rich.console import Console
 from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.core.pass_rates import PASS_RATE
 from areal_flow.log import queries
-from areal_flow.log.browsing import (
+from areal_flow.log.browse import (
     ShownToken,
     ShownTrajectory,
     TrainedBatch,

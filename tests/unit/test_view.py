@@ -17,10 +17,17 @@ from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import trajectory_id
-from areal_flow.log import groups as groups_module
-from areal_flow.log.browsing import Selection, ShownToken, ShownTrajectory, show_trajectory
+from areal_flow.log import browse
+from areal_flow.log.browse import (
+    GroupSelection,
+    Selection,
+    ShownToken,
+    ShownTrajectory,
+    select_groups,
+    show_group,
+    show_trajectory,
+)
 from areal_flow.log.directory import create_run
-from areal_flow.log.groups import GroupSelection, select_groups, show_group
 from areal_flow.log.queries import Run
 from areal_flow.log.run_log import RunLog
 from pipelines.cli import runs as commands
@@ -125,7 +132,7 @@ def test_a_wrong_condition_is_an_error_in_words(
 
 
 def test_a_condition_that_takes_too_long_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups_module, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(browse, "MAX_QUERY_S", 0.2)
     endless = "(SELECT sum(a.range * b.range) FROM range(10000000) a, range(1000000) b) > 0"
     with pytest.raises(ConfigError, match=r"takes longer than 0\.2 s"):
         select_groups(run, GroupSelection(endless))

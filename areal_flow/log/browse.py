@@ -1,15 +1,17 @@
-"""Finds trajectories of a run by a condition, and reads one of them in full.
+"""Finds trajectories or groups of a run by a condition, and reads some of them in full.
 
-Ids first, rows after: a condition and an order read only the columns that they name, and texts are
-decoded for the rows that are shown.
+Each reads only what it shows, since a log may have millions of rows. Ids come first: a condition
+and an order read only the columns that they name. A condition on groups is evaluated without the
+ledger where it names none of the ledger's columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from threading import Timer
 from typing import Any
 
 import duckdb
@@ -21,18 +23,39 @@ from tokenizers.decoders import DecodeStream
 
 from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.core.errors import ConfigError
-from areal_flow.core.types import VersionSpan
+from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.types import VersionSpan, submission_index_of
+from areal_flow.log.database import (
+    LEDGER_COLUMNS,
+    LOG_COLUMNS,
+    allow_reading_only,
+    consumption_table,
+    empty_database,
+    read_sql,
+)
+from areal_flow.log.dataset import fence_condition, open_dataset, read_rows
 from areal_flow.log.queries import Run
 from areal_flow.log.trajectories import TrainingRows
 
 ROWS_PER_BATCH = 512
 QUOTE = "'"
+ORDERS = {
+    "newest": "submission_index DESC",
+    "oldest": "submission_index",
+    "lowest reward": "avg(reward) NULLS LAST, submission_index",
+    "most unequal rewards": "stddev_pop(reward) DESC NULLS LAST, submission_index",
+}
+MAX_GROUPS = 50
+MAX_QUERY_S = 60
+_MEMBER_COLUMNS = (
+    *LOG_COLUMNS,
+    *("source", "prompt_id", "difficulty", "submission_index", "reward", "version_spans"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Trajectories that satisfy `where`, by `sort` (nulls last), else by id; at most `limit`."""
+    """At most `limit` trajectories that satisfy `where`, by `sort` (nulls last) or by id."""
 
     where: str | None = None
     sort: str | None = None
@@ -45,9 +68,9 @@ def select_trajectories(
 ) -> tuple[list[str], int]:
     """Return the selected ids, in order, and how many trajectories match without the limit."""
     columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
-    there_are = f"Columns are: {', '.join(sorted(columns))}"
+    available = f"Columns are: {', '.join(sorted(columns))}"
     if selection.sort is not None and selection.sort not in columns:
-        raise ConfigError(f"--sort {selection.sort}: no such column. {there_are}")
+        raise ConfigError(f"--sort {selection.sort}: no such column. {available}")
     limit = "" if selection.limit is None else f"LIMIT {selection.limit}"
     direction = "DESC" if selection.descending else "ASC"
     order = f"trajectory_id {direction}"
@@ -61,12 +84,12 @@ def select_trajectories(
     except duckdb.Error as error:
         raise ConfigError(
             f"--where {selection.where!r} is no condition over trajectories: "
-            f"{str(error).splitlines()[0]}\n{there_are}"
+            f"{str(error).splitlines()[0]}\n{available}"
         ) from None
     return [identifier for identifier, _ in rows], rows[0][1] if rows else 0
 
 
-def read_rows(
+def read_selected(
     database: duckdb.DuckDBPyConnection,
     identifiers: Sequence[str],
     columns: Sequence[str] | None = None,
@@ -84,7 +107,96 @@ def stream_rows(
     database: duckdb.DuckDBPyConnection, identifiers: Sequence[str]
 ) -> Iterator[pa.Table]:
     for start in range(0, len(identifiers), ROWS_PER_BATCH):
-        yield read_rows(database, identifiers[start : start + ROWS_PER_BATCH])
+        yield read_selected(database, identifiers[start : start + ROWS_PER_BATCH])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSelection:
+    """Groups with a trajectory that satisfies `where` and, if `step` is given, that it trained."""
+
+    where: str | None = None
+    step: int | None = None
+    order: str = "newest"
+
+
+def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, Any]], int]:
+    """Return the first selected groups, and how many match."""
+    query = (
+        "SELECT submission_index, count(*) OVER () FROM {table}\n"
+        f"WHERE {condition(run, selection)}\n"
+        f"GROUP BY submission_index ORDER BY {ORDERS[selection.order]} LIMIT {MAX_GROUPS}"
+    )
+    try:
+        selected = _run_query(run, query)
+    except duckdb.InterruptException:
+        raise ConfigError(
+            f"the condition {selection.where} takes longer than {MAX_QUERY_S} s: expected one that "
+            "names fewer columns, or none of the ledger's"
+        ) from None
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"expected an SQL condition, found {selection.where}: {str(error).splitlines()[0]}. "
+            "Columns are those that `areal-flow trajectories --help` lists"
+        ) from None
+    indices = [index for index, _ in selected]
+    members = read_rows(run.layout, "trajectories", _MEMBER_COLUMNS, _in_submissions(indices))
+    with empty_database() as database:
+        database.register("members", members)
+        database.register("prompts", run.prompts())
+        database.register("consumption", _consumption_of(run, members))
+        rows = database.sql(read_sql("groups")).to_arrow_table().to_pylist()
+    by_index = {row["group"]: row for row in rows}
+    return [by_index[index] for index in indices], selected[0][1] if selected else 0
+
+
+def condition(run: Run, selection: GroupSelection) -> str:
+    where = f"(\n{selection.where or 'TRUE'}\n)"
+    if selection.step is None:
+        return where
+    step = run.steps("arrow", columns=["trajectory_ids"], where=f"step = {selection.step}")
+    if not len(step):
+        raise RunError(f"{run.layout.name} has no step {selection.step}")
+    trained = set(map(submission_index_of, step["trajectory_ids"][0].as_py()))
+    return f"{where} AND {_in_submissions(sorted(trained))}"
+
+
+def _run_query(run: Run, query: str) -> list[Any]:
+    if fence_condition(run.layout, "trajectories") is None:
+        log_alone = run.connect({"stored": open_dataset(run.layout.trajectories)})
+        with suppress(duckdb.BinderException, duckdb.CatalogException):  # of the ledger, perhaps
+            return _read_only(log_alone, query.format(table="logged"))
+    return _read_only(run.database(), query.format(table="trajectories"))
+
+
+def _read_only(database: duckdb.DuckDBPyConnection, query: str) -> list[Any]:
+    """Run a query that a user wrote a part of: read-only and at most `MAX_QUERY_S`."""
+    with closing(database):
+        allow_reading_only(database)
+        if len(database.extract_statements(query)) != 1:
+            raise duckdb.ParserException("several statements")
+        timer = Timer(MAX_QUERY_S, database.interrupt)
+        timer.start()
+        try:
+            rows: list[Any] = database.sql(query).fetchall()
+        finally:
+            timer.cancel()
+        return rows
+
+
+def _consumption_of(run: Run, members: pa.Table) -> pa.Table:
+    """Return what became of these rows, from the steps that can name them.
+
+    Those start at the rows' oldest version; a row whose workflow failed has no version.
+    """
+    spans = members["version_spans"]
+    versions = pc.struct_field(pc.list_flatten(spans), "version")
+    has_failures = pc.any(pc.equal(pc.list_value_length(spans), 0)).as_py()
+    since = f"step >= {0 if has_failures else pc.min(versions).as_py() or 0}"
+    return consumption_table(run.steps("arrow", columns=LEDGER_COLUMNS, where=since), members)
+
+
+def _in_submissions(indices: Sequence[int]) -> str:
+    return f"submission_index IN ({', '.join(map(str, indices)) or 'NULL'})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +248,19 @@ def show_trajectory(
                     f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
                 )
             which = identifiers[int(which) - 1]
-        return show_rows(run, database, [run.find_row(database, which)])[0]
+        return _show_rows(run, database, [run.find_row(database, which)])[0]
 
 
-def show_rows(
+def show_group(run: Run, submission_index: int) -> list[ShownTrajectory]:
+    """Read a group's members, with everything that can be shown without a model."""
+    stored = read_rows(run.layout, "trajectories", where=_in_submissions([submission_index]))
+    tables = {"stored": stored, "consumption": _consumption_of(run, stored)}
+    with closing(run.connect({**tables, "prompts": run.prompts()})) as database:
+        rows = database.sql("FROM trajectories ORDER BY trajectory_id").to_arrow_table().to_pylist()
+        return _show_rows(run, database, rows)
+
+
+def _show_rows(
     run: Run, database: duckdb.DuckDBPyConnection, rows: Sequence[dict[str, Any]]
 ) -> list[ShownTrajectory]:
     """Return rows of one group, in a connection that has all of it, with what belongs to them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_flow.core.errors import WeightsError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.audit.files import listed_weights, read_directories
-from areal_flow.log.audit.findings import Finding
+from areal_flow.log.audit.rules import Finding
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.weights.channel import StreamedTensors
 from areal_flow.policy.weights.directory import (

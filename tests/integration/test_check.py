@@ -13,9 +13,8 @@ import pytest
 
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.audit import files
-from areal_flow.log.audit.database import rules_of
-from areal_flow.log.audit.findings import ADVICE, Finding
-from areal_flow.log.audit.rows import Batch, scan
+from areal_flow.log.audit.files import Batch, scan
+from areal_flow.log.audit.rules import ADVICE, Finding, rules_of
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.dataset import COMMIT_ORDER
 from pipelines.cli.main import main

@@ -21,10 +21,16 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import VersionSpan
-from areal_flow.log.audit.database import AuditDatabase
-from areal_flow.log.audit.files import leftovers, listed_checkpoints, read_directories
-from areal_flow.log.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
-from areal_flow.log.audit.rows import Batch, VersionGone, check_schema, scan
+from areal_flow.log.audit.files import (
+    Batch,
+    VersionGone,
+    check_schema,
+    leftovers,
+    listed_checkpoints,
+    read_directories,
+    scan,
+)
+from areal_flow.log.audit.rules import ADVICE, MAX_PER_RULE, AuditDatabase, Finding, Report
 from areal_flow.log.audit.run import MOST_READINGS, check_run
 from areal_flow.log.codec import TRAJECTORIES
 from areal_flow.log.dataset import open_dataset
@@ -385,7 +391,7 @@ def test_scan_says_that_its_version_was_cleaned_up_meanwhile(
     layout = RunLayout(tmp_path)
     path = layout.trajectories
     grown(layout)
-    monkeypatch.setattr("areal_flow.log.audit.rows.BYTES_AT_ONCE", 1)  # a batch a batch
+    monkeypatch.setattr("areal_flow.log.audit.files.BYTES_AT_ONCE", 1)  # a batch a batch
     batches = scan(path)
     first = next(batches)
     assert isinstance(first, Batch)

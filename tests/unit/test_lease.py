@@ -35,7 +35,7 @@ from areal_flow.core.lease import (
 )
 from areal_flow.core.types import PolicyHashes
 from areal_flow.flow.recovery.bootstrap import take_over
-from areal_flow.log.audit.rows import Batch, scan
+from areal_flow.log.audit.files import Batch, scan
 from areal_flow.log.codec import TRAJECTORIES
 from areal_flow.log.dataset import fence_condition, open_dataset
 from areal_flow.log.directory import create_run

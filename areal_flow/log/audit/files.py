@@ -1,7 +1,8 @@
-"""Reads the files of a run directory for an audit: what cannot be read comes as a finding.
+"""Reads a run directory for an audit: what cannot be read becomes a finding.
 
-Directories may vanish meanwhile, since a run that goes on prunes them: those are left out. Which
-values are right is decided by the rules, not here.
+Files come first, then rows of datasets, which are read a bounded number at a time and judged by
+their schema. Directories that a running run prunes meanwhile are left out. `rules` decides which
+values are right.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import asdict
 from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandera.polars as pa_polars
 import pyarrow as pa
+import pyarrow.compute as pc
 from safetensors import SafetensorError
 
 from areal_flow.config import Recipe
@@ -24,8 +27,14 @@ from areal_flow.core.digests import file_hash
 from areal_flow.core.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import newest_lease
-from areal_flow.log.audit.findings import ADVICE, Finding, unreadable
-from areal_flow.log.dataset import read_errors, unreferenced_files
+from areal_flow.log.audit.rules import ADVICE, Finding, unreadable
+from areal_flow.log.dataset import (
+    COMMIT_ORDER,
+    has_version,
+    open_dataset,
+    read_errors,
+    unreferenced_files,
+)
 from areal_flow.log.directory import Parent, find_parent, read_parent
 from areal_flow.log.inputs import RunInputs, read_inputs
 from areal_flow.log.ledger import LedgerReader
@@ -40,7 +49,11 @@ from areal_flow.policy.checkpoints import (
 from areal_flow.policy.tokenizer.directory import chat_template_of
 from areal_flow.policy.weights.directory import DirectoryReader
 from areal_flow.rollout.prompts.table import PromptTable
+from schemas import arrow_schema, violations
 
+ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 16 * 2**20
+"""Size of the batches that are validated; validating one row costs as much as many."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
 
@@ -288,3 +301,82 @@ def _orphan_fragments(path: Path) -> Iterator[Finding]:
         description = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
         where, expected = f"{path.name}/data", "files of committed fragments"
         yield Finding("orphan-fragments", where, expected, description, ADVICE["harmless"], "note")
+
+
+class VersionGone(Exception):
+    """The version being read was cleaned up: the run commits faster than the audit reads."""
+
+
+class Batch(NamedTuple):
+    source: str
+    rows: pa.Table
+
+
+def scan(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
+    """Yield rows of the newest version, about `BYTES_AT_ONCE` together, or findings."""
+    read: list[Batch] = []
+    for batch in _batches(path, where):
+        if isinstance(batch, Finding):
+            yield batch
+            continue
+        read.append(batch)
+        if sum(batch.rows.nbytes for batch in read) >= BYTES_AT_ONCE:
+            yield _joined(read)
+            read = []
+    if read:
+        yield _joined(read)
+
+
+def _batches(path: Path, where: str | None) -> Iterator[Batch | Finding]:
+    try:
+        with read_errors(path):
+            dataset = open_dataset(path)
+            fragments = dataset.get_fragments()
+    except ArealFlowError as error:
+        yield unreadable(path.name, error)
+        return
+    for fragment in fragments:
+        source = f"{path.name}, fragment {fragment.fragment_id}"
+        columns = [*fragment.schema.names, COMMIT_ORDER]
+        try:
+            with read_errors(path):
+                for batch in fragment.to_batches(
+                    columns=columns, filter=where, batch_size=ROWS_AT_ONCE
+                ):
+                    yield Batch(source, pa.Table.from_batches([batch]))
+        except ArealFlowError as error:
+            if not has_version(path, dataset.version):
+                raise VersionGone(path.name) from error
+            yield unreadable(source, error)
+
+
+def _joined(read: list[Batch]) -> Batch:
+    first, last = read[0].source, read[-1].source
+    source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
+    return Batch(source, pa.concat_tables([batch.rows for batch in read]))
+
+
+def check_schema(
+    batch: Batch, model: type[pa_polars.DataFrameModel], *, kind: str
+) -> tuple[list[Finding], pa.Table | None]:
+    """Return findings of broken rules, and the rows if rules over them can be computed."""
+    stored, schema = batch.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
+    if unexpected := sorted(set(schema.names) ^ set(stored.schema.names)):
+        broken = [f"missing or unknown columns: {', '.join(unexpected)}"]
+    else:
+        broken = violations(stored, model)
+    expected, advice = f"rows of {model.__name__}", ADVICE[kind]
+    findings = [Finding("schema", batch.source, expected, rule, advice) for rule in broken]
+    try:
+        rows = stored.select(schema.names).cast(schema)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, KeyError):
+        return findings, None
+    if unexpected or any(_has_holes(rows[field.name], field) for field in schema):
+        return findings, None
+    return findings, rows.append_column(COMMIT_ORDER, batch.rows[COMMIT_ORDER])
+
+
+def _has_holes(column: pa.ChunkedArray, field: pa.Field) -> bool:
+    if not field.nullable and column.null_count:
+        return True
+    return pa.types.is_list(field.type) and bool(pc.list_flatten(column).null_count)

@@ -22,9 +22,8 @@ from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import ArealFlowError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.audit import files
-from areal_flow.log.audit.database import AuditDatabase
-from areal_flow.log.audit.findings import ADVICE, Finding, Report, unreadable
-from areal_flow.log.audit.rows import VersionGone, check_schema, scan
+from areal_flow.log.audit.files import VersionGone, check_schema, scan
+from areal_flow.log.audit.rules import ADVICE, AuditDatabase, Finding, Report, unreadable
 from areal_flow.log.dataset import Log, fence_condition, open_dataset
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger import STEPS

@@ -1,0 +1,196 @@
+"""The rules of a run directory: queries over its ledger and log as tables of an in-memory DuckDB.
+
+Rules stand in `sql/`, each under its name and its advice. A rule returns a row (where, expected,
+found) for each place that breaks it, which becomes a finding of the report. A finding of severity
+error is damage or a bug; a note is what a crash leaves behind and nobody reads. Nothing here reads
+a run.
+
+    ledger        every stored row, `place` being how findings name it
+    steps         the first row of each step
+    log           every trajectory that was read
+    trajectories  the first commit of each id
+    consumed      each trajectory that a step trained or discarded, as often as a row says so
+    placed        `consumed`, and the place and watermark of the row that says so
+    recounted     `steps`, and beside them the same numbers, counted from the log: `log_...`
+    batch_metrics what the log has for each entry of `metrics` that a step's batch makes
+    repeated_ids  ids of the prompt tables that several prompts share
+    forks, parents, recipe, files, checkpoints, published, dataset: see `sql/tables.sql`
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+
+from areal_flow.log.database import empty_database, read_sql
+from areal_flow.log.ledger_row import batch_digest, member_seed
+from schemas import content_hashes
+
+_RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
+_PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")
+
+
+class AuditDatabase:
+    """Tables of one run: filled first, then checked."""
+
+    def __init__(self) -> None:
+        self._connection = empty_database()
+        for name, function, parameters, returned in (
+            ("digest_of", batch_digest, ["BIGINT", "VARCHAR[]"], "VARCHAR"),
+            ("seed_of", member_seed, ["BIGINT", "BIGINT", "BIGINT"], "BIGINT"),
+        ):
+            self._connection.create_function(name, function, parameters, returned)
+        self._connection.execute(read_sql("tokens") + read_sql("passing") + _sql("tables"))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def add_ledger(self, rows: pa.Table) -> None:
+        self._with(
+            "stored_ledger", rows, _sql("ledger_tables") + read_sql("consumed") + _sql("consumed")
+        )
+
+    def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
+        """Keep the columns that rules read, and those of the prompt table for the same submissions."""
+        batch = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
+        for name in _PROMPT_COLUMNS:
+            batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
+        self._with("batch", batch, _sql("insert_log"))
+
+    def add_prompts(self, place: str, prompts: pa.Table) -> None:
+        self._with(
+            "prompts",
+            prompts,
+            f"INSERT INTO repeated_ids SELECT '{place}', prompt_id, "
+            "count(DISTINCT hash(prompt, answer, metadata)) AS num_prompts "
+            "FROM prompts GROUP BY source, prompt_id HAVING num_prompts > 1",
+        )
+
+    def add(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        if added := list(rows):
+            statement = f"INSERT INTO {table} BY NAME FROM added"
+            self._with("added", pa.Table.from_pylist(added), statement)
+
+    def recount(self) -> None:
+        """Count the ledger's numbers again, once all other tables are complete."""
+        self._connection.execute(_sql("recounted"))
+
+    def broken(self, name: str) -> Iterator[Finding]:
+        """Yield findings of the rules in a file."""
+        for rule, advice, query in rules_of(name):
+            result = self._connection.execute(f"FROM (\n{query}) ORDER BY 1")
+            while row := result.fetchone():
+                where, expected, value = row
+                yield Finding(rule, where, str(expected), str(value), ADVICE[advice])
+
+    def _with(self, name: str, table: pa.Table, statements: str) -> None:
+        self._connection.register(name, table)
+        self._connection.execute(statements)
+        self._connection.unregister(name)
+
+
+def rules_of(name: str) -> Iterator[tuple[str, str, str]]:
+    _, *parts = _RULE.split(_sql(name).replace(";", ""))
+    yield from zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+
+
+def _sql(name: str) -> str:
+    return read_sql(name, package="areal_flow.log.audit")
+
+
+Severity = Literal["error", "note"]
+
+MAX_PER_RULE = 20
+"""Findings of one rule that are kept; more are only counted."""
+
+ADVICE = {
+    "ledger": "steps.lance was changed after it was written: restore it from a copy",
+    "log": "trajectories.lance was changed after it was written: restore it from a copy",
+    "both": "trajectories.lance or steps.lance was changed after it was written: restore both from "
+    "a copy; if nobody touched them this is a bug, please report it",
+    "evaluations": "evaluations.lance was changed after it was written: restore it from a copy",
+    "prompts": "joins by prompt_id are unreliable in this run; give rows unique ids before the "
+    "next run",
+    "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
+    "verifier": "inputs.json or a log was changed, or the verifier while the run went on: compare "
+    "nothing across it",
+    "parent": "run.json, the ledger or that of the parent was changed: restore them from a copy",
+    "orphan": "nothing, if the parent was removed or is kept elsewhere; the run needs it no more",
+    "checkpoint": "remove it: --resume goes on from an older one; checkpoint 0, which has none, "
+    "restore from a copy",
+    "description": "copy these files from model/ into it: its weights are as they were",
+    "closed": "make it readable, then check again: nobody knows whether it is damaged",
+    "disagree": "one of the two was changed: restore it from a copy, and remove neither before",
+    "weights": "remove it: --resume publishes the newest version again",
+    "file": "restore it from a copy",
+    "harmless": "nothing: nobody reads it",
+    "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
+    "before": "nothing: --resume goes on from there",
+    "overtaken": "check again when the run commits less often, or has ended",
+    "unjudged": "fix what cannot be read, then check again",
+}
+"""What to do, by what is damaged."""
+
+
+class Finding(NamedTuple):
+    rule: str
+    where: str
+    expected: str
+    actual: str
+    advice: str
+    severity: Severity = "error"
+
+
+def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Finding:
+    cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return Finding("unreadable", where, "something readable", cause, advice)
+
+
+class Report:
+    """What was looked at, by kind, and the findings: of each rule the first, the rest a count."""
+
+    def __init__(self, run: str, kinds: Iterable[str] = ()) -> None:
+        self.run = run
+        self.checked = Counter(dict.fromkeys(kinds, 0))
+        self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
+        self._num_more: Counter[str] = Counter()
+
+    def add(self, *findings: Finding) -> None:
+        for finding in findings:
+            if len(self._kept[finding.rule]) < MAX_PER_RULE:
+                self._kept[finding.rule].append(finding)
+            else:
+                self._num_more[finding.rule] += 1
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        findings: list[Finding] = []
+        for rule, kept in self._kept.items():
+            findings += kept
+            if num_more := self._num_more[rule]:
+                where = f"{num_more} more places"
+                last = kept[-1]._replace(where=where, expected="as above", actual="as above")
+                findings.append(last)
+        return tuple(findings)
+
+    @property
+    def clean(self) -> bool:
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        counts = Counter(finding.severity for finding in self.findings)
+        counted = [f"{n} {kind}{'s' * (n != 1)}" for kind, n in sorted(counts.items())]
+        return ", ".join(["clean" if self.clean else "not clean", *counted])
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "clean": self.clean,
+            "checked": self.checked,
+            "findings": [finding._asdict() for finding in self.findings],
+        }

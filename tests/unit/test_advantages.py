@@ -33,8 +33,8 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 def test_paper_golden() -> None:
     """Of rewards 10 (r - 0.5) with an epsilon of 1e-5: bias and scale change nothing else."""
-    found = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]))
-    assert found.tolist() == pytest.approx([0.9354126, -0.9354126], abs=1e-7)
+    advantages = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]))
+    assert advantages.tolist() == pytest.approx([0.9354126, -0.9354126], abs=1e-7)
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 30)), min_size=2, max_size=20))
@@ -44,8 +44,8 @@ def test_paper_advantages_equal_token_level_brute_force(pairs: list[tuple[float,
     expected = (np.array([10 * (r - 0.5) for r in rewards_B]) - per_token.mean()) / (
         per_token.std(ddof=1) + 1e-5
     )
-    found = batch_norm_advantages(tensor(list(rewards_B)), tensor(list(lengths_B)))
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    advantages = batch_norm_advantages(tensor(list(rewards_B)), tensor(list(lengths_B)))
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(rewards, st.integers(1, 5))
@@ -73,13 +73,13 @@ def test_group_relative_advantages_equal_brute_force(values: list[float], size: 
 
 def test_baseline_of_the_group_and_scale_of_the_batch() -> None:
     """Centred 0.5, -0.5, 0, 0, of unbiased deviation sqrt(0.5 / 3)."""
-    found = reinforce_baseline_advantages(tensor([1, 0, 1, 1]), torch.tensor([4, 4, 7, 7]))
-    assert found.tolist() == pytest.approx([1.2247449, -1.2247449, 0.0, 0.0], abs=1e-6)
+    advantages = reinforce_baseline_advantages(tensor([1, 0, 1, 1]), torch.tensor([4, 4, 7, 7]))
+    assert advantages.tolist() == pytest.approx([1.2247449, -1.2247449, 0.0, 0.0], abs=1e-6)
 
 
 def test_overlong_completions_lose_reward_by_a_line() -> None:
-    found = overlong_penalties(tensor([50, 80, 90, 100, 120]), first=80, last=100)
-    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    penalties = overlong_penalties(tensor([50, 80, 90, 100, 120]), first=80, last=100)
+    assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     rows = AdvantageInputs(
         rewards_B=tensor([1, 1]),
         num_trained_B=tensor([90, 10]),
@@ -110,19 +110,21 @@ def test_divergence_is_in_the_returns_that_the_batch_normalises() -> None:
     """REINFORCE++, eqs. 8 to 10: token t has r - beta sum_{s >= t} K_s; context has none."""
     returns = np.array([1 - 0.15, 0 - 0.5 * (-0.2 + 0.6), 0 - 0.3, 2 - 0.05])
     expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    found = ReinforcePlusPlus(advantage="batch_norm", **IN_REWARD).advantages(with_divergence())
-    assert [np.shape(each) for each in found] == [(3,), (2,), (1,)]
-    np.testing.assert_allclose(found[0], [0.0, expected[0], 0.0])
-    np.testing.assert_allclose(np.concatenate(found[1:]), expected[1:])
+    advantages = ReinforcePlusPlus(advantage="batch_norm", **IN_REWARD).advantages(
+        with_divergence()
+    )
+    assert [np.shape(each) for each in advantages] == [(3,), (2,), (1,)]
+    np.testing.assert_allclose(advantages[0], [0.0, expected[0], 0.0])
+    np.testing.assert_allclose(np.concatenate(advantages[1:]), expected[1:])
 
 
 def test_divergence_is_in_the_return_of_a_completion_that_its_group_compares() -> None:
     returns = [1 - 0.15, 0 - 0.5 * 0.4, 2 - 0.05]
     centre = (returns[0] + returns[1]) / 2
     for name, scale in (("dr_grpo", 1.0), ("rloo", 2.0)):
-        found = PPO(advantage=name, **IN_REWARD).advantages(with_divergence())
+        advantages = PPO(advantage=name, **IN_REWARD).advantages(with_divergence())
         expected = [scale * (returns[0] - centre), scale * (returns[1] - centre), 0.0]
-        assert found == pytest.approx(expected)
+        assert advantages == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("rule", ["batch_norm", "grpo"])
@@ -134,8 +136,8 @@ def test_advantages_are_not_computed_without_the_divergence_in_their_rewards(rul
 
 def test_divergence_alone_is_the_advantage_where_rewards_train_nothing() -> None:
     algorithm = PPO(advantage="none", reference="teacher", **IN_REWARD)
-    found = np.concatenate(algorithm.advantages(with_divergence()))
-    np.testing.assert_allclose(found, [0.0, -0.15, 0.0, -0.2, -0.3, -0.05])
+    advantages = np.concatenate(algorithm.advantages(with_divergence()))
+    np.testing.assert_allclose(advantages, [0.0, -0.15, 0.0, -0.2, -0.3, -0.05])
 
 
 def slow_gae(
@@ -157,9 +159,9 @@ def test_gae_equals_brute_force_over_several_blocks(discount: float, gae_lambda:
     rewards_BT, values_BT = drawn.double()
     beyond = torch.arange(drawn.shape[2]) >= lengths[:, None]
     rewards_BT[beyond] = values_BT[beyond] = torch.nan  # nobody may look at it
-    found = gae(rewards_BT, values_BT, lengths, discount=discount, gae_lambda=gae_lambda)
+    advantages = gae(rewards_BT, values_BT, lengths, discount=discount, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths.tolist()):
         parts = rewards_BT[row, :length].tolist(), values_BT[row, :length].tolist()
         expected = slow_gae(*parts, discount=discount, gae_lambda=gae_lambda)
-        assert found[row, :length].tolist() == pytest.approx(expected, abs=1e-9)
-        assert not found[row, length:].any()
+        assert advantages[row, :length].tolist() == pytest.approx(expected, abs=1e-9)
+        assert not advantages[row, length:].any()

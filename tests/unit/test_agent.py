@@ -40,8 +40,8 @@ HI, TOO_LONG = asked("hi"), asked(*["abc"] * 40)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
-def answer(found: Any) -> dict[str, Any]:
-    return dict(found.choices[0].message.model_dump())
+def answer(completion: Any) -> dict[str, Any]:
+    return dict(completion.choices[0].message.model_dump())
 
 
 def settled(function: Callable[..., Any], **settings: Any) -> Agent:
@@ -115,10 +115,10 @@ def test_calls_that_go_on_are_one_trajectory_of_what_was_sampled() -> None:
             assert [model.id async for model in client.models.list()] == ["policy"]
             messages = HI
             for _ in range(2):
-                found = await client.chat.completions.create(model="any", messages=messages)
-                said = answer(found)
-                assert found.usage
-                assert found.usage.completion_tokens == len((said["content"] or "").split())
+                completion = await client.chat.completions.create(model="any", messages=messages)
+                said = answer(completion)
+                assert completion.usage
+                assert completion.usage.completion_tokens == len((said["content"] or "").split())
                 messages = [*messages, said, *asked("and?")]
         return 0.75
 
@@ -429,8 +429,10 @@ def test_policy_that_may_call_no_tool_is_told_of_none() -> None:
             return CALL
 
     async def calls_none(create: Create) -> float:
-        found = [await create(messages=HI, tools=TOOLS, tool_choice=c) for c in ("auto", "none")]
-        assert [bool(each.choices[0].message.tool_calls) for each in found] == [True, False]
+        completions = [
+            await create(messages=HI, tools=TOOLS, tool_choice=c) for c in ("auto", "none")
+        ]
+        assert [bool(each.choices[0].message.tool_calls) for each in completions] == [True, False]
         return 1.0
 
     run_talk(calls_none, Calling())
@@ -524,12 +526,12 @@ def test_agent_whose_context_is_full_is_cut_with_the_reason(handles_it: bool) ->
         history = HI
         for _ in range(20):
             try:
-                found = await create(messages=history)
+                completion = await create(messages=history)
             except openai.BadRequestError as error:
                 if handles_it and error.code == "context_length_exceeded":
                     return 0.25
                 raise
-            history = [*history, answer(found), *asked("more")]
+            history = [*history, answer(completion), *asked("more")]
         raise AssertionError("the context was never full")
 
     (draft,) = run_talk(asks_on, missing_reward=0.0)

@@ -88,16 +88,16 @@ def test_what_is_no_table_is_refused(wrong: Any) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, RunLayout, Recipe]]:
     """Collects what would have been started, with the run's files written."""
-    found: list[tuple[str, RunLayout, Recipe]] = []
+    starts: list[tuple[str, RunLayout, Recipe]] = []
 
     def start(job: Job, layout: RunLayout, recipe: Recipe, *, fill: Any, **_: Any) -> Outcome:
         make_bare_run(layout.root)
-        found.append((job.command, layout, fill(layout, recipe)))
+        starts.append((job.command, layout, fill(layout, recipe)))
         return Outcome(True)
 
     monkeypatch.setattr(pipelines.jobs.job, "start", start)
     monkeypatch.chdir(tmp_path)
-    return found
+    return starts
 
 
 def test_settings_by_keyword_and_by_dotted_name(started: list[Any]) -> None:
@@ -197,8 +197,10 @@ def test_rewards_may_be_one_function_a_name_or_tables(started: list[Any]) -> Non
     for number, (rewards, _) in enumerate(given):
         areal_flow.train(prompts=ROWS, rewards=rewards, name=f"n{number}")
     for (_, _, recipe), (_, expected) in zip(started, given, strict=True):
-        found = [(each.verifier.partition("@")[0], each.weight) for each in recipe.rewards]
-        assert found == expected
+        rewards_and_weights = [
+            (each.verifier.partition("@")[0], each.weight) for each in recipe.rewards
+        ]
+        assert rewards_and_weights == expected
     assert half == {"verifier": brevity, "weight": 0.5}
 
 
@@ -248,8 +250,8 @@ def test_bad_row_in_memory_is_named_by_its_number(tmp_path: Path) -> None:
 
 def test_evaluation_is_by_the_settings_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    found = SimpleNamespace(model=lambda: Path("m"))
-    monkeypatch.setattr(pipelines.api, "find_reference", lambda *_, **__: found)
+    reference = SimpleNamespace(model=lambda: Path("m"))
+    monkeypatch.setattr(pipelines.api, "find_reference", lambda *_, **__: reference)
     monkeypatch.setattr(pipelines.api, "evaluate_model", lambda _, **others: given.append(others))
     areal_flow.evaluate("m", temperature=0, max_new_tokens=9)
     (settings,) = [each["settings"] for each in given]
@@ -261,17 +263,17 @@ def resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[RunLayout, Recipe, dict[str, Any]]]:
     """Collects what would have been resumed; the run `r` in `runs` was made for it."""
-    found: list[tuple[RunLayout, Recipe, dict[str, Any]]] = []
+    resumes: list[tuple[RunLayout, Recipe, dict[str, Any]]] = []
 
     def resume(job: Job, layout: RunLayout, recipe: Recipe, **given: Any) -> Outcome:
         del given["began"]
-        found.append((layout, recipe, given))
+        resumes.append((layout, recipe, given))
         return Outcome(True)
 
     monkeypatch.setattr(pipelines.jobs.job, "resume", resume)
     monkeypatch.chdir(tmp_path)
     make_bare_run(tmp_path / "runs" / "r", "num_steps = 3\nseed = 4\n")
-    return found
+    return resumes
 
 
 def test_run_is_resumed_by_name_or_as_it_is_with_more_steps(resumed: list[Any]) -> None:

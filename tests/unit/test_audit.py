@@ -146,8 +146,8 @@ def test_metrics_of_a_batch_are_counted_again() -> None:
 
     def odd(metrics: dict[str, float]) -> list[Finding]:
         ledger = [step_row(0), step_row(1, **step, metrics=[*metrics.items()])]
-        found = judged(ledger, rows, pass_threshold=0.5)
-        return [finding for finding in found if finding.rule == "batch-metrics"]
+        findings = judged(ledger, rows, pass_threshold=0.5)
+        return [finding for finding in findings if finding.rule == "batch-metrics"]
 
     assert odd(metrics) == []
     assert len(metrics) == 10
@@ -176,8 +176,8 @@ def test_log_without_tokens_counts_what_training_masks(seed: int) -> None:
     known = {"step-missing", "group-size", "batch-size", "newer-version", "versions-decrease"}
     assert {finding.rule for finding in judged([right], rows[:7], rows[7:])} <= known
     for column in ("num_trained_tokens", "num_masked_tokens", "staleness_mean", "staleness_max"):
-        found = judged([right | {column: right[column] + 1}], rows)
-        (said,) = [f.expected for f in found if f.rule == "staleness-counts"]
+        findings = judged([right | {column: right[column] + 1}], rows)
+        (said,) = [f.expected for f in findings if f.rule == "staleness-counts"]
         assert said.startswith(f"{column} {right[column]:.12g}, ")
 
 
@@ -191,8 +191,8 @@ def test_first_commit_of_an_id_wins() -> None:
     ids = [row["trajectory_id"] for row in rows]
     counted = {"num_trained_tokens": 6, "reward_mean": 0.5, "num_generated_tokens": 6}
     step = step_row(1, trajectory_ids=ids, trajectory_watermark=2, **counted)
-    found = judged([step_row(0), step], rows, again, groups_per_step=1)
-    assert [(f.rule, f.where) for f in found] == [("trajectory-twice", i) for i in ids]
+    findings = judged([step_row(0), step], rows, again, groups_per_step=1)
+    assert [(f.rule, f.where) for f in findings] == [("trajectory-twice", i) for i in ids]
 
 
 def test_ledger_may_end_anywhere_but_misses_nothing_between() -> None:
@@ -206,16 +206,16 @@ def test_ledger_may_end_anywhere_but_misses_nothing_between() -> None:
 def test_configuration_is_compared_where_this_program_wrote_the_row() -> None:
     rows = [step_row(0), step_row(1, config_hash="other", code_version="older")]
     assert judged(rows) == []
-    found = judged(rows, config_hash="d")
-    assert [(finding.rule, finding.where) for finding in found] == [("config-hash", "step 0")]
+    findings = judged(rows, config_hash="d")
+    assert [(finding.rule, finding.where) for finding in findings] == [("config-hash", "step 0")]
 
 
 def test_log_probabilities_that_are_no_numbers_are_remembered() -> None:
     rows = group_table(0, rewards=(None, 1.0)).to_pylist()
     rows[1]["behavior_logprobs"][2] = float("-inf")
     ids = [row["trajectory_id"] for row in rows]
-    found = judged([step_row(0, trajectory_ids=ids, trajectory_watermark=2)], rows)
-    places = {(f.rule, f.where) for f in found}
+    findings = judged([step_row(0, trajectory_ids=ids, trajectory_watermark=2)], rows)
+    places = {(f.rule, f.where) for f in findings}
     assert ("trained-not-finite", f"step 0, {ids[1]}") in places
     assert ("trained-unscored", f"step 0, {ids[0]}") in places
     assert ("reward-mean", "step 0") in places
@@ -228,12 +228,12 @@ def test_rows_with_holes_are_named_and_not_computed_with() -> None:
         return [finding.actual for finding in findings], usable
 
     table = group_table(0).replace_schema_metadata(None)
-    found, usable = judge(table)
-    assert not found
+    holes, usable = judge(table)
+    assert not holes
     assert usable is not None
     assert usable["_rowid"].to_pylist() == [0, 1]
-    found, usable = judge(table.set_column(0, "trajectory_id", pa.array(["a", None])))
-    assert found
+    holes, usable = judge(table.set_column(0, "trajectory_id", pa.array(["a", None])))
+    assert holes
     assert usable is None
     hole = pa.array([[7, None, 7]] * 2, pa.list_(pa.int32()))
     at = table.column_names.index("output_tokens")
@@ -269,12 +269,12 @@ def adapted(tmp_path: Path) -> RunLayout:
 
 def judged_checkpoints(layout: RunLayout) -> set[tuple[str, str, str]]:
     """Return rule, place and advice of each finding about checkpoints."""
-    found = [*read_directories(layout, "checkpoint", listed_checkpoints(layout))]
+    checkpoints = [*read_directories(layout, "checkpoint", listed_checkpoints(layout))]
     with closing(AuditDatabase()) as database:
         database.add_ledger(STEPS.empty_table())
-        database.add("checkpoints", [each for each in found if isinstance(each, dict)])
+        database.add("checkpoints", [each for each in checkpoints if isinstance(each, dict)])
         broken = [*database.broken("files")]
-    unreadable = [each for each in found if isinstance(each, Finding)]
+    unreadable = [each for each in checkpoints if isinstance(each, Finding)]
     return {(each.rule, each.where, each.advice) for each in (*broken, *unreadable)}
 
 
@@ -344,8 +344,8 @@ def test_leftovers_are_listed_while_directories_come_and_go(tmp_path: Path) -> N
     pruning.start()
     try:
         for _ in range(200):
-            (found,) = leftovers(layout)
-            assert (found.rule, found.where) == (
+            (leftover,) = leftovers(layout)
+            assert (leftover.rule, leftover.where) == (
                 "staged-weights",
                 "weights/00000001/.staged-00000005",
             )
@@ -362,8 +362,8 @@ def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
         step_row(3, verifier="numeric@0", writer_epoch=4),
     ]
     log = group_table(0).to_pylist() + group_table(1, writer_epoch=3).to_pylist()
-    found = [f for f in judged(rows, log) if f.rule in ("verifier", "trajectory-verifier")]
-    assert [(f.where, f.expected, f.actual) for f in found] == [
+    findings = [f for f in judged(rows, log) if f.rule in ("verifier", "trajectory-verifier")]
+    assert [(f.where, f.expected, f.actual) for f in findings] == [
         ("step 3", "mine@1", "numeric@0"),
         ("00000001-0000-00", "mine@1", "numeric@0"),
         ("00000001-0001-00", "mine@1", "numeric@0"),
@@ -431,9 +431,9 @@ def test_run_is_read_again_when_its_version_went(
         yield from scan(path, where)
 
     monkeypatch.setattr("areal_flow.log.audit.run.scan", overtaken)
-    found = check_run(layout)
+    report = check_run(layout)
     if num_gone < MOST_READINGS:
-        assert found.as_json() == undisturbed.as_json()
+        assert report.as_json() == undisturbed.as_json()
     else:
-        assert [finding.rule for finding in found.findings] == ["not-judged"]
-        assert not found.clean
+        assert [finding.rule for finding in report.findings] == ["not-judged"]
+        assert not report.clean

@@ -79,8 +79,8 @@ def test_group_belongs_to_one_minibatch() -> None:
             }
             for planned in plan
         ]
-        assert sorted(group for found in groups for group in found) == list(range(12))
-        assert [len(found) for found in groups] == [3] * 4
+        assert sorted(group for minibatch in groups for group in minibatch) == list(range(12))
+        assert [len(minibatch) for minibatch in groups] == [3] * 4
         plans.add(str(groups))
     assert len(plans) == 5, "each step draws an order of its own"
 
@@ -148,14 +148,14 @@ def test_no_algorithm_without_a_critic_pads_a_batch(
 
 def test_entropy_is_watched_whatever_the_loss_needs() -> None:
     """The same number, and the same update, with and without a gradient through it."""
-    found = []
+    results = []
     for algorithm in (PPO(num_minibatches=1), Watching(num_minibatches=1), GSPO(num_minibatches=1)):
         how = StepSettings(algorithm, temperature=0.7, seed=0)
         backend = state()
         numbers = train_step(backend, make_sequences(), step=1, settings=how)
-        found.append((numbers.metrics["entropy_mean"], backend.fingerprint()))
-    assert found[0] == found[1]
-    assert found[0][0] == found[2][0]
+        results.append((numbers.metrics["entropy_mean"], backend.fingerprint()))
+    assert results[0] == results[1]
+    assert results[0][0] == results[2][0]
 
 
 class Watching(PPO):

@@ -27,14 +27,14 @@ def numbers(
     demand: float, start: int, *, bounds: tuple[int, int] = (1, 16), noise: float = 0.0
 ) -> list[int]:
     """Return the number of generators step by step, when each wish is granted at once."""
-    balance, number, found = Balance(*bounds), start, []
+    balance, number, sequence = Balance(*bounds), start, []
     random = np.random.default_rng(0)
     for _ in range(300):
         step = row(demand, number, float(random.uniform(1 - noise, 1 + noise)))
         if rows := balance.window(step, number=number):
             number = balance.target_number(rows, number=number)
-        found.append(number)
-    return found
+        sequence.append(number)
+    return sequence
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_number_settles_where_neither_side_waits(demand: float, settled: int, st
 
 @pytest.mark.parametrize("demand", [0.9, 1.5, 2.6, 5.4])
 def test_number_stays_though_steps_vary(demand: float) -> None:
-    found = numbers(demand, 1, noise=0.15)[-200:]
-    assert len(set(found)) == 1
-    assert found[-1] - demand < 1.5
+    history = numbers(demand, 1, noise=0.15)[-200:]
+    assert len(set(history)) == 1
+    assert history[-1] - demand < 1.5
 
 
 def test_bounds_hold() -> None:

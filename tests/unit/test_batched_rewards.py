@@ -138,8 +138,8 @@ def test_objects_and_partial_functions_are_called_and_awaited(tmp_path: Path) ->
     ):
         name = ship_function(function, tmp_path)
         assert name.startswith("shipped:CallableReward@")
-        found = asyncio.run(load_reward(name, tmp_path).reward.score(INPUTS))
-        assert [score.reward for score in found] == rewards, [score.error for score in found]
+        scores = asyncio.run(load_reward(name, tmp_path).reward.score(INPUTS))
+        assert [score.reward for score in scores] == rewards, [score.error for score in scores]
 
 
 def test_a_refusal_names_what_can_be_asked_for_each_once() -> None:
@@ -268,11 +268,11 @@ def test_function_that_fails_has_failed_on_all(function: Callable[..., Any], sai
 
 
 def test_one_bad_reward_fails_alone() -> None:
-    found = scored(lambda completions: [1.0, "much"])
-    assert (found[0].reward, found[1].reward) == (1.0, None)
-    assert "expected a number" in found[1].error
+    scores = scored(lambda completions: [1.0, "much"])
+    assert (scores[0].reward, scores[1].reward) == (1.0, None)
+    assert "expected a number" in scores[1].error
 
 
 def test_import_path_may_lead_to_one(tmp_path: Path) -> None:
-    found = load_reward(f"{__name__}:only_short", tmp_path)
-    assert isinstance(found.reward, BatchedFunctionReward)
+    loaded = load_reward(f"{__name__}:only_short", tmp_path)
+    assert isinstance(loaded.reward, BatchedFunctionReward)

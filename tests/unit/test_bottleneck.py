@@ -21,10 +21,10 @@ from areal_flow.flow.bottleneck import find_bottleneck, judge_speed
 def test_verdict_names_who_is_slow_and_what_helps(
     waiting: float, busy: float, queue: float, text: str, remedy: str
 ) -> None:
-    found = judge_speed(waiting, busy, queue)
-    assert found.text.startswith(f"{text}: the trainer waits {waiting:.0%} of its time")
-    assert remedy in found.remedy
-    assert bool(found.remedy) == bool(remedy)
+    verdict = judge_speed(waiting, busy, queue)
+    assert verdict.text.startswith(f"{text}: the trainer waits {waiting:.0%} of its time")
+    assert remedy in verdict.remedy
+    assert bool(verdict.remedy) == bool(remedy)
 
 
 def test_shares_are_of_all_steps_together() -> None:
@@ -32,8 +32,8 @@ def test_shares_are_of_all_steps_together() -> None:
     step = {**parts, "num_generated_tokens": 9, "num_trained_tokens": 9, "seconds_wait": 0.0}
     short = {**step, "seconds_step": 1.0, "seconds_generate": 1.0}
     long = {**step, "seconds_step": 3.0, "seconds_generate": 3.0, "seconds_wait": 2.0}
-    found = find_bottleneck([short, long], num_generators=2)
-    assert "waits 50% of its time for data, generators are busy 50%" in found.text
+    verdict = find_bottleneck([short, long], num_generators=2)
+    assert "waits 50% of its time for data, generators are busy 50%" in verdict.text
     observed = {"speed/generators_observed_s": 2.5}
     assert "busy 80%" in find_bottleneck([short | observed, long | observed], num_generators=2).text
 

@@ -43,9 +43,9 @@ def test_a_calm_page_gets_a_picture_at_each_width(tmp_path: Path) -> None:
 def test_everything_that_failed_on_a_page_is_said(tmp_path: Path) -> None:
     script = "<script>console.error('out of luck'); throw new Error('thrown away')</script>"
     images = "<img src='missing.png'><img src='http://elsewhere.invalid/x.png'>"
-    with served(tmp_path, images + script) as url, pytest.raises(AssertionError) as found:
+    with served(tmp_path, images + script) as url, pytest.raises(AssertionError) as raised:
         look_at(url, tmp_path, "page")
-    said = str(found.value)
+    said = str(raised.value)
     for problem in ("out of luck", "thrown away", "missing.png: status 404", "elsewhere.invalid"):
         assert problem in said
 

@@ -121,8 +121,8 @@ def test_special_tokens_stand_where_the_template_has_them_and_once(layout: RunLa
 def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"question": "1 + 1 =", "answer": 2}) + "\n")
-    found = prepare_prompts(recipe(path).prompt_plan(), layout)
-    said = describe_prompts(found, layout)
+    prepared = prepare_prompts(recipe(path).prompt_plan(), layout)
+    said = describe_prompts(prepared, layout)
     digest = hashlib.sha256(CHATML.encode()).hexdigest()
     assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
     assert f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):" in said
@@ -162,8 +162,8 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
         table["evaluation"] = {"held_out": [{"name": "set", "path": path}]}
     if chat_template is not None:
         table["prompts"]["chat_template"] = chat_template
-    for name, found in (("rows", rows), ("set", held_out)):
-        lines = (json.dumps(row) if isinstance(row, dict) else row for row in found)
+    for name, content in (("rows", rows), ("set", held_out)):
+        lines = (json.dumps(row) if isinstance(row, dict) else row for row in content)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     assert bool(why_chat_template(build_recipe(table, source="test").prompt_plan())) == recognised
     if held_out:
@@ -224,10 +224,10 @@ def test_a_run_of_a_chat_model_says_whether_its_chat_template_is_on(
         "prompts": prompts if chosen is None else {**prompts, "chat_template": chosen},
         "generation": {"max_model_len": 256, "max_new_tokens": 32},
     }
-    found = build_recipe(table, source="test")
+    built = build_recipe(table, source="test")
     layout = RunLayout(tmp_path / "run")
-    create_run(layout, found)
-    said = prepare_run(layout, found).splitlines()
+    create_run(layout, built)
+    said = prepare_run(layout, built).splitlines()
     assert said[:2] == ["1 prompts to train on, 0 held out", note]
     assert load_recipe(layout.config).prompts.chat_template is is_on
     text = PromptTable(layout.train_prompts, seed=0).row(0).text
@@ -288,7 +288,7 @@ def test_keys_that_only_other_calls_have_are_not_rendered(layout: RunLayout) -> 
 
 
 @pytest.mark.parametrize(
-    ("messages", "found"),
+    ("messages", "message"),
     [
         ([], "the user's message at the end, found no message"),
         ([ASKED, SYSTEM], "the user's message at the end, found system"),
@@ -299,14 +299,14 @@ def test_keys_that_only_other_calls_have_are_not_rendered(layout: RunLayout) -> 
     ],
 )
 def test_messages_that_ask_nothing_are_named_by_line_and_field(
-    layout: RunLayout, messages: Any, found: str
+    layout: RunLayout, messages: Any, message: str
 ) -> None:
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"messages": messages, "answer": 2}) + "\n")
     with pytest.raises(PromptError) as raised:
         prepare_prompts(recipe(path, question_field="messages").prompt_plan(), layout)
     assert "rows.jsonl, line 1: field 'messages': expected" in str(raised.value)
-    assert found in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_messages_without_a_chat_template_name_the_setting(layout: RunLayout) -> None:
@@ -327,7 +327,7 @@ def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "settings", "found"),
+    ("template", "settings", "message"),
     [
         (
             LLAMA_2,
@@ -340,12 +340,12 @@ def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
     ],
 )
 def test_template_that_cannot_do_what_the_recipe_asks_is_refused(
-    layout: RunLayout, template: str, settings: dict[str, Any], found: str
+    layout: RunLayout, template: str, settings: dict[str, Any], message: str
 ) -> None:
     give_chat_template(layout.model, template)
     with pytest.raises(ModelError) as raised:
         prepare_prompts(recipe(layout.root / "unread.jsonl", **settings).prompt_plan(), layout)
-    assert found in str(raised.value)
+    assert message in str(raised.value)
     assert "model 'tiny'" in str(raised.value)
 
 
@@ -380,8 +380,8 @@ def test_policy_is_told_of_tools_and_calls_them_as_its_template_does(layout: Run
     give_chat_template(layout.model, HERMES)
     path = layout.root.parent / "rows.jsonl"
     path.write_text(json.dumps({"question": "6 * 7 =", "answer": "42"}) + "\n")
-    found = prepare_prompts(recipe(path, workflow=TOOLS).prompt_plan(), layout)
-    assert '"name": "calculator", "description": "Compute an arithmetic' in found.first_prompt
+    prepared = prepare_prompts(recipe(path, workflow=TOOLS).prompt_plan(), layout)
+    assert '"name": "calculator", "description": "Compute an arithmetic' in prepared.first_prompt
     chat = chat_template_of(layout.model)
     assert chat is not None
     call = '<tool_call>\n{"name": "calculator", "arguments": {"input": "6*7"}}\n</tool_call>'

@@ -60,7 +60,7 @@ def test_damaged_checkpoint_is_set_aside_whole_and_again(tmp_path: Path) -> None
 def test_the_first_and_the_newest_are_kept(tmp_path: Path, keep: int, pruned: list[int]) -> None:
     write(tmp_path, 0, 5, 10, 15, 20)
     (tmp_path / ".pruned-00000003").mkdir()
-    found = prune_checkpoints(tmp_path, keep=keep)
-    assert found == [checkpoint_path(tmp_path, step) for step in pruned]
+    removed = prune_checkpoints(tmp_path, keep=keep)
+    assert removed == [checkpoint_path(tmp_path, step) for step in pruned]
     assert list_checkpoints(tmp_path) == [s for s in (0, 5, 10, 15, 20) if s not in pruned]
     assert list(tmp_path.glob(".pruned-*")) == [], "what an earlier driver left goes, too"

@@ -33,14 +33,14 @@ SETTINGS = [setting for _, _, settings in all_settings() for setting in settings
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recipe]]:
     """Collects what would have been started."""
-    found: list[tuple[str, RunLayout, Recipe]] = []
+    starts: list[tuple[str, RunLayout, Recipe]] = []
 
     def start(job: pipelines.jobs.job.Job, layout: RunLayout, recipe: Recipe, **_: Any) -> Outcome:
-        found.append((job.command, layout, recipe))
+        starts.append((job.command, layout, recipe))
         return Outcome(False, "SIGTERM")
 
     monkeypatch.setattr(pipelines.jobs.job, "start", start)
-    return found
+    return starts
 
 
 def test_every_setting_has_a_meaning_of_one_line() -> None:
@@ -325,11 +325,11 @@ def test_reports_can_be_had_as_json(
     make_bare_run(tmp_path / "r")
     for arguments in (["--json", command], [command, "--json"]):
         assert main(["--runs", str(tmp_path), *arguments]) == 0
-        found = json.loads(capsys.readouterr().out)
+        output = json.loads(capsys.readouterr().out)
     if command == "runs":
-        assert [row["run"] for row in found["runs"]] == ["r"]
+        assert [row["run"] for row in output["runs"]] == ["r"]
     else:
-        subjects = {row["what"] for row in found["machine"]}
+        subjects = {row["what"] for row in output["machine"]}
         assert {"python", "cores", "gpu", "vllm", "engine", "sandbox", "free disk"} <= subjects
 
 

@@ -34,10 +34,10 @@ def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:
     for _, _, settings in all_settings():
         for setting in (each for each in settings if each.meaning):
             name = setting.name.rpartition(".")[2]
-            found = [line for line in lines if line.startswith(f"{name} ")]
+            matches = [line for line in lines if line.startswith(f"{name} ")]
             assert any(
                 setting.meaning in line and setting.default in line and setting.rule in line
-                for line in found
+                for line in matches
             ), setting
 
 

@@ -298,8 +298,8 @@ def test_threads_of_a_program_are_limited_by_a_setting(pool: SandboxPool) -> Non
         pytest.skip("threads are not counted here")
     start = "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"
     source = f"import threading, time\nfor _ in range(3): {start}\nprint(1)"
-    found = [judged_by_row({"num_threads": number}, source) for number in (2, 6)]
-    assert found == ["runtime_error", "right"]
+    verdicts = [judged_by_row({"num_threads": number}, source) for number in (2, 6)]
+    assert verdicts == ["runtime_error", "right"]
 
 
 PRINTS_ONE = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
@@ -310,9 +310,9 @@ def judged_by_row(
 ) -> str | None:
     reward = load_reward("code", Path(), settings=settings).reward
     reward.open()
-    (found,) = asyncio.run(reward.score([RewardInput(prompt, source, "", row)]))
+    (score,) = asyncio.run(reward.score([RewardInput(prompt, source, "", row)]))
     reward.close()
-    return found.verdict
+    return score.verdict
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "4", 2.5, float("nan")])
@@ -392,8 +392,8 @@ def test_rows_without_readable_tests_say_so(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("tests", [[{"input": "1", "output": "2"}], {"inputs": [], "outputs": []}])
 def test_tests_that_are_no_text_without_a_mode_are_named(tests: Any) -> None:
-    found = f"found a {type(tests).__name__} and no 'mode'"
-    with pytest.raises(NoTests, match=f"field 'tests': expected JSON as text, .*{found}"):
+    message = f"found a {type(tests).__name__} and no 'mode'"
+    with pytest.raises(NoTests, match=f"field 'tests': expected JSON as text, .*{message}"):
         code_task({"prompt": "", "tests": tests}, "pass")
 
 

@@ -117,9 +117,9 @@ def test_description_of_a_run_names_the_agent_that_rewards(tmp_path: Path) -> No
     recorded = json.loads(layout.inputs.read_text())
     recorded["verifiers"] = [[0, "agent:my:agent@0"]]
     layout.inputs.write_text(json.dumps(recorded))
-    found = describe_run(layout)
-    assert found.tags["verifier"] == "agent:my:agent@0"
-    assert "- rewards: `my:agent`; a completion passes above" in found.text
+    description = describe_run(layout)
+    assert description.tags["verifier"] == "agent:my:agent@0"
+    assert "- rewards: `my:agent`; a completion passes above" in description.text
 
 
 @pytest.mark.parametrize(

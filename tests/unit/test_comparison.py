@@ -59,15 +59,15 @@ def test_environment_differences_name_both_sides() -> None:
 def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_seven() -> None:
     of_algorithms = {f"algorithm.{name}" for a in ALGORITHMS.values() for name in a.model_fields}
     known = of_algorithms | flatten(TrainerSettings().model_dump(), "trainer.").keys()
-    found = settings_of_a_step()
-    of_both = {name for name in found if name.startswith(("algorithm.", "trainer."))}
+    settings = settings_of_a_step()
+    of_both = {name for name in settings if name.startswith(("algorithm.", "trainer."))}
     assert of_both == known - WITHOUT_INFLUENCE
     assert len(known) - len(of_both) == 7
-    assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)
+    assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(settings)
 
 
 def test_what_a_replay_must_find_again_is_compared_by_name() -> None:
-    found = compared_values(result(weights="x", loss=0.25))
+    values = compared_values(result(weights="x", loss=0.25))
     expected = {
         "loss": 0.25,
         "grad_norm": 0.0,
@@ -76,9 +76,9 @@ def test_what_a_replay_must_find_again_is_compared_by_name() -> None:
         "weights_hash": "x",
         "served_hash": "s",
     }
-    assert {name: found[name] for name in expected} == expected
-    assert "seconds_train" not in found
-    assert "reward_mean" not in found
+    assert {name: values[name] for name in expected} == expected
+    assert "seconds_train" not in values
+    assert "reward_mean" not in values
     different = ComparedStep(result(weights="x", loss=0.25), result())
     assert different.differences == {"loss": (0.25, 0.5), "weights_hash": ("x", "w")}
     assert different.step == 3
@@ -115,6 +115,6 @@ def test_a_gpu_replays_within_a_tolerance_or_to_the_bit_where_that_was_asked_for
 def test_result_reads_lists_of_a_row_as_tuples() -> None:
     tenths = [0.1] * 10
     row = genesis_row(result().hashes, provenance=PROVENANCE, numeric_environment="{}")
-    found = result_from_row({**row, "step": 4, "masked_fraction_by_decile": tenths})
-    assert (found.step, found.numeric_environment) == (4, "{}")
-    assert found.metrics.masked_fraction_by_decile == tuple(tenths)
+    step_result = result_from_row({**row, "step": 4, "masked_fraction_by_decile": tenths})
+    assert (step_result.step, step_result.numeric_environment) == (4, "{}")
+    assert step_result.metrics.masked_fraction_by_decile == tuple(tenths)

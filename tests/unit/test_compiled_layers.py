@@ -45,13 +45,13 @@ def steps_of(
     """Return losses and gradient norms of steps whose micro-batches have rows of many lengths."""
     for module in (activations, ranked_model):
         monkeypatch.setattr(module, "compiles_layers", lambda settings: compiled)
-    backend, found, graphs = begin(training, replicas), [], set[int]()
+    backend, numbers_of_steps, graphs = begin(training, replicas), [], set[int]()
     for step in (1, 2, 3):
         numbers = take_step(backend, step, training)
-        found += [*numbers.losses, *numbers.grad_norms]
+        numbers_of_steps += [*numbers.losses, *numbers.grad_norms]
         graphs.add(counters["stats"]["unique_graphs"])
     assert len(graphs) == 1, f"other rows were compiled again: {graphs}"
-    return found
+    return numbers_of_steps
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
 ) -> None:
     wanted = steps_of(CASES[name], monkeypatch, compiled=False)
     assert not counters["stats"]
-    found = steps_of(CASES[name], monkeypatch, compiled=True)
-    assert found == pytest.approx(wanted, rel=2e-2 if name == "bfloat16" else 1e-4)
+    compiled = steps_of(CASES[name], monkeypatch, compiled=True)
+    assert compiled == pytest.approx(wanted, rel=2e-2 if name == "bfloat16" else 1e-4)
     # Four graphs a layer, with gradients and without; an adapter is off for a reference.
     assert 4 <= counters["stats"]["unique_graphs"] <= (16 if name == "adapter" else 8)
 
@@ -82,8 +82,8 @@ def test_rows_of_weights_are_gathered_around_compiled_layers(
     wanted = steps_of(training, monkeypatch, compiled=False)
     one = connect_ranks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
     try:
-        found = steps_of(training, monkeypatch, compiled=True, replicas=one)
+        compiled = steps_of(training, monkeypatch, compiled=True, replicas=one)
     finally:
         leave_ranks()
-    assert found == pytest.approx(wanted, rel=1e-4)
+    assert compiled == pytest.approx(wanted, rel=1e-4)
     assert 4 <= counters["stats"]["unique_graphs"] <= 8

@@ -243,9 +243,9 @@ def test_override_that_names_another_algorithm_keeps_what_means_the_same_to_it(
     dropped: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = build_recipe({"algorithm": recipe}, {"algorithm": {"name": chosen}}, source="test")
-    assert {name: getattr(found.algorithm, name) for name in kept} == kept
-    assert found.algorithm.name == chosen
+    built = build_recipe({"algorithm": recipe}, {"algorithm": {"name": chosen}}, source="test")
+    assert {name: getattr(built.algorithm, name) for name in kept} == kept
+    assert built.algorithm.name == chosen
     assert bool(caplog.messages) == bool(dropped)
     assert dropped in caplog.text
 
@@ -253,8 +253,8 @@ def test_override_that_names_another_algorithm_keeps_what_means_the_same_to_it(
 @pytest.mark.parametrize("chosen", ALGORITHMS)
 def test_defaults_that_a_recorded_recipe_names_do_not_outlive_its_algorithm(chosen: str) -> None:
     whole, given = tomllib.loads(dump_recipe(Recipe())), {"algorithm": {"name": chosen}}
-    found = build_recipe(whole, given, source="test")
-    assert found.algorithm == build_recipe({}, given, source="test").algorithm
+    built = build_recipe(whole, given, source="test")
+    assert built.algorithm == build_recipe({}, given, source="test").algorithm
 
 
 def test_file_of_prompts_needs_no_source() -> None:
@@ -284,9 +284,9 @@ HUB = [{"name": "hub", "source": "datasets:openai/gsm8k"}]
 def test_prompts_named_over_a_recipe_replace_those_of_the_recipe(
     recipe: dict[str, object], given: dict[str, object], expected: tuple[object, ...]
 ) -> None:
-    found = build_recipe(recipe, given, source="test")
-    paths = [path and str(path) for path in (found.prompts.path, found.prompts.held_out_path)]
-    assert (found.prompts.source, *paths, len(found.sources)) == expected
+    built = build_recipe(recipe, given, source="test")
+    paths = [path and str(path) for path in (built.prompts.path, built.prompts.held_out_path)]
+    assert (built.prompts.source, *paths, len(built.sources)) == expected
 
 
 def test_unknown_setting_is_answered_with_the_nearest_one() -> None:

@@ -46,9 +46,9 @@ def test_hash_is_of_the_content_and_of_nothing_else() -> None:
     before = content_hashes(table)
     assert table["content_hash"].to_pylist() == before
     for column in TRAJECTORIES.names:
-        found = content_hashes(changed(table, column))
-        assert (found[0] != before[0]) == (column in CONTENT_COLUMNS), column
-        assert found[1] == before[1]
+        hashes = content_hashes(changed(table, column))
+        assert (hashes[0] != before[0]) == (column in CONTENT_COLUMNS), column
+        assert hashes[1] == before[1]
 
 
 def test_hash_does_not_depend_on_chunks_and_slices() -> None:

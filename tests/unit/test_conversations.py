@@ -58,9 +58,9 @@ def learn(layout: RunLayout, *rows: dict[str, Any], objective: str = "dpo") -> C
     sft = {"objective": objective, "path": str(path), "num_steps": 1}
     num_rows = prepare_sft(layout, build_recipe({"sft": sft}, source="test"))
     num_completions = 1 if objective == "cross_entropy" else 2
-    found = CompletionRows.read(layout.sft_rows, num_completions=num_completions)
-    assert num_rows == len(found) == len(rows)
-    return found
+    completions = CompletionRows.read(layout.sft_rows, num_completions=num_completions)
+    assert num_rows == len(completions) == len(rows)
+    return completions
 
 
 def shown(layout: RunLayout, rows: CompletionRows) -> list[tuple[str, list[str]]]:

@@ -90,10 +90,10 @@ def test_each_step_and_the_whole_run_add_up_to_the_devices_time() -> None:
 def test_time_without_a_process_and_what_a_restored_trainer_repeats_are_lost() -> None:
     broken = tenure("trainer")
     broken.outages.append((102.0, 105.0))
-    found = CostAccounting().add(
+    accounting = CostAccounting().add(
         row(1, 110.0, seconds_train=2.0, seconds_wait=1.0, num_trained_tokens=1), workers(broken)
     )
-    uses = {use: found.accounts["trainer", use] for use in ("trained", "lost", "idle")}
+    uses = {use: accounting.accounts["trainer", use] for use in ("trained", "lost", "idle")}
     assert uses == pytest.approx({"trained": 2, "lost": 3 + 4, "idle": 1})
 
 
@@ -136,12 +136,12 @@ def test_events_become_tenures_with_outages(
         written.write('{"at": 4.0, "wri\n')
     note("left", **placed)
     note("left", **placed)
-    found = read_workers(path, {})
-    (of,) = found.tenures
+    workers = read_workers(path, {})
+    (of,) = workers.tenures
     assert (of.present, of.outages) == ((0.0, 4.0), [(1.0, 2.0), (3.0, 4.0)])
-    assert found.held(3, (0.0, 10.0))["generator"] == 0.5 * 4
-    assert found.lost(3, (0.0, 10.0))["generator"] == 0.5 * (1 + 1)
-    assert found.held(2, (0.0, 10.0))["generator"] == 0, "of another driver"
+    assert workers.held(3, (0.0, 10.0))["generator"] == 0.5 * 4
+    assert workers.lost(3, (0.0, 10.0))["generator"] == 0.5 * (1 + 1)
+    assert workers.held(2, (0.0, 10.0))["generator"] == 0, "of another driver"
     assert not read_workers(tmp_path / "none", {}).tenures
 
 
@@ -154,10 +154,10 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
     path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "started", "joined", "left"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
-    found, whole = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
-    assert found.held(1, whole)["generator"] == pytest.approx(2.0 * 3)
-    assert found.lost(1, whole)["generator"] == pytest.approx(2.0 * 0.5)
-    assert found.held(1, (2 * 3600.0, 3 * 3600.0))["generator"] == 0
+    workers, whole = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
+    assert workers.held(1, whole)["generator"] == pytest.approx(2.0 * 3)
+    assert workers.lost(1, whole)["generator"] == pytest.approx(2.0 * 0.5)
+    assert workers.held(1, (2 * 3600.0, 3 * 3600.0))["generator"] == 0
 
 
 def test_outage_ends_when_its_worker_has_left(
@@ -168,10 +168,10 @@ def test_outage_ends_when_its_worker_has_left(
     path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "left", "started"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
-    found = read_workers(path, {})
+    workers = read_workers(path, {})
     whole = (0.0, 100.0)
-    assert found.held(1, whole)["generator"] == 10
-    assert found.lost(1, whole)["generator"] == 0
+    assert workers.held(1, whole)["generator"] == 10
+    assert workers.lost(1, whole)["generator"] == 0
 
 
 def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(

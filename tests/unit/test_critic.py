@@ -98,13 +98,13 @@ def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
         by_token = [r - coefficient * k for r, k in zip(by_token, kl, strict=True)]
         estimates.append(slow_gae(by_token, of, discount=0.9, gae_lambda=0.8))
     trained = np.concatenate([np.asarray(estimates[0])[1:], np.asarray(estimates[1])])
-    for found, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
+    for advantages, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
         normal = (np.asarray(expected) - trained.mean()) / (trained.std(ddof=1) + 1e-8)
-        assert found == pytest.approx(normal.tolist())
-    for found, expected, known in zip(
+        assert advantages == pytest.approx(normal.tolist())
+    for advantages, expected, known in zip(
         algorithm.value_targets(inputs), estimates, values, strict=True
     ):
-        assert found == pytest.approx((np.asarray(expected) + known).tolist())
+        assert advantages == pytest.approx((np.asarray(expected) + known).tolist())
 
 
 def value_loss(values: torch.Tensor) -> PolicyLoss:
@@ -114,15 +114,15 @@ def value_loss(values: torch.Tensor) -> PolicyLoss:
 
 def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
     values = torch.tensor([0.1, 0.5, 0.5, -0.3], dtype=torch.float64, requires_grad=True)
-    found = value_loss(values)
+    loss = value_loss(values)
     # Beyond the clip of 0.2: towards its target the second's loss is that of 0.2, and has no
     # gradient; away from their targets those of the third and the fourth are free.
     expected = [0.81 / 2, 0.64 / 2, 2.25 / 2, 0.16 / 2]
-    assert found.losses_T.tolist() == pytest.approx(expected)
-    found.losses_T.sum().backward()
+    assert loss.losses_T.tolist() == pytest.approx(expected)
+    loss.losses_T.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, -0.4])
-    assert found.metrics["critic_clip_fraction"].value == 0.25
+    assert loss.metrics["critic_clip_fraction"].value == 0.25
     assert torch.autograd.gradcheck(lambda v: value_loss(v).losses_T, (values,))
 
 
@@ -131,8 +131,8 @@ def test_values_that_stay_near_do_not_count_as_clipped() -> None:
     torch.manual_seed(0)
     old, values, targets = torch.randn(3, 10_000) * 0.3
     near = (values - old).abs() < 0.199
-    found = ALGORITHM.value_loss(values[near], old[near], targets[near])
-    assert found.metrics["critic_clip_fraction"].value == 0.0
+    loss = ALGORITHM.value_loss(values[near], old[near], targets[near])
+    assert loss.metrics["critic_clip_fraction"].value == 0.0
 
 
 @pytest.mark.slow
@@ -143,14 +143,14 @@ def test_critic_learns_which_prompts_are_rewarded() -> None:
         replace(s, reward=float(s.prompt_tokens[0] % 2), group=index)
         for index, s in enumerate(make_sequences(32))
     ]
-    found = [
+    metrics_by_step = [
         train_step(backend, rewarded, step=step, settings=settings(algorithm), rate=1e-9).metrics
         for step in range(1, 41)
     ]
-    explained = [metrics["critic_explained_variance"].value for metrics in found]
+    explained = [metrics["critic_explained_variance"].value for metrics in metrics_by_step]
     assert explained[0] == pytest.approx(0.0, abs=1e-9), "its first values are all 0"
     assert explained[-1] > 0.8
-    assert found[-1]["critic_loss"].value < found[0]["critic_loss"].value / 4
+    assert metrics_by_step[-1]["critic_loss"].value < metrics_by_step[0]["critic_loss"].value / 4
 
 
 def test_critic_is_saved_and_continued_from_to_the_bit() -> None:

@@ -72,9 +72,9 @@ def prepared(earlier: RunLayout, name: str, **difficulty: Any) -> tuple[Prepared
     path = write_rows(earlier.root.with_name(f"{name}.jsonl"), [7, 5, 4, 3, 2, 1, 0])
     recipe = asked(path, **{"run": "earlier", **difficulty})
     record_pass_rates(layout, recipe.prompts.difficulty.run)
-    found = prepare_prompts(recipe.prompt_plan(), layout)
+    prompts = prepare_prompts(recipe.prompt_plan(), layout)
     record_inputs(layout, recipe, verifier=Verifier(), model=layout.model)
-    return found, layout
+    return prompts, layout
 
 
 def texts(layout: RunLayout) -> list[str]:
@@ -82,10 +82,10 @@ def texts(layout: RunLayout) -> list[str]:
 
 
 def test_prompts_within_the_pass_rates_and_unseen_ones_are_kept(earlier: RunLayout) -> None:
-    found, layout = prepared(earlier, "default")
+    prompts, layout = prepared(earlier, "default")
     assert texts(layout) == [f"{n} + 1 =" for n in (7, 5, 4, 3, 2)]
     said = "by the pass rates of run earlier: 2 kept, 1 too easy, 1 too hard, 3 unseen (kept, too)"
-    assert said in describe_prompts(found, layout)
+    assert said in describe_prompts(prompts, layout)
 
 
 def test_unseen_prompts_and_prompts_with_few_samples_can_be_left_out(earlier: RunLayout) -> None:
@@ -109,10 +109,10 @@ def test_run_keeps_the_pass_rates_that_it_was_made_by(earlier: RunLayout) -> Non
 
 def test_distribution_counts_every_prompt_that_was_answered(earlier: RunLayout) -> None:
     report = report_difficulty(Run(earlier.root))
-    found = {row["pass rate"]: row["prompts"] for row in report.parts[0].rows}
-    assert found.pop("to 1") == 2
-    assert {label for label, num in found.items() if num == 1} == {"0", "to 0.25", "to 0.5"}
-    assert sum(found.values()) == 3
+    counts = {row["pass rate"]: row["prompts"] for row in report.parts[0].rows}
+    assert counts.pop("to 1") == 2
+    assert {label for label, num in counts.items() if num == 1} == {"0", "to 0.25", "to 0.5"}
+    assert sum(counts.values()) == 3
     assert len(report.data["prompts"]) == 5
 
 

@@ -40,15 +40,15 @@ def test_token_is_worth_what_the_teacher_says_of_it_alone() -> None:
     logprobs, teacher = [-1.0, -0.5, -2.0], [-0.4, -1.5, -2.5]
     given = inputs(logprobs, logprobs, logprobs)
     reference_T = torch.tensor(teacher, dtype=torch.float64)
-    found = DecoupledPPO(**DISTILLATION).loss(replace(given, reference_logprobs_T=reference_T))
-    only_teacher = found.losses_T + given.advantages_T  # of rewards, which `advantages` gives as 0
+    loss = DecoupledPPO(**DISTILLATION).loss(replace(given, reference_logprobs_T=reference_T))
+    only_teacher = loss.losses_T + given.advantages_T  # of rewards, which `advantages` gives as 0
     expected = [mine - of for mine, of in zip(logprobs, teacher, strict=True)]
     assert only_teacher.tolist() == pytest.approx(expected)
-    found.losses_T.sum().backward()
+    loss.losses_T.sum().backward()
     assert given.logprobs_T.grad is not None
     both = [e - float(a) for e, a in zip(expected, given.advantages_T, strict=True)]
     assert given.logprobs_T.grad.tolist() == pytest.approx(both)
-    assert found.metrics["kl_policy_reference"].value == pytest.approx(sum(expected) / 3)
+    assert loss.metrics["kl_policy_reference"].value == pytest.approx(sum(expected) / 3)
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ MISTYPED = {"--trainer.learning-rte"}  # in the quickstart, on purpose
 @cache
 def options_of(command: str) -> set[str]:
     below = [app[command][name] for name in ("list", "add", "remove") if name in app[command]]
-    found = [each for each in (app[command], *below) if each.default_command]
-    arguments = (argument for each in found for argument in each.assemble_argument_collection())
+    apps = [each for each in (app[command], *below) if each.default_command]
+    arguments = (argument for each in apps for argument in each.assemble_argument_collection())
     return SHARED | {name for argument in arguments for name in argument.names}
 
 

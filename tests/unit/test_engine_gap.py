@@ -37,16 +37,16 @@ def test_metrics_are_those_of_all_tokens_together(spread: float) -> None:
     parts = zip(*(np.array_split(each, 7) for each in (trainer, engine, fresh)), strict=True)
     sums_K = sum(gap_sums(*map(torch.from_numpy, part)) for part in parts)
     assert isinstance(sums_K, torch.Tensor)
-    found = gap_metrics(sums_K)
+    metrics = gap_metrics(sums_K)
     x, y = trainer[fresh].astype(np.float64), engine[fresh].astype(np.float64)
-    assert found["engine_gap/tokens"] == fresh.sum()
-    assert found[MEAN] == pytest.approx(np.abs(x - y).mean(), rel=1e-12)
-    assert found["engine_gap/kl"] == pytest.approx(
+    assert metrics["engine_gap/tokens"] == fresh.sum()
+    assert metrics[MEAN] == pytest.approx(np.abs(x - y).mean(), rel=1e-12)
+    assert metrics["engine_gap/kl"] == pytest.approx(
         (np.expm1(x - y) - (x - y)).mean(), rel=1e-12, abs=1e-18
     )
-    assert found[P99] == pytest.approx(np.quantile(np.abs(x - y), 0.99), rel=0.06)
+    assert metrics[P99] == pytest.approx(np.quantile(np.abs(x - y), 0.99), rel=0.06)
     correlation = np.corrcoef(np.exp(x), np.exp(y))[0, 1]
-    assert found["engine_gap/probability_correlation"] == pytest.approx(correlation, abs=1e-12)
+    assert metrics["engine_gap/probability_correlation"] == pytest.approx(correlation, abs=1e-12)
 
 
 def test_nothing_is_said_of_no_token_and_damaged_ones_do_not_count() -> None:
@@ -54,9 +54,9 @@ def test_nothing_is_said_of_no_token_and_damaged_ones_do_not_count() -> None:
     engine = torch.tensor([-1.5, -1.0, -1.0, -9.0])
     none_T = torch.zeros(4, dtype=torch.bool)
     assert gap_metrics(gap_sums(infinite, engine, none_T)) == {}
-    found = gap_metrics(gap_sums(infinite, engine, torch.tensor([True, True, True, False])))
-    assert (found["engine_gap/tokens"], found[MEAN]) == (1.0, 0.5)
-    assert "engine_gap/probability_correlation" not in found
+    metrics = gap_metrics(gap_sums(infinite, engine, torch.tensor([True, True, True, False])))
+    assert (metrics["engine_gap/tokens"], metrics[MEAN]) == (1.0, 0.5)
+    assert "engine_gap/probability_correlation" not in metrics
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-9, 1e3])
@@ -103,24 +103,24 @@ def gap_of_step(
 @pytest.mark.parametrize("disturbed_by", [0.0, 0.125])
 def test_step_finds_by_how_much_an_engine_is_off(disturbed_by: float, num_ranks: int) -> None:
     sequences = fresh_sequences(disturbed_by=disturbed_by)
-    found = gap_of_step(sequences, DecoupledPPO(num_minibatches=3), num_ranks=num_ranks)
+    metrics = gap_of_step(sequences, DecoupledPPO(num_minibatches=3), num_ranks=num_ranks)
     fresh = [span.length for s in sequences for span in s.trained_spans() if span.version == 2]
-    assert found["engine_gap/tokens"] == sum(fresh)
-    assert found[MEAN] == pytest.approx(disturbed_by, abs=2e-6)
-    assert found[P99] == pytest.approx(disturbed_by, rel=0.12, abs=2e-6)
-    assert found["engine_gap/kl"] == pytest.approx(disturbed_by**2 / 2, rel=0.02, abs=1e-9)
+    assert metrics["engine_gap/tokens"] == sum(fresh)
+    assert metrics[MEAN] == pytest.approx(disturbed_by, abs=2e-6)
+    assert metrics[P99] == pytest.approx(disturbed_by, rel=0.12, abs=2e-6)
+    assert metrics["engine_gap/kl"] == pytest.approx(disturbed_by**2 / 2, rel=0.02, abs=1e-9)
 
 
 def test_policy_that_was_updated_already_is_not_compared() -> None:
     """PPO computes no proximal policy: only its first minibatch is of the policy before."""
     sequences = fresh_sequences(disturbed_by=0.0)
-    found = gap_of_step(sequences, PPO(num_minibatches=3))
+    metrics = gap_of_step(sequences, PPO(num_minibatches=3))
     assert (
         0
-        < found["engine_gap/tokens"]
+        < metrics["engine_gap/tokens"]
         < gap_of_step(sequences, PPO(num_minibatches=1))["engine_gap/tokens"]
     )
-    assert found[MEAN] < 2e-6
+    assert metrics[MEAN] < 2e-6
     assert gap_of_step(fresh_sequences(disturbed_by=0.0, version=1), PPO()) == {}
 
 

@@ -81,8 +81,8 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
     )
 
     async def here(function: Callable[..., Any], *arguments: Any) -> Any:
-        found = function(*arguments)
-        return await found if inspect.isawaitable(found) else found
+        result = function(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
     for module in (episode_requests, generator_tasks, reward_tasks):
         monkeypatch.setattr(module, "worker_context", lambda: context)
@@ -405,5 +405,5 @@ def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
     )
     monkeypatch.setattr(episode_requests, "get_client", lambda: None)
     for function, failed in episode_requests.RESULT_ON_CRASH.items():
-        found = episode_requests.on_reward_worker(function, "of", ["a", "poisoned", "b"])
-        assert asyncio.run(found) == ["a!", failed, "b!"]
+        results = episode_requests.on_reward_worker(function, "of", ["a", "poisoned", "b"])
+        assert asyncio.run(results) == ["a!", failed, "b!"]

@@ -112,17 +112,17 @@ def test_rows_and_target_are_refused_before_a_model_is_read(
 
 
 def test_evaluate_takes_sampling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def evaluate_all(*_: Any, **given: Any) -> list[Any]:
-        found.append(given)
+        calls.append(given)
         raise ConfigError("enough")
 
     monkeypatch.setattr(pipelines.jobs.evaluate, "evaluate_all", evaluate_all)
     (tmp_path / "config.json").write_text("{}")
     sampling = ("--temperature", "0", "--top-p", "0.9", "--max-new-tokens", "7")
     assert main(["evaluate", str(tmp_path), *sampling]) == 2
-    assert found[0]["settings"] == {
+    assert calls[0]["settings"] == {
         "evaluation": {"temperature": 0, "top_p": 0.9},
         "generation": {"max_new_tokens": 7},
     }

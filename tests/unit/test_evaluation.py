@@ -185,7 +185,9 @@ def test_evaluation_beside_training_says_which_versions_answered() -> None:
     assert {row["policy_version"] for row in rows} == {0}, "no token is older"
     versions = [[span["version"] for span in row["version_spans"]] for row in rows]
     assert versions[0] == [0]
-    assert any(len(found) > 1 for found in versions), "newer weights arrived in mid-answer"
+    assert any(len(answer_versions) > 1 for answer_versions in versions), (
+        "newer weights arrived in mid-answer"
+    )
     assert versions[63][-1] > 0
 
 
@@ -263,8 +265,8 @@ def test_held_out_set_has_a_name_of_its_own() -> None:
     one = {"name": "math", "path": "m.jsonl"}
     with pytest.raises(ConfigError, match="a name stands twice in"):
         build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
-    found = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
-    assert {name: Path(path).name for name, path in found.items()} == {
+    sets = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
+    assert {name: Path(path).name for name, path in sets.items()} == {
         "math": "math.jsonl",
         "code": "rows.parquet",
     }

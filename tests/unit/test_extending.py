@@ -62,7 +62,7 @@ def my_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
 def apply_diff(text: str, before: str) -> str:
     """Return a text with the lines that the page's diff with `before` takes out and puts in."""
-    (diff,) = [found for found in blocks(PAGE.read_text(), "diff") if before in found]
+    (diff,) = [block for block in blocks(PAGE.read_text(), "diff") if before in block]
     kept = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
     changed = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " +")
     assert text.count(kept) == 1, "the page shows a registry that is no longer so"
@@ -209,10 +209,10 @@ def test_algorithm_has_the_golden_losses_and_gradients_of_its_formula(
 ) -> None:
     """Of the ratios e^0.5, e^-0.1 and e^1.5 the second alone has a negative advantage."""
     given = loss_contract.inputs()
-    found = my_project("tapered").Tapered().loss(given)
-    assert found.losses_T.tolist() == pytest.approx([1.0, -0.452419, 4.0], abs=1e-6)
-    assert found.metrics["clip_fraction"].value == pytest.approx(2 / 3)
-    found.losses_T.sum().backward()
+    loss = my_project("tapered").Tapered().loss(given)
+    assert loss.losses_T.tolist() == pytest.approx([1.0, -0.452419, 4.0], abs=1e-6)
+    assert loss.metrics["clip_fraction"].value == pytest.approx(2 / 3)
+    loss.losses_T.sum().backward()
     assert given.logprobs_T.grad.tolist() == pytest.approx([-1.0, 0.904837, -2.0], abs=1e-6)
 
 

@@ -81,8 +81,8 @@ def optimizer_of(layout: RunLayout) -> set[str]:
 
 
 def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
-    found = [layout.root, *layout.root.rglob("*")]
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+    paths = [layout.root, *layout.root.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1, 2])
@@ -120,9 +120,9 @@ def test_optimizer_goes_along_where_its_state_means_something(
     parent: RunLayout, reset: bool, trainer: dict[str, Any], why: str
 ) -> None:
     child = forked(parent, 2, reset=reset, trainer=trainer)
-    found = read_parent(child)
-    assert found is not None
-    assert found.optimizer == why
+    recorded = read_parent(child)
+    assert recorded is not None
+    assert recorded.optimizer == why
     assert bool(optimizer_of(child)) == (why == "kept")
 
 
@@ -313,17 +313,17 @@ def findings(layout: RunLayout) -> dict[str, str]:
 def test_check_compares_the_genesis_with_the_parents_step(parent: RunLayout) -> None:
     child = forked(parent, 2)
     assert check_run(child).clean, "it is still being prepared"
-    found = read_parent(child)
-    assert found is not None
-    begun(child, found.weights_hash)
+    recorded = read_parent(child)
+    assert recorded is not None
+    begun(child, recorded.weights_hash)
     assert findings(child) == {}
-    record_parent(child, Parent(found.run_id, "parent", 1, found.weights_hash, "kept"))
+    record_parent(child, Parent(recorded.run_id, "parent", 1, recorded.weights_hash, "kept"))
     assert findings(child) == {"fork-parent": "error"}
-    record_parent(child, Parent(found.run_id, "parent", 1, recorded_hash(parent, 1), "kept"))
+    record_parent(child, Parent(recorded.run_id, "parent", 1, recorded_hash(parent, 1), "kept"))
     assert findings(child) == {"fork-genesis": "error"}
-    record_parent(child, Parent(found.run_id, "parent", 9, found.weights_hash, "kept"))
+    record_parent(child, Parent(recorded.run_id, "parent", 9, recorded.weights_hash, "kept"))
     assert findings(child) == {"parent-not-compared": "note"}
-    record_parent(child, Parent("another", "parent", 2, found.weights_hash, "kept"))
+    record_parent(child, Parent("another", "parent", 2, recorded.weights_hash, "kept"))
     assert findings(child) == {"parent-not-compared": "note"}
 
 

@@ -100,7 +100,7 @@ def test_lines_of_the_message_convert_the_model(
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     check_model_directory(tmp_path / "NEW")
     assert tokenizer_of(tmp_path / "NEW").get_vocab_size() == VOCAB
-    found = policy_tensors(load_policy(tmp_path / "NEW"))
+    tensors = policy_tensors(load_policy(tmp_path / "NEW"))
     for name, ours in (("token_embd", "embed_tokens"), ("blk.0.ffn_up", "layers.0.mlp.up_proj")):
         in_bfloat16 = torch.from_numpy(weights[name]).bfloat16().float()
-        assert torch.equal(found[f"model.{ours}.weight"], in_bfloat16)
+        assert torch.equal(tensors[f"model.{ours}.weight"], in_bfloat16)

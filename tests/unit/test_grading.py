@@ -28,9 +28,9 @@ def sent(value: Any) -> Any:
     ],
 )  # fmt: skip
 def test_plain_values_arrive_as_they_were(value: Any) -> None:
-    found = plain.decode(sent(value), no_reference)
-    assert found == value
-    assert type(found) is type(value)
+    decoded = plain.decode(sent(value), no_reference)
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 def test_values_of_subclasses_arrive_as_built_in_ones() -> None:
@@ -40,8 +40,8 @@ def test_values_of_subclasses_arrive_as_built_in_ones() -> None:
 
         __hash__ = int.__hash__
 
-    found = plain.decode(sent([Number(3)]), no_reference)
-    assert type(found[0]) is int
+    decoded = plain.decode(sent([Number(3)]), no_reference)
+    assert type(decoded[0]) is int
     assert plain.canonical(sent(Number(3))) != plain.canonical(sent(4))
 
 
@@ -64,7 +64,7 @@ def test_lines_that_are_no_data_are_refused(line: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "are_same"),
+    ("output", "expected", "are_same"),
     [
         ("3\n", "3", True), ("3.0 ", "3", True), ("1  2\n\n", "1 2", True), ("1\n2", "1 2", False),
         ("\uff13", "3", False), ("nan", "nan", True), ("0x3", "3", False), ("3", "3 3", False),
@@ -72,9 +72,9 @@ def test_lines_that_are_no_data_are_refused(line: str | bytes) -> None:
     ],
 )  # fmt: skip
 def test_printed_answers_are_compared_by_line_and_number(
-    found: str, expected: str, are_same: bool
+    output: str, expected: str, are_same: bool
 ) -> None:
-    assert same_output(found, expected) is are_same
+    assert same_output(output, expected) is are_same
 
 
 class Answering:

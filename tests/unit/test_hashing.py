@@ -68,7 +68,7 @@ def test_hash_beside_other_work_is_that_of_the_same_tensors(
 
 def test_names_shapes_types_and_bytes_count() -> None:
     tensor = TENSORS["b"]
-    found = {
+    hashes = {
         hash_tensors(tensors)
         for tensors in (
             {"b": tensor},
@@ -78,7 +78,7 @@ def test_names_shapes_types_and_bytes_count() -> None:
             {"b": tensor + 1e-7},
         )
     }
-    assert len(found) == 5
+    assert len(hashes) == 5
 
 
 def test_file_has_the_hash_of_its_tensors(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def test_logprobs_are_those_of_all_logits() -> None:
     policy, micro = small_policy(), pack_sequences(make_sequences())
     logits_MV = logits_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     expected = (logits_MV / 0.7).log_softmax(1).gather(1, micro.targets_M[:, None])[:, 0]
-    found = token_logprobs(policy, micro, temperature=0.7)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert not found._is_view(), "FSDP warns of views"
+    logprobs = token_logprobs(policy, micro, temperature=0.7)
+    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
+    assert not logprobs._is_view(), "FSDP warns of views"
 
 
 @pytest.mark.parametrize("activations", ["selective", "recompute", "offload"])

@@ -37,8 +37,8 @@ def built(overlay: str) -> list[Manifest]:
 
 
 def of_kind(kind: str, manifests: list[Manifest]) -> Manifest:
-    (found,) = [each for each in manifests if each["kind"] == kind]
-    return found
+    (manifest,) = [each for each in manifests if each["kind"] == kind]
+    return manifest
 
 
 def command_of(manifests: list[Manifest], folder: Path, *, run: str = "new") -> list[str]:
@@ -131,8 +131,8 @@ def instructions() -> list[tuple[str, str]]:
     text = (ROOT / "infra/docker/Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
-    found = [line.partition(" ") for line in joined.splitlines()]
-    return [(name, rest.strip()) for name, _, rest in found]
+    parsed = [line.partition(" ") for line in joined.splitlines()]
+    return [(name, rest.strip()) for name, _, rest in parsed]
 
 
 def test_image_runs_as_nobody_special_and_is_built_from_files_that_are_sent() -> None:

@@ -26,10 +26,10 @@ from tests.unit.test_trainer import make_sequences, settings, state
 
 def test_every_completion_token_is_looked_at_masked_or_not() -> None:
     before, sequences = state(), make_sequences(5)
-    found = completion_logprobs(before, sequences, temperature=0.7)
+    logprobs_by_sequence = completion_logprobs(before, sequences, temperature=0.7)
     policy = before.policy
     policy.set_attn_implementation("eager")
-    for sequence, logprobs in zip(sequences, found, strict=True):
+    for sequence, logprobs in zip(sequences, logprobs_by_sequence, strict=True):
         tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
         with torch.no_grad():
             logits = policy(input_ids=torch.tensor([tokens])).logits[0] / 0.7
@@ -87,11 +87,11 @@ def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
         divergences.append(kl)
         returns.append(sequence.reward - 0.3 * kl[::-1].cumsum()[::-1])
     flat = np.concatenate(returns)
-    for found, sequence, each in zip(numbers.advantages, sequences, returns, strict=True):
-        assert isinstance(found, np.ndarray)
-        assert not found[~sequence.trained].any()
+    for actual, sequence, each in zip(numbers.advantages, sequences, returns, strict=True):
+        assert isinstance(actual, np.ndarray)
+        assert not actual[~sequence.trained].any()
         expected = (each - flat.mean()) / flat.std(ddof=1)
-        np.testing.assert_allclose(found[sequence.trained], expected, atol=1e-4)
+        np.testing.assert_allclose(actual[sequence.trained], expected, atol=1e-4)
     watched = numbers.metrics["kl_policy_reference"].value
     assert watched == pytest.approx(np.concatenate(divergences).mean(), abs=1e-5)
     advantages = numbers.advantages
@@ -144,7 +144,7 @@ def test_tokens_that_the_bound_of_staleness_leaves_out_are_known() -> None:
     spans = (VersionSpan(2, 1), VersionSpan(3, 2))
     outcome = TrajectoryOutcome(0.0, (False, True, False), (False,) * 3, (0.0,) * 3)
     request = StepRequest(5, "", 4, ("t",), "", max_staleness=1)
-    (found,) = inspect_trajectories(
+    (inspection,) = inspect_trajectories(
         request, [replace(sequence, version_spans=spans)], [(0.0,) * 3], [outcome], None
     )
-    assert found.too_old == (True, False, False)
+    assert inspection.too_old == (True, False, False)

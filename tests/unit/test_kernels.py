@@ -86,9 +86,9 @@ WITHOUT_ORDER = {"cumsum", "kthvalue", "median", "histc", "bincount", "put_", "s
 def test_a_step_needs_no_operator_that_is_not_deterministic(algorithm: str) -> None:
     """Torch raises at one that is known to it; a CPU's bits are the same either way."""
     with Operators() as operators:
-        found = stepped(algorithm, kernels="deterministic", activations="selective")
+        deterministic = stepped(algorithm, kernels="deterministic", activations="selective")
     assert "mm" in operators.called
     assert not operators.called & WITHOUT_ORDER
     assert torch.are_deterministic_algorithms_enabled()
-    assert found == stepped(algorithm)
+    assert deterministic == stepped(algorithm)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -23,11 +23,11 @@ from areal_flow.training.step import learning_rate
 def test_rates_of_three_steps_of_warm_up_and_eight_in_all(
     schedule: RateSchedule, expected: list[float]
 ) -> None:
-    found = [
+    rates = [
         scheduled_rate(2.0, step=t, schedule=schedule, num_warmup_steps=3, num_decay_steps=8)
         for t in range(1, 10)
     ]
-    assert found == pytest.approx([2 * rate for rate in expected], abs=2e-7)
+    assert rates == pytest.approx([2 * rate for rate in expected], abs=2e-7)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -173,8 +173,8 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
             append(log, row(2, 1, "stale"))
     run = areal_flow.open_run(layout.root)
     assert run.steps("arrow").sort_by("step")["weights_hash"].to_pylist() == ["w0", "new"]
-    found = run.trajectories("arrow", columns=["submission_index", "writer_epoch"]).to_pydict()
-    pairs = set(zip(found["submission_index"], found["writer_epoch"], strict=True))
+    columns = run.trajectories("arrow", columns=["submission_index", "writer_epoch"]).to_pydict()
+    pairs = set(zip(columns["submission_index"], columns["writer_epoch"], strict=True))
     assert pairs == {(0, 1), (2, 2)}
     relation = run.trajectories("duckdb", where="member = 0", columns=["submission_index"])
     assert sorted(relation.fetchall()) == [(0,), (2,)]
@@ -214,8 +214,8 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
             append_evaluation(layout, answers_of(1, "after"), stale)
     expected = [("before", 1)] * 3 * begun_before + [("after", 2)] * 3
     run = areal_flow.open_run(layout.root)
-    found = run.evaluations("arrow", columns=["evaluation", "writer_epoch"]).to_pydict()
-    assert list(zip(*found.values(), strict=True)) == expected
+    columns = run.evaluations("arrow", columns=["evaluation", "writer_epoch"]).to_pydict()
+    assert list(zip(*columns.values(), strict=True)) == expected
     with run.database() as database:
         counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
     assert counted == expected
@@ -327,6 +327,6 @@ def test_one_of_many_that_claim_at_once_gets_the_run(tmp_path: Path) -> None:
     for attempt in range(8):
         done = Barrier(4, timeout=10)
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(claim, [tmp_path / str(attempt)] * 4))
-        assert sorted(found) == ["epoch 1", "refused", "refused", "refused"]
+            outcomes = list(pool.map(claim, [tmp_path / str(attempt)] * 4))
+        assert sorted(outcomes) == ["epoch 1", "refused", "refused", "refused"]
         assert [path.name for path in (tmp_path / str(attempt)).iterdir()] == ["00000001.lock"]

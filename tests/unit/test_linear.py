@@ -52,11 +52,11 @@ def test_outputs_and_gradients_are_those_of_float64(
     rows = torch.randn(1, num_rows, num_inputs, dtype=torch.float64, requires_grad=True)
     rows_32 = rows.detach().float().requires_grad_()
     weights = torch.randn(1, num_rows, num_outputs, dtype=torch.float64)
-    expected, found = exact(rows), layer(rows_32)
+    expected, actual = exact(rows), layer(rows_32)
     (expected * weights).sum().backward()
-    (found * weights.float()).sum().backward()
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    (actual * weights.float()).sum().backward()
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
     wanted = [rows.grad, *(parameter.grad for parameter in exact.parameters())]
     gradients = [rows_32.grad, *(parameter.grad for parameter in layer.parameters())]
     for gradient, want in zip(gradients, wanted, strict=True):
@@ -70,8 +70,8 @@ def test_bits_do_not_depend_on_the_gradient_or_the_call() -> None:
     swap_linear_layers(layer)
     rows = torch.randn(512, 256)
     with torch.no_grad():
-        found = [layer(rows) for _ in range(3)]
-    assert all(torch.equal(each, layer(rows)) for each in found)
+        outputs = [layer(rows) for _ in range(3)]
+    assert all(torch.equal(each, layer(rows)) for each in outputs)
 
 
 def test_frozen_weights_have_no_gradient_and_frozen_inputs_none() -> None:
@@ -142,9 +142,9 @@ def test_autocast_is_pytorchs() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer(rows)
         swap_linear_layers(layer)
-        found = layer(rows)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
+        output = layer(rows)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, expected)
 
 
 def test_small_products_are_pytorchs() -> None:

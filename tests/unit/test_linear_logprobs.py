@@ -64,18 +64,18 @@ def test_numbers_and_gradients_are_those_of_a_plain_softmax(
     drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
     targets_M = torch.randint(VOCABULARY, (7,))
-    found = found_by(*leaves, targets_M, transform)
+    actual = found_by(*leaves, targets_M, transform)
     hidden_MH, weight_VH, bias_V = leaves
     logprobs_MV = (transform(hidden_MH @ weight_VH.T + bias_V) / 0.7).log_softmax(1)
     expected = (
         logprobs_MV.gather(1, targets_M[:, None])[:, 0],
         -(logprobs_MV.exp() * logprobs_MV).sum(1),
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn(2, 7, dtype=torch.float64)
     gradients, wanted = (
         torch.autograd.grad((torch.stack(each) * weights).sum(), leaves)
-        for each in (found, expected)
+        for each in (actual, expected)
     )
     torch.testing.assert_close(gradients, wanted)
 
@@ -96,8 +96,8 @@ def test_products_of_bfloat16_stay_in_float32() -> None:
     torch.testing.assert_close(entropy_M.double(), expected_entropy_M, atol=1e-4, rtol=0)
     for each in (logprobs_M + entropy_M, expected_M + expected_entropy_M):
         each.sin().sum().backward()
-    for found, exact in ((halves.grad, exact_MH.grad), (weight_VH.grad, exact_VH.grad)):
-        assert (found.double() - exact).norm() < 5e-3 * exact.norm()
+    for gradient, exact in ((halves.grad, exact_MH.grad), (weight_VH.grad, exact_VH.grad)):
+        assert (gradient.double() - exact).norm() < 5e-3 * exact.norm()
     assert weight_VH.grad.dtype == torch.float32
 
 
@@ -120,10 +120,10 @@ class Allocated(TorchDispatchMode):
         self.made: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and not func.is_view:
-            self.made.append((found.dtype, tuple(found.shape)))
-        return found
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and not func.is_view:
+            self.made.append((output.dtype, tuple(output.shape)))
+        return output
 
 
 def test_memory_holds_a_chunk_s_logits_and_one_float32_matrix_of_the_weights_size(

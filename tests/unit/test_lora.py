@@ -85,12 +85,12 @@ def test_reference_is_the_policy_without_its_adapter() -> None:
     own = TrainerBackend(small_policy(), TrainerSettings(learning_rate=1e-2))
     own.hold_reference(small_policy())
     assign_tensors(own.policy, served_weights(backend))
-    found = [
+    divergences = [
         train_step(of, make_sequences(seed=9), step=3, settings=how).metrics["kl_policy_reference"]
         for of in (backend, own)
     ]
-    assert found[0].value == pytest.approx(found[1].value, rel=1e-3)
-    assert found[0].value > 1e-4
+    assert divergences[0].value == pytest.approx(divergences[1].value, rel=1e-3)
+    assert divergences[0].value > 1e-4
     assert backend.optimizer.named_state()
 
 

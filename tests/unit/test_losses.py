@@ -92,10 +92,10 @@ def test_loss_and_gradient_equal_brute_force(
 
 def test_plain_ppo_is_clipped_against_the_sampling_policy() -> None:
     """r = [1.6487, 0.9048, 4.4817], clipped to [1.2, 0.9048, 1.2]: terms 1.2, -0.9048, 2.4."""
-    found = PPO().loss(inputs())
-    assert float(found.losses_T.mean()) == pytest.approx(-0.898388, abs=1e-6)
-    assert found.clipped_T.tolist() == [True, False, True]
-    assert found.metrics["ratio_max"].value == pytest.approx(exp(1.5))
+    loss = PPO().loss(inputs())
+    assert float(loss.losses_T.mean()) == pytest.approx(-0.898388, abs=1e-6)
+    assert loss.clipped_T.tolist() == [True, False, True]
+    assert loss.metrics["ratio_max"].value == pytest.approx(exp(1.5))
 
 
 def test_entropy_is_rewarded_by_its_coefficient() -> None:
@@ -126,11 +126,11 @@ def test_aggregations_weigh_long_sequences_as_they_say() -> None:
 def test_every_algorithm_survives_tokens_that_became_likely(name: str) -> None:
     """A ratio of e^100 is infinite in float32: it is bounded, and counted."""
     given_ = inputs([-1.0, -0.5], [-1.0, -0.5], [-101.0, -0.5], [1.0, -1.0], [0, 1], torch.float32)
-    found = ALGORITHMS[name]().loss(given_)
-    found.losses_T.sum().backward()
-    assert found.losses_T.isfinite().all()
+    loss = ALGORITHMS[name]().loss(given_)
+    loss.losses_T.sum().backward()
+    assert loss.losses_T.isfinite().all()
     assert given_.logprobs_T.grad.isfinite().all()
-    assert found.metrics["ratio_overflow_fraction"].value == 0.5
+    assert loss.metrics["ratio_overflow_fraction"].value == 0.5
 
 
 def test_bound_is_beyond_what_training_needs_and_within_float32() -> None:

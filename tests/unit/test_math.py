@@ -181,8 +181,8 @@ def test_verify_judges_rows_of_mathematics_in_their_order() -> None:
         {"id": 5, "completion": boxed("5"), "reference": r"\frac{1}{"},
         {"id": 6, "completion": boxed("5")},
     ]
-    found = [*verify_lines("math", map(json.dumps, rows))]
-    assert [verdict["id"] for verdict in found] == [1, 2, 3, 4, 5, 6]
-    assert [verdict["verdict"] for verdict in found] == [
+    verdicts = [*verify_lines("math", map(json.dumps, rows))]
+    assert [verdict["id"] for verdict in verdicts] == [1, 2, 3, 4, 5, 6]
+    assert [verdict["verdict"] for verdict in verdicts] == [
         "right", "right", "wrong", "parse_error", "bad_reference", "bad_reference",
     ]  # fmt: skip

@@ -186,8 +186,8 @@ def test_shapes_known_by_name_have_as_many_weights_as_is_published(
 ) -> None:
     with torch.device("meta"):
         policy = policy_from_config(model_config(name), device="meta")
-    found = sum(parameter.numel() for parameter in policy.parameters())
-    assert found / 1e9 == pytest.approx(billions, abs=0.001)
+    num_weights = sum(parameter.numel() for parameter in policy.parameters())
+    assert num_weights / 1e9 == pytest.approx(billions, abs=0.001)
 
 
 def test_a_gpu_that_is_shared_has_what_the_generator_leaves() -> None:
@@ -244,11 +244,11 @@ def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
     arguments = ["plan", "--memory", "arithmetic", "--model", str(tmp_path)]
     arguments += ["--generation.max-model-len", "64", "--gpu", "L4-24GB"]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"recipe", "gpu_bytes", "fits", "ranks"} <= found.keys()
-    assert (found["recipe"], found["fits"]) == ("arithmetic", True)
-    assert found["gpu_bytes"] == 22 * GIB
-    (rank,) = found["ranks"]
+    output = json.loads(capsys.readouterr().out)
+    assert {"recipe", "gpu_bytes", "fits", "ranks"} <= output.keys()
+    assert (output["recipe"], output["fits"]) == ("arithmetic", True)
+    assert output["gpu_bytes"] == 22 * GIB
+    (rank,) = output["ranks"]
     assert rank["peak_bytes"] == sum(rank["by_kind"].values())
     assert list(rank["by_kind"])[:3] == ["parameters", "gradients", "optimizer"]
 

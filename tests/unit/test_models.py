@@ -83,8 +83,8 @@ def test_policy_computes_in_training_what_it_computed_when_it_was_probed(
 
     expected = logprobs_and_gradients()
     prepare(policy, tmp_path, activations)
-    for found, before in zip(logprobs_and_gradients(), expected, strict=True):
-        torch.testing.assert_close(found, before, atol=0, rtol=0)
+    for actual, before in zip(logprobs_and_gradients(), expected, strict=True):
+        torch.testing.assert_close(actual, before, atol=0, rtol=0)
 
 
 def test_critic_has_no_noise_either() -> None:

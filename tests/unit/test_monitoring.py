@@ -70,11 +70,11 @@ def shown(metrics: RunMetrics) -> dict[str, float]:
     registry.register(metrics)
     lines = generate_latest(registry).decode().splitlines()
     pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    found = {name: float(value) for name, _, value in pairs}
-    assert all('run="r"' in name for name in found)
+    samples = {name: float(value) for name, _, value in pairs}
+    assert all('run="r"' in name for name in samples)
     return {
         name.replace('run="r",', "").replace(',run="r"', "").replace('{run="r"}', ""): value
-        for name, value in found.items()
+        for name, value in samples.items()
     }
 
 
@@ -84,10 +84,10 @@ def metrics_of(tmp_path: Path) -> RunMetrics:
 
 
 def test_workers_are_shown_before_there_is_a_flow(tmp_path: Path) -> None:
-    found = shown(metrics_of(tmp_path))
-    assert found["areal_flow_disk_size_bytes"] > found["areal_flow_disk_free_bytes"] > 0
-    del found["areal_flow_disk_size_bytes"], found["areal_flow_disk_free_bytes"]
-    assert found == {
+    samples = shown(metrics_of(tmp_path))
+    assert samples["areal_flow_disk_size_bytes"] > samples["areal_flow_disk_free_bytes"] > 0
+    del samples["areal_flow_disk_size_bytes"], samples["areal_flow_disk_free_bytes"]
+    assert samples == {
         'areal_flow_workers{role="generator",state="live"}': 1,
         'areal_flow_workers{role="generator",state="quarantined"}': 0,
         'areal_flow_workers{role="reward",state="live"}': 0,
@@ -112,16 +112,16 @@ def test_resumed_run_goes_on_with_the_totals_of_its_ledger(tmp_path: Path) -> No
         metrics.ledger.add(row(3, 1.0, _0=3))
 
     run(scenario())
-    found = shown(metrics)
-    assert found["areal_flow_steps_total"] == 3
-    assert found["areal_flow_last_step_timestamp_seconds"] == AT.timestamp()
-    assert found['areal_flow_step_seconds_total{part="train"}'] == 7, "not of fine-tuning before"
-    below = {le: found[f'areal_flow_staleness_versions_bucket{{le="{le}"}}'] for le in "012"}
+    samples = shown(metrics)
+    assert samples["areal_flow_steps_total"] == 3
+    assert samples["areal_flow_last_step_timestamp_seconds"] == AT.timestamp()
+    assert samples['areal_flow_step_seconds_total{part="train"}'] == 7, "not of fine-tuning before"
+    below = {le: samples[f'areal_flow_staleness_versions_bucket{{le="{le}"}}'] for le in "012"}
     assert below == {"0": 8, "1": 18, "2": 19}
-    assert found['areal_flow_staleness_versions_bucket{le="+Inf"}'] == 19
-    assert found["areal_flow_staleness_versions_sum"] == 12
-    assert found['areal_flow_step_metric{name="rollout/pass_rate"}'] == 0.5
-    assert found['areal_flow_step_metric{name="train/step_s"}'] == 1, "of the newest step alone"
+    assert samples['areal_flow_staleness_versions_bucket{le="+Inf"}'] == 19
+    assert samples["areal_flow_staleness_versions_sum"] == 12
+    assert samples['areal_flow_step_metric{name="rollout/pass_rate"}'] == 0.5
+    assert samples['areal_flow_step_metric{name="train/step_s"}'] == 1, "of the newest step alone"
 
 
 def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
     parts = Parts()
     parts.rollouts.duration_s, parts.rollouts.write_s = 100.0, 50.0
 
-    found: list[dict[str, float]] = []
+    samples: list[dict[str, float]] = []
 
     async def scenario() -> None:
         flow = parts.flow(waiting(0, 1, 2), max_staleness=9)
@@ -140,15 +140,15 @@ def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
         flow.submit()
         flow.submit()
         await asyncio.sleep(1)
-        found.append(shown(metrics))
+        samples.append(shown(metrics))
         assert await flow.wait_for_batch()
-        found.append(shown(metrics))
+        samples.append(shown(metrics))
         await flow.close()
 
     run(scenario())
     stages = ("generating", "scoring", "ready", "training")
-    numbers = [[of[f'areal_flow_trajectories{{stage="{s}"}}'] for s in stages] for of in found]
+    numbers = [[of[f'areal_flow_trajectories{{stage="{s}"}}'] for s in stages] for of in samples]
     assert numbers == [[4, 2, 6, 0], [4, 2, 4, 2]]
-    assert found[0]["areal_flow_trajectories_limit"] == 20
-    assert [of["areal_flow_waiting_tokens"] for of in found] == [24, 16]
-    assert not [name for name in found[0] if "step_metric" in name], "the genesis trained nothing"
+    assert samples[0]["areal_flow_trajectories_limit"] == 20
+    assert [of["areal_flow_waiting_tokens"] for of in samples] == [24, 16]
+    assert not [name for name in samples[0] if "step_metric" in name], "the genesis trained nothing"

@@ -49,8 +49,8 @@ RATIOS = [exp(0.5), exp(-0.1), exp(1.5)]
 
 def gradient(algorithm: Any, of: LossInputs) -> list[float]:
     algorithm.loss(of).losses_T.sum().backward()
-    found: list[float] = of.logprobs_T.grad.tolist()
-    return found
+    gradients: list[float] = of.logprobs_T.grad.tolist()
+    return gradients
 
 
 def finite_differences(loss: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> Any:
@@ -61,9 +61,9 @@ def finite_differences(loss: Callable[[torch.Tensor], torch.Tensor], at: torch.T
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     """Weights 1.28, 0.9048 and 1.28, times advantage and log-probability."""
     given_ = inputs()
-    found = CISPO().loss(given_)
-    assert found.losses_T.tolist() == pytest.approx([1.28, -0.452419, 5.12], abs=1e-6)
-    assert found.metrics["clip_high_fraction"].value == pytest.approx(2 / 3)
+    loss = CISPO().loss(given_)
+    assert loss.losses_T.tolist() == pytest.approx([1.28, -0.452419, 5.12], abs=1e-6)
+    assert loss.metrics["clip_high_fraction"].value == pytest.approx(2 / 3)
     assert gradient(CISPO(), given_) == pytest.approx([-1.28, 0.904837, -2.56], abs=1e-6)
     floored = CISPO(epsilon_low=0.05).loss(inputs())
     assert floored.losses_T.tolist() == pytest.approx([1.28, -0.475, 5.12])
@@ -74,8 +74,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 def test_sapo_fades_the_gradient_by_a_sigmoid() -> None:
     """J = (4 / tau) sigmoid(tau (r - 1)) A: 2.626889, -1.809678 and 7.761298."""
     given_ = inputs()
-    found = SAPO().loss(given_)
-    assert found.losses_T.tolist() == pytest.approx([-2.626889, 1.809678, -7.761298], abs=1e-6)
+    loss = SAPO().loss(given_)
+    assert loss.losses_T.tolist() == pytest.approx([-2.626889, 1.809678, -7.761298], abs=1e-6)
     gates = [(1.0, RATIOS[0]), (1.05, RATIOS[1]), (1.0, RATIOS[2])]
     p = [1 / (1 + exp(-tau * (ratio - 1))) for tau, ratio in gates]
     expected = [
@@ -83,15 +83,15 @@ def test_sapo_fades_the_gradient_by_a_sigmoid() -> None:
         for q, ratio, advantage in zip(p, RATIOS, (1, -1, 2), strict=True)
     ]
     assert gradient(SAPO(), given_) == pytest.approx(expected)
-    assert not found.clipped_T.any()
+    assert not loss.clipped_T.any()
 
 
 def test_dppo_masks_by_probability_and_not_by_ratio() -> None:
     """Probabilities moved by 0.1447, -0.0638 and 0.1051."""
     given_ = inputs()
-    found = DPPO(max_divergence=0.12).loss(given_)
-    assert found.losses_T.tolist() == pytest.approx([0.0, RATIOS[1], -2 * RATIOS[2]])
-    assert found.clipped_T.tolist() == [True, False, False]
+    loss = DPPO(max_divergence=0.12).loss(given_)
+    assert loss.losses_T.tolist() == pytest.approx([0.0, RATIOS[1], -2 * RATIOS[2]])
+    assert loss.clipped_T.tolist() == [True, False, False]
     back = DPPO(max_divergence=0.05).loss(inputs(advantages=[-1.0, -1.0, -2.0]))
     assert back.clipped_T.tolist() == [False, True, False], "to the advantage's side only"
     assert back.metrics["clip_low_fraction"].value == pytest.approx(1 / 3)
@@ -168,9 +168,9 @@ def test_dual_clip_ends_the_pull_of_a_likely_token_of_negative_advantage() -> No
     """Ratio e^1.5 = 4.4817 and advantage -2: -8.9634 without, -6 with a dual clip of 3."""
     given_ = inputs(advantages=[1.0, -1.0, -2.0])
     assert PPO().loss(given_).losses_T.tolist()[2] == pytest.approx(2 * RATIOS[2])
-    found = PPO(dual_clip=3.0).loss(given_)
-    assert found.losses_T.tolist() == pytest.approx([-1.2, RATIOS[1], 6.0])
-    assert found.clipped_T.tolist() == [True, False, True]
+    loss = PPO(dual_clip=3.0).loss(given_)
+    assert loss.losses_T.tolist() == pytest.approx([-1.2, RATIOS[1], 6.0])
+    assert loss.clipped_T.tolist() == [True, False, True]
     assert gradient(PPO(dual_clip=3.0), given_) == pytest.approx([0.0, RATIOS[1], 0.0])
 
 
@@ -196,19 +196,19 @@ def test_rules_keep_truncate_and_mask_importance_weights(
     """The first two tokens are a sequence, of geometric mean e^0.05 = 1.0513."""
     given_ = inputs(sequence=[0, 0, 1])
     log_weight = given_.proximal_logprobs_T - given_.behavior_logprobs_T
-    found = corrected_weights(log_weight, given_, rule=rule, floor=floor, cap=cap)
-    assert found.tolist() == pytest.approx(expected)
+    weights = corrected_weights(log_weight, given_, rule=rule, floor=floor, cap=cap)
+    assert weights.tolist() == pytest.approx(expected)
 
 
 def test_masked_weights_are_counted_and_leave_the_divisor() -> None:
     algorithm = DecoupledPPO(importance_weight_rule="mask", importance_weight_floor=0.8)
-    found = algorithm.loss(inputs())
-    assert found.losses_T.tolist()[1:] == [0.0, 0.0]
-    assert found.metrics["importance_weight_masked_fraction"].value == pytest.approx(2 / 3)
-    assert found.metrics["importance_weight_max"].value == pytest.approx(WEIGHTS[2])
+    loss = algorithm.loss(inputs())
+    assert loss.losses_T.tolist()[1:] == [0.0, 0.0]
+    assert loss.metrics["importance_weight_masked_fraction"].value == pytest.approx(2 / 3)
+    assert loss.metrics["importance_weight_max"].value == pytest.approx(WEIGHTS[2])
     of = MinibatchSize(num_tokens=3, num_sequences=1)
-    whole = algorithm.aggregate(found.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
-    assert whole.item() == pytest.approx(found.losses_T[0].item() / 3)
+    whole = algorithm.aggregate(loss.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
+    assert whole.item() == pytest.approx(loss.losses_T[0].item() / 3)
 
 
 def test_proximal_policy_is_recomputed_taken_or_interpolated() -> None:
@@ -216,15 +216,15 @@ def test_proximal_policy_is_recomputed_taken_or_interpolated() -> None:
     given_ = replace(inputs(), versions_T=torch.tensor([7, 6, 4]), policy_version=7)
     assert proximal_logprobs(given_, "recomputed").tolist() == [-1.1, -0.7, -1.6]
     assert proximal_logprobs(given_, "behavior").tolist() == [-1.5, -0.4, -3.5]
-    found = proximal_logprobs(given_, "interpolated")
-    assert found.tolist() == pytest.approx([-1.5, -0.45, -2.375])
-    assert not found.requires_grad
+    logprobs = proximal_logprobs(given_, "interpolated")
+    assert logprobs.tolist() == pytest.approx([-1.5, -0.45, -2.375])
+    assert not logprobs.requires_grad
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.4), ("k2", 0.08), ("k3", 0.0703200)])
 def test_divergence_estimates(estimator: KLEstimator, expected: float) -> None:
-    found = kl_to_reference(torch.tensor([-1.0]), torch.tensor([-1.4]), estimator)
-    assert float(found) == pytest.approx(expected, abs=1e-6)
+    divergence = kl_to_reference(torch.tensor([-1.0]), torch.tensor([-1.4]), estimator)
+    assert float(divergence) == pytest.approx(expected, abs=1e-6)
 
 
 @given(st.lists(st.floats(0.05, 1.0), min_size=2, max_size=6), st.integers(0, 100))
@@ -237,8 +237,8 @@ def test_divergence_estimates_have_the_mean_of_the_divergence(
     old = other.double().log() - other.double().sum().log()
     exact = float((new.exp() * (new - old)).sum())
     for estimator in ("k1", "k3"):
-        found = (new.exp() * kl_to_reference(new, old, estimator)).sum()
-        assert float(found) == pytest.approx(exact, abs=1e-9)
+        mean = (new.exp() * kl_to_reference(new, old, estimator)).sum()
+        assert float(mean) == pytest.approx(exact, abs=1e-9)
     older = (old.exp() * kl_from_older(new - old)).sum()
     assert float(older) == pytest.approx(exact, abs=1e-9)
 
@@ -250,9 +250,9 @@ def with_reference(**columns: Any) -> LossInputs:
 
 def test_divergence_from_the_reference_is_punished_in_the_loss() -> None:
     bare = PPO().loss(inputs()).losses_T
-    found = PPO(kl_coefficient=0.5, kl_estimator="k2").loss(with_reference())
-    assert (found.losses_T - bare).tolist() == pytest.approx([0.5 * 0.045, 0.0, 0.5 * 0.02])
-    assert found.metrics["kl_policy_reference"].value == pytest.approx(0.065 / 3)
+    loss = PPO(kl_coefficient=0.5, kl_estimator="k2").loss(with_reference())
+    assert (loss.losses_T - bare).tolist() == pytest.approx([0.5 * 0.045, 0.0, 0.5 * 0.02])
+    assert loss.metrics["kl_policy_reference"].value == pytest.approx(0.065 / 3)
 
 
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5))
@@ -324,8 +324,8 @@ def test_gspo_keeps_the_gradients_of_tokens_apart() -> None:
     )
     given_ = inputs([-1.0, -0.5, -1.4], advantages=[1.0, -1.0, 2.0])
     s = exp((0.1 + 0.2 + 0.2) / 3)
-    found = algorithm.loss(given_)
-    assert found.losses_T.tolist() == pytest.approx([-1.01 * WEIGHTS[0], s * WEIGHTS[1], 0.0])
+    loss = algorithm.loss(given_)
+    assert loss.losses_T.tolist() == pytest.approx([-1.01 * WEIGHTS[0], s * WEIGHTS[1], 0.0])
     assert gradient(algorithm, given_) == pytest.approx([0.0, s * WEIGHTS[1], 0.0])
 
 
@@ -352,10 +352,10 @@ def test_gspo_has_the_gradient_of_its_sequences_ratio() -> None:
     given_ = LossInputs(
         start.clone().requires_grad_(), old, old, advantages[owners], owners, owners, 6
     )
-    found = algorithm.loss(given_)
-    loss = algorithm.aggregate(found.losses_T, owners, MinibatchSize(24, 6), num_sequences=6)
+    policy_loss = algorithm.loss(given_)
+    loss = algorithm.aggregate(policy_loss.losses_T, owners, MinibatchSize(24, 6), num_sequences=6)
     loss.backward()
-    assert 0 < found.metrics["clip_fraction"].value < 1
+    assert 0 < policy_loss.metrics["clip_fraction"].value < 1
     assert float(loss.detach()) == pytest.approx(float(written_out(start)), abs=1e-12)
     numeric = finite_differences(written_out, start)
     torch.testing.assert_close(given_.logprobs_T.grad, numeric, rtol=1e-6, atol=1e-8)

@@ -55,7 +55,7 @@ def test_recipes_know_the_optimizers_that_there_are() -> None:
 
 
 def test_muon_is_torchs_muon_on_matrices_of_layers_and_torchs_adamw_on_the_rest() -> None:
-    found, _ = updated("muon", dtype="bfloat16")  # in which torch's own orthogonalises
+    updated_policy, _ = updated("muon", dtype="bfloat16")  # in which torch's own orthogonalises
     policy = small_policy()
     named = dict(policy.named_parameters())
     in_layers = {name: p for name, p in named.items() if ".layers." in name and p.ndim == 2}
@@ -73,7 +73,7 @@ def test_muon_is_torchs_muon_on_matrices_of_layers_and_torchs_adamw_on_the_rest(
         muon.step()
         adamw.step()
     for name, expected in weights(policy).items():
-        assert torch.equal(weights(found)[name], expected), name
+        assert torch.equal(weights(updated_policy)[name], expected), name
 
 
 def test_muon_moves_a_matrix_about_as_far_as_adamw_does() -> None:
@@ -95,8 +95,8 @@ def test_matrices_of_layers_are_neither_tables_nor_experts_side_by_side() -> Non
         "model.layers.3.mlp.experts.gate_up_proj": (2, 8, 4),
         "model.layers.3.input_layernorm.weight": (4,),
     }
-    found = [n for n, s in shapes.items() if is_of_layers(n, torch.nn.Parameter(torch.zeros(s)))]
-    assert found == [*shapes][:2]
+    matrices = [n for n, s in shapes.items() if is_of_layers(n, torch.nn.Parameter(torch.zeros(s)))]
+    assert matrices == [*shapes][:2]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -171,8 +171,8 @@ def test_training_with_muon_is_saved_restored_and_learns() -> None:
         return TrainerBackend(small_policy(), chosen)
 
     def take(trained: TrainerBackend, step: int) -> float:
-        found = train_step(trained, make_sequences(), step=step, settings=settings())
-        return found.losses[0]
+        result = train_step(trained, make_sequences(), step=step, settings=settings())
+        return result.losses[0]
 
     straight, stopped = backend(), backend()
     losses = [take(straight, step) for step in range(1, 5)]

@@ -80,6 +80,6 @@ def test_long_sequences_are_dealt_to_all_ranks() -> None:
 
 @given(st.integers(0, 100_000))
 def test_padding_is_small_and_numbers_of_rows_are_few(num_rows: int) -> None:
-    found = padded(num_rows)
-    assert num_rows <= found <= num_rows + max(63, num_rows / 32)
+    num_padded = padded(num_rows)
+    assert num_rows <= num_padded <= num_rows + max(63, num_rows / 32)
     assert len({padded(num) for num in range(4096, 8192)}) <= 33

@@ -28,11 +28,11 @@ def answers(*rewards: float | None, samples: int = 1) -> list[dict[str, Any]]:
 def test_golden_mcnemar() -> None:
     first = answers(*[1.0] * 5, *[0.0] * 9)
     second = answers(*[1.0] * 4, 0.0, *[1.0] * 8, None)
-    found = compare_answers(first, second, threshold=0.5)
-    assert (found.num_prompts, found.num_better, found.num_worse) == (14, 8, 1)
-    assert found.difference == pytest.approx(7 / 14)
-    assert found.p_value == 20 / 512
-    assert found.low < found.difference < found.high
+    comparison = compare_answers(first, second, threshold=0.5)
+    assert (comparison.num_prompts, comparison.num_better, comparison.num_worse) == (14, 8, 1)
+    assert comparison.difference == pytest.approx(7 / 14)
+    assert comparison.p_value == 20 / 512
+    assert comparison.low < comparison.difference < comparison.high
 
 
 def test_answers_to_several_prompts_of_one_id_are_not_paired() -> None:
@@ -50,9 +50,9 @@ def test_p_value_is_that_of_the_exact_binomial_test(better: int, worse: int) -> 
 def test_several_samples_are_one_prompt() -> None:
     first = answers(1, 0, 0, 0, 1, 1, samples=2)
     second = answers(1, 1, 0, 0, 1, 0, samples=2)
-    found = compare_answers(first, second, threshold=0.5)
-    assert (found.num_prompts, found.num_better, found.num_worse) == (3, 1, 1)
-    assert (found.difference, found.p_value) == (0.0, 1.0)
+    comparison = compare_answers(first, second, threshold=0.5)
+    assert (comparison.num_prompts, comparison.num_better, comparison.num_worse) == (3, 1, 1)
+    assert (comparison.difference, comparison.p_value) == (0.0, 1.0)
 
 
 def test_other_prompts_are_refused() -> None:

@@ -54,8 +54,10 @@ def test_sql_and_python_agree_on_what_passes(reward: float | None, threshold: fl
     with closing(duckdb.connect()) as connection:
         connection.execute(read_sql("passing"))
         query = "SELECT passes($reward::DOUBLE, $threshold::DOUBLE)"
-        found = connection.execute(query, {"reward": reward, "threshold": threshold}).fetchall()
-    assert found == [(passes(reward, threshold=threshold),)]
+        passed_in_sql = connection.execute(
+            query, {"reward": reward, "threshold": threshold}
+        ).fetchall()
+    assert passed_in_sql == [(passes(reward, threshold=threshold),)]
 
 
 def test_completion_passes_above_the_threshold_and_not_at_it() -> None:
@@ -103,24 +105,24 @@ def answers(*rewards: float | None, difficulty: int = 1) -> list[dict[str, Any]]
 
 
 def test_constant_reward_of_a_half_passes_nothing_and_is_a_mean_of_a_half() -> None:
-    found = tabulate([*answers(*[0.5] * 8), *answers(1.0, 0.0, difficulty=2)], threshold=0.5)
-    half = found.by_difficulty[1]
+    table = tabulate([*answers(*[0.5] * 8), *answers(1.0, 0.0, difficulty=2)], threshold=0.5)
+    half = table.by_difficulty[1]
     assert (half.passed.pass_rate, half.reward.reward_mean, half.mean_tokens) == (0.0, 0.5, 4.0)
-    assert found.by_difficulty[2].passed.pass_rate == 0.5
-    assert (found.overall.passed.pass_rate, found.overall.passed.n) == (0.1, 10)
+    assert table.by_difficulty[2].passed.pass_rate == 0.5
+    assert (table.overall.passed.pass_rate, table.overall.passed.n) == (0.1, 10)
 
 
 def test_answer_without_a_reward_has_not_passed_and_is_no_part_of_the_mean() -> None:
-    found = evaluation_scores(answers(1.0, None), threshold=0.5)
-    assert (found.passed.pass_rate, found.passed.n) == (0.5, 2)
-    assert (found.reward.reward_mean, found.reward.n) == (1.0, 1)
+    scores = evaluation_scores(answers(1.0, None), threshold=0.5)
+    assert (scores.passed.pass_rate, scores.passed.n) == (0.5, 2)
+    assert (scores.reward.reward_mean, scores.reward.n) == (1.0, 1)
 
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_no_pass_rate_lies_beside_its_interval(n: int) -> None:
     for num_passed in range(n + 1):
-        found = wilson_interval(num_passed, n)
-        assert 0 <= found.low <= found.pass_rate <= found.high <= 1
+        interval = wilson_interval(num_passed, n)
+        assert 0 <= interval.low <= interval.pass_rate <= interval.high <= 1
 
 
 def test_pass_rates_have_wilsons_intervals() -> None:
@@ -133,9 +135,9 @@ def test_pass_rates_have_wilsons_intervals() -> None:
 
 def test_mean_rewards_have_normal_intervals() -> None:
     """Of 1, 2, 3, 4: mean 2.5, s = sqrt(5/3) = 1.2909944, half = 1.959964 s / 2 = 1.2651514."""
-    found = normal_interval([1.0, 2.0, 3.0, 4.0])
-    assert found.reward_mean == 2.5
-    assert (found.low, found.high) == pytest.approx((1.2348486, 3.7651514), abs=1e-6)
+    interval = normal_interval([1.0, 2.0, 3.0, 4.0])
+    assert interval.reward_mean == 2.5
+    assert (interval.low, interval.high) == pytest.approx((1.2348486, 3.7651514), abs=1e-6)
     assert (normal_interval([3.0]).low, normal_interval([3.0]).high) == (3.0, 3.0)
     assert normal_interval([]).n == 0
 
@@ -156,10 +158,10 @@ def test_views_have_a_column_of_what_passed() -> None:
     }
     options: dict[str, Any] = {"decode": lambda tokens: tokens, "max_staleness": 0}
     for threshold, expected in ((0.5, [False, True, False]), (0.2, [True, True, False])):
-        with closing(connect(tables, **options, pass_threshold=threshold)) as found:
+        with closing(connect(tables, **options, pass_threshold=threshold)) as connection:
             for view, order in (("trajectories", "trajectory_id"), ("evaluations", "reward")):
                 query = f"SELECT passed FROM {view} ORDER BY {order}"
-                assert [passed for (passed,) in found.sql(query).fetchall()] == expected
+                assert [passed for (passed,) in connection.sql(query).fetchall()] == expected
 
 
 def test_progress_shows_reward_and_pass_apart() -> None:
@@ -208,27 +210,27 @@ def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_one_that_passed(
 
 def test_several_samples_give_pass_at_k_and_intervals_over_prompts() -> None:
     """Prompts pass in 4, 2, 0 and 0 of 4 samples: pass@1 3/8, pass@2 (1 + 5/6) / 4, pass@4 1/2."""
-    found = evaluation_scores(
+    scores = evaluation_scores(
         sampled([1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0], [0, None, 0, 0]), threshold=0.5
     )
-    assert (found.num_samples, found.passed.n, found.passed.pass_rate) == (4, 4, 0.375)
-    assert found.pass_at == pytest.approx({2: (1 + 5 / 6) / 4, 4: 0.5})
-    assert found.by_name()["pass_at_4"] == 0.5
-    assert found.by_name()["best_of_4"] == 0.5
-    assert "majority_of_4" not in found.by_name(), "no verifier said what the answers are"
+    assert (scores.num_samples, scores.passed.n, scores.passed.pass_rate) == (4, 4, 0.375)
+    assert scores.pass_at == pytest.approx({2: (1 + 5 / 6) / 4, 4: 0.5})
+    assert scores.by_name()["pass_at_4"] == 0.5
+    assert scores.by_name()["best_of_4"] == 0.5
+    assert "majority_of_4" not in scores.by_name(), "no verifier said what the answers are"
     over_prompts = normal_interval([1.0, 0.5, 0.0, 0.0])
-    assert (found.passed.low, found.passed.high) == (0.0, pytest.approx(over_prompts.high))
-    assert found.reward.reward_mean == 0.375
+    assert (scores.passed.low, scores.passed.high) == (0.0, pytest.approx(over_prompts.high))
+    assert scores.reward.reward_mean == 0.375
 
 
 def test_several_samples_give_the_best_reward_and_the_vote() -> None:
     rows = sampled([0.2, 0.9, 0.2], [0.4, None, 0.1], [None, None, None])
     for row, answer in zip(rows, ["7", "8", "7", "3", "", "4", "", "", ""], strict=True):
         row["reward_detail"] = json.dumps({"extracted": answer})
-    found = evaluation_scores(rows, threshold=0.3)
-    assert found.best_of == pytest.approx((0.9 + 0.4) / 2)
-    assert found.majority == pytest.approx((0 + 0.5 + 0) / 3)
-    assert samples_text(found).endswith("best reward 0.650, majority 0.167")
+    scores = evaluation_scores(rows, threshold=0.3)
+    assert scores.best_of == pytest.approx((0.9 + 0.4) / 2)
+    assert scores.majority == pytest.approx((0 + 0.5 + 0) / 3)
+    assert samples_text(scores).endswith("best reward 0.650, majority 0.167")
 
 
 @pytest.mark.parametrize(
@@ -248,23 +250,23 @@ def test_majority_vote_is_the_most_frequent_answer(
 
 
 def test_prompts_that_share_an_id_are_two_prompts() -> None:
-    found = evaluation_scores([*answers(1.0), *answers(0.0)], threshold=0.5)
-    assert (found.passed.n, found.passed.pass_rate, found.num_samples) == (2, 0.5, 1)
-    assert found.pass_at == {}
+    scores = evaluation_scores([*answers(1.0), *answers(0.0)], threshold=0.5)
+    assert (scores.passed.n, scores.passed.pass_rate, scores.num_samples) == (2, 0.5, 1)
+    assert scores.pass_at == {}
 
 
 def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_once() -> None:
     rows = [{**row, "held_out": "code"} for row in sampled([1, 1], [1, 0], [0, 0])]
-    found = tabulate([*sampled([1, 1]), *rows], threshold=0.5)
-    assert {name: of.passed.pass_rate for name, of in found.by_set.items()} == {
+    table = tabulate([*sampled([1, 1]), *rows], threshold=0.5)
+    assert {name: of.passed.pass_rate for name, of in table.by_set.items()} == {
         "held_out": 1.0,
         "code": 0.5,
     }
-    assert (found.overall.passed.n, found.overall.passed.pass_rate) == (4, 0.625)
-    metrics = held_out_metrics(found)
+    assert (table.overall.passed.n, table.overall.passed.pass_rate) == (4, 0.625)
+    metrics = held_out_metrics(table)
     assert metrics["held_out/pass_at_2"] == 0.75
     assert metrics["held_out/code/pass_at_2"] == pytest.approx(2 / 3)
-    report = report_evaluation(EvaluationResult(found, [], "m"))
+    report = report_evaluation(EvaluationResult(table, [], "m"))
     assert [*report.data["by_set"]] == ["held_out", "code"]
     assert [row["set"] for row in report.parts[0].rows] == ["held_out", "code", "all"]
     of_one = held_out_metrics(tabulate(rows, threshold=0.5))
@@ -274,25 +276,25 @@ def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_on
 def test_sets_with_other_numbers_of_samples_have_the_pass_at_k_of_theirs() -> None:
     """Overall each prompt counts once, and pass@k is of no more samples than each prompt has."""
     code = [{**row, "held_out": "code"} for row in sampled([1, 1, 0, 0], [0, 0, 0, 0])]
-    found = tabulate([*sampled([1, 0]), *code], threshold=0.5)
-    metrics = held_out_metrics(found)
+    table = tabulate([*sampled([1, 0]), *code], threshold=0.5)
+    metrics = held_out_metrics(table)
     assert metrics["held_out/code/pass_at_2"] == pytest.approx((5 / 6 + 0) / 2)
     assert metrics["held_out/code/pass_at_4"] == 0.5
     assert metrics["held_out/code/best_of_4"] == 0.5
     assert metrics["held_out/held_out/pass_at_2"] == 1.0
     assert metrics["held_out/pass_rate"] == pytest.approx((0.5 + 0.5 + 0) / 3)
     assert metrics["held_out/pass_at_2"] == pytest.approx((1 + 5 / 6 + 0) / 3)
-    assert {"pass_at_4", "best_of_2", "best_of_4"}.isdisjoint(found.overall.by_name())
-    assert samples_text(found.overall) == "2 to 4 samples each: pass@2 0.611"
+    assert {"pass_at_4", "best_of_2", "best_of_4"}.isdisjoint(table.overall.by_name())
+    assert samples_text(table.overall) == "2 to 4 samples each: pass@2 0.611"
 
 
 def test_one_sample_of_some_prompts_and_several_of_others_has_a_normal_interval() -> None:
     code = [{**row, "held_out": "code"} for row in sampled([1, 0], [0, 0])]
-    found = tabulate([*sampled([1]), *code], threshold=0.5).overall
+    scores = tabulate([*sampled([1]), *code], threshold=0.5).overall
     over_prompts = normal_interval([1.0, 0.5, 0.0])
-    assert found.passed.high == min(1.0, over_prompts.high)
-    assert found.pass_at == {}
-    assert samples_text(found) == "1 to 2 samples each"
+    assert scores.passed.high == min(1.0, over_prompts.high)
+    assert scores.pass_at == {}
+    assert samples_text(scores) == "1 to 2 samples each"
 
 
 def test_ks_are_powers_of_two_and_all_samples() -> None:

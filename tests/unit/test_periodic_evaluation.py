@@ -133,9 +133,9 @@ def test_evaluations_of_another_verifier_are_not_read(tmp_path: Path) -> None:
         for step, verifier in ((2, "numeric@0"), (4, "numeric@1")):
             rows = answers(evaluation_name(step), step, reward=1.0, text="4", verifier=verifier)
             append_evaluation(layout, rows, writer)
-    found = read_periodic(layout, threshold=0.5, verifier="numeric@1")
-    assert [*found] == names(4)
-    assert found[evaluation_name(4)].overall.passed.pass_rate == 1.0
+    evaluations = read_periodic(layout, threshold=0.5, verifier="numeric@1")
+    assert [*evaluations] == names(4)
+    assert evaluations[evaluation_name(4)].overall.passed.pass_rate == 1.0
 
 
 def test_pass_rates_are_compared_from_before_training_on() -> None:

@@ -98,8 +98,10 @@ def split_over(tensor_parallel_size: int, num_generators: int = 1) -> Recipe:
 def test_generator_that_is_split_has_its_gpus_on_one_host() -> None:
     machines = Machines(("a", "b"), ("0", "1", "2"))
     placed = place_workers(split_over(2, num_generators=2), machines)
-    found = {worker.host: worker.environment[VISIBLE_GPUS] for worker in placed if worker.gpus}
-    assert found == {"a": "0,1", "b": "0,1"}
+    gpus_by_host = {
+        worker.host: worker.environment[VISIBLE_GPUS] for worker in placed if worker.gpus
+    }
+    assert gpus_by_host == {"a": "0,1", "b": "0,1"}
     with pytest.raises(ConfigError, match=r"and 4 for each of 1 generator.* found 3 GPU"):
         place_workers(split_over(4), Machines(gpus=("0", "1", "2")))
     with pytest.raises(ConfigError, match=r"expected 4 free GPU\(s\).* found 3 of 3"):

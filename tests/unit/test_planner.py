@@ -83,16 +83,16 @@ def test_a_split_is_the_recipes_unless_the_best_one_is_asked_for(policy: Policy)
 def test_the_fastest_of_many_splits_is_found_among_few(policy: Policy) -> None:
     job = job_of(policy, 48)
     splits = list(job.splits())
-    found = job.steady(fastest_split(job, splits)).step_s
-    assert found == min(job.steady(each).step_s for each in splits)
+    step_s = job.steady(fastest_split(job, splits)).step_s
+    assert step_s == min(job.steady(each).step_s for each in splits)
 
 
 def test_splits_are_whole_generators_and_whole_rows_of_ranks(policy: Policy) -> None:
     parallel = {"parallel": {"context_ranks": 2}}
     two = {"vllm": {"tensor_parallel_size": 2}}
     job = job_of(policy, trainer=parallel, generation=two, cluster={"num_trainers": 2})
-    found = [(each.cluster.num_generators, each.cluster.num_trainers) for each in job.splits()]
-    assert found == [(3, 2), (2, 4), (1, 6)]
+    sizes = [(each.cluster.num_generators, each.cluster.num_trainers) for each in job.splits()]
+    assert sizes == [(3, 2), (2, 4), (1, 6)]
     with pytest.raises(ConfigError, match="at least 2 for a generator"):
         make_plan(replace(job, num_gpus=3))
 
@@ -135,12 +135,12 @@ def test_a_gpu_is_named_by_any_part_that_no_other_has() -> None:
 def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
     made = replace(job_of(policy, controller={"batch_size": 128}), efficiency=REACHED)
     row = ledger_row(made)
-    found = calibrate(replace(made, efficiency=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
-    assert found.efficiency.training == pytest.approx(REACHED.training, rel=0.05)
-    assert found.efficiency.decode_step_s == pytest.approx(0.02, rel=0.1)
-    assert found.efficiency.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
-    assert found.predicted_step_s == pytest.approx(row["seconds_step"], rel=0.05)
-    assert found.predicted_staleness == pytest.approx(row["staleness_mean"], rel=0.1)
+    calibrated = calibrate(replace(made, efficiency=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
+    assert calibrated.efficiency.training == pytest.approx(REACHED.training, rel=0.05)
+    assert calibrated.efficiency.decode_step_s == pytest.approx(0.02, rel=0.1)
+    assert calibrated.efficiency.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
+    assert calibrated.predicted_step_s == pytest.approx(row["seconds_step"], rel=0.05)
+    assert calibrated.predicted_staleness == pytest.approx(row["staleness_mean"], rel=0.1)
     with pytest.raises(RunError, match="expected 8 steady steps"):
         calibrate(made, [row] * 6, commit_s=0.0)
 
@@ -188,8 +188,8 @@ def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) ->
 
     def planned(number: int) -> int:
         unknown = replace(with_number(number), efficiency=ASSUMED)
-        found = calibrate(unknown, [rows[number]] * 12, commit_s=REACHED.commit_s)
-        return enough_generators(replace(unknown, efficiency=found.efficiency), (1, 8))
+        calibrated = calibrate(unknown, [rows[number]] * 12, commit_s=REACHED.commit_s)
+        return enough_generators(replace(unknown, efficiency=calibrated.efficiency), (1, 8))
 
     first = {start: planned(start) for start in (1, 8)}
     assert {planned(number) for number in first.values()} == {enough}, (first, steps)
@@ -204,9 +204,9 @@ def test_the_model_has_the_papers_hours(eta: int) -> None:
 
 @pytest.mark.parametrize("size", ["1.5B", "7B", "14B", "32B"])
 def test_shapes_of_the_distilled_family_are_known_by_name(size: str) -> None:
-    found = Policy.of(model_config(f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}"))
+    policy = Policy.of(model_config(f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}"))
     billions = {"1.5B": 1.78, "7B": 7.62, "14B": 14.8, "32B": 32.8}[size]
-    assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert policy.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_the_command_prints_a_plan_as_one_object(

@@ -43,10 +43,10 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
 
 
-def aggregated(found: PolicyLoss, inputs: LossInputs) -> torch.Tensor:
+def aggregated(loss: PolicyLoss, inputs: LossInputs) -> torch.Tensor:
     sequence_T, num_sequences = inputs.sequence_T, inputs.num_sequences
     of = MinibatchSize(10, 4)
-    return BY_SEQUENCE.aggregate(found.losses_T, sequence_T, of, num_sequences=num_sequences)
+    return BY_SEQUENCE.aggregate(loss.losses_T, sequence_T, of, num_sequences=num_sequences)
 
 
 def by_hand(rewards: list[float], smoothing: float) -> float:
@@ -68,12 +68,12 @@ def test_dpo_loss_is_that_of_the_paper(smoothing: float) -> None:
         )
     ]
     inputs = inputs_of(logprobs_T, reference_T)
-    found = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.3, label_smoothing=smoothing))
+    loss = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.3, label_smoothing=smoothing))
     rewards = [float(value) for value in sums]
-    assert float(aggregated(found, inputs)) == pytest.approx(by_hand(rewards, smoothing), abs=1e-12)
+    assert float(aggregated(loss, inputs)) == pytest.approx(by_hand(rewards, smoothing), abs=1e-12)
     margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
-    assert found.metrics["pair_margin"].value == pytest.approx(sum(margins) / 2)
-    assert found.metrics["pair_accuracy"].value == sum(m > 0 for m in margins) / 2
+    assert loss.metrics["pair_margin"].value == pytest.approx(sum(margins) / 2)
+    assert loss.metrics["pair_accuracy"].value == sum(m > 0 for m in margins) / 2
 
 
 def test_dpo_loss_has_golden_numbers() -> None:
@@ -82,8 +82,8 @@ def test_dpo_loss_has_golden_numbers() -> None:
     policy_T = torch.tensor([-0.25, -0.75, -3.0], dtype=torch.float64)
     reference_T = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     inputs = LossInputs(policy_T, policy_T, reference_T, policy_T, sequence_T, sequence_T, 2)
-    found = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.0))
-    assert found.losses_T.tolist() == pytest.approx([0.2014132779827524] * 3, abs=1e-12)
+    loss = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.0))
+    assert loss.losses_T.tolist() == pytest.approx([0.2014132779827524] * 3, abs=1e-12)
     smoothed = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.1))
     assert float(smoothed.losses_T[0]) == pytest.approx(0.3514132779827524, abs=1e-12)
 
@@ -92,11 +92,11 @@ def test_dpo_loss_has_golden_numbers() -> None:
 def test_reward_model_loss_reads_the_score_after_each_last_token(smoothing: float) -> None:
     scores_T, _ = drawn()
     inputs = inputs_of(scores_T, scores_T)
-    found = reward_model_loss(
+    loss = reward_model_loss(
         inputs, SftSettings(objective="reward_model", label_smoothing=smoothing)
     )
     last = [float(scores_T[at]) for at in (2, 3, 5, 9)]
-    assert float(aggregated(found, inputs)) == pytest.approx(by_hand(last, smoothing), abs=1e-12)
+    assert float(aggregated(loss, inputs)) == pytest.approx(by_hand(last, smoothing), abs=1e-12)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -203,8 +203,8 @@ def test_reward_model_is_trained_at_the_scores_that_transformers_reads(tmp_path:
         for at, text in enumerate(texts):
             padded[at, : len(text)] = text
         with torch.no_grad():
-            found = saved(torch.tensor(padded), attention_mask=torch.tensor(padded != 0))
-        scores += found.logits[:, 0].tolist()
+            output = saved(torch.tensor(padded), attention_mask=torch.tensor(padded != 0))
+        scores += output.logits[:, 0].tolist()
     assert of.take_step() == pytest.approx(by_hand(scores, 0.0), abs=1e-5)
 
 

@@ -39,8 +39,8 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
 def test_what_this_machine_lacks_is_refused(
     table: dict[str, Any], num_gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
-    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: found)
+    machine = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
+    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
     monkeypatch.setattr(
         "areal_flow.rollout.engines.vllm.support.installed_vllm", lambda device: None
     )
@@ -50,8 +50,8 @@ def test_what_this_machine_lacks_is_refused(
 
 
 def test_what_this_machine_has_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
-    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: found)
+    machine = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
+    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
     bfloat16 = {name: {**settings, "dtype": "bfloat16"} for name, settings in BOTH.items()}
     check_devices(build_recipe({**bfloat16, "cluster": {"num_gpus": 2}}, source="test"))
 
@@ -77,8 +77,8 @@ def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     given = trial_input(f"{__name__}:says_the_list", row)
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     trial.main(tmp_path, tmp_path / "found.jsonl")
-    found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])
-    assert [score["reward"] for score in found["scores"]] == [1, 0]
+    recorded = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])
+    assert [score["reward"] for score in recorded["scores"]] == [1, 0]
 
 
 def test_trial_finds_files_of_the_working_directory_which_shadow_no_module(
@@ -92,6 +92,6 @@ def test_trial_finds_files_of_the_working_directory_which_shadow_no_module(
     write_tiny_model(layout.model, max_model_len=32)
     row = {"prompt": "which?", "answer": "2", "metadata": {}}
     given = trial_input("of_a_user:judge", row)
-    found, _ = _trial("areal_flow.rewards.trial", layout, given=given, limit_s=60)
-    assert [score["reward"] for score in found[-1]["scores"]] == [1, 1]
+    trials, _ = _trial("areal_flow.rewards.trial", layout, given=given, limit_s=60)
+    assert [score["reward"] for score in trials[-1]["scores"]] == [1, 1]
     assert capfd.readouterr().out == ""

@@ -240,9 +240,9 @@ def test_full_disk_loses_lines_and_ends_no_run(capsys: pytest.CaptureFixture[str
     with log_kept(Path("/dev/full")):
         say("step 1")
         logging.getLogger("areal_flow.cluster.pool").warning("generator-1 died")
-    found = capsys.readouterr()
-    assert found.out == "step 1\n"
-    assert "No space left" not in found.err
+    output = capsys.readouterr()
+    assert output.out == "step 1\n"
+    assert "No space left" not in output.err
 
 
 async def test_answers_are_counted_as_they_come() -> None:

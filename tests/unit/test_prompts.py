@@ -182,13 +182,13 @@ def test_column_called_metadata_replaces_no_other(tmp_path: Path, layout: RunLay
         {**good(1), "level": 1, "metadata": clash},
         {"question": "2 + 1 =", "final": 3, "metadata": clash},
     ]
-    found = []
+    seen = []
     for row, field in zip(rows, ("answer", "answer", "final"), strict=True):
         path = write_rows(tmp_path / "p.jsonl", [row])
         prepare_prompts(recipe(path, num_held_out=0, answer_field=field).prompt_plan(), layout)
         prompt = PromptTable(layout.train_prompts, seed=0).row(0)
-        found.append((dict(prompt.metadata), prompt.answer))
-    assert found == [
+        seen.append((dict(prompt.metadata), prompt.answer))
+    assert seen == [
         ({"question": "0 + 1 =", "metadata": "from a book"}, "#### 1"),
         ({"question": "1 + 1 =", "level": 1, "metadata": clash}, "#### 2"),
         ({"question": "2 + 1 =", "final": 3, "level": 3, "metadata": clash}, 3),
@@ -300,8 +300,8 @@ def test_parquet_equals_jsonl(tmp_path: Path, layout: RunLayout) -> None:
 
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path, layout: RunLayout) -> None:
     rows = [good(index % 12) for index in range(60)]
-    found = prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)).prompt_plan(), layout)
-    assert found.num_train + found.num_held_out + found.num_repeated == 60
+    prepared = prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)).prompt_plan(), layout)
+    assert prepared.num_train + prepared.num_held_out + prepared.num_repeated == 60
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     train = PromptTable(layout.train_prompts, seed=0).rows()
     assert held
@@ -316,8 +316,8 @@ def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: Run
     own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
     sets = EvaluationSettings.model_validate({"held_out": [own]})
     asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
-    found = prepare_prompts(asked.prompt_plan(), layout)
-    assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)
+    prepared = prepare_prompts(asked.prompt_plan(), layout)
+    assert (prepared.num_train, prepared.num_held_out, prepared.num_repeated) == (38, 3, 2)
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     assert [(p.text, p.source) for p in held] == [
         (row["problem"], "problems") for row in problems[:3]
@@ -468,10 +468,10 @@ def test_held_out_rows_that_are_fewer_than_asked_for_are_said(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     path = write_rows(tmp_path / "p.jsonl", [*map(good, range(20))])
-    found = prepare_prompts(recipe(path, num_held_out=9).prompt_plan(), layout)
-    assert found.num_held_out == 4
+    prepared = prepare_prompts(recipe(path, num_held_out=9).prompt_plan(), layout)
+    assert prepared.num_held_out == 4
     assert f"4 of {path} may be held out, fewer than num_held_out" in describe_prompts(
-        found, layout
+        prepared, layout
     )
     assert "may be held out" not in describe_prompts(
         prepare_prompts(recipe(path).prompt_plan(), layout), layout

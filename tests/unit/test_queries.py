@@ -77,10 +77,8 @@ def log_table(*identifiers: str) -> pa.Table:
 
 def test_every_trajectory_is_trained_discarded_or_waiting() -> None:
     steps = steps_table((0, [], []), (1, ["c", "a"], []), (2, ["d"], [("b", "stale")]))
-    found = consumption_table(steps, log_table("a", "b", "c", "d", "e")).to_pylist()
-    assert [
-        (row["status"], row["step"], row["policy_version"], row["reason"]) for row in found
-    ] == [
+    rows = consumption_table(steps, log_table("a", "b", "c", "d", "e")).to_pylist()
+    assert [(row["status"], row["step"], row["policy_version"], row["reason"]) for row in rows] == [
         ("trained", 1, 0, None),
         ("discarded", 2, 1, "stale"),
         ("trained", 1, 0, None),
@@ -92,8 +90,8 @@ def test_every_trajectory_is_trained_discarded_or_waiting() -> None:
 def test_consumption_reads_ledgers_in_many_chunks_and_empty_ones() -> None:
     parts = [(1, ["a"], []), (2, ["b", "c"], [("d", "stale")]), (3, ["e"], [])]
     chunked = pa.concat_tables([steps_table(part) for part in parts])
-    found = consumption_table(chunked, log_table("e", "d", "c", "b", "a"))
-    assert found["step"].to_pylist() == [3, 2, 2, 2, 1]
+    consumption = consumption_table(chunked, log_table("e", "d", "c", "b", "a"))
+    assert consumption["step"].to_pylist() == [3, 2, 2, 2, 1]
     nothing = consumption_table(steps_table((0, [], [])), log_table("a"))
     assert nothing["status"].to_pylist() == ["waiting"]
     assert consumption_table(steps_table(), log_table()).num_rows == 0
@@ -141,9 +139,9 @@ def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> No
         writer.write_table(pa.table(prompts))
     names = ["reward", "metadata.kind", "metadata.level", "metadata.missing"]
     assert run.trajectories("polars", columns=names).columns == names
-    found = run.trajectories("arrow", columns=[*names, "prompt_id"]).to_pylist()
-    assert found
-    for row in found:
+    rows = run.trajectories("arrow", columns=[*names, "prompt_id"]).to_pylist()
+    assert rows
+    for row in rows:
         of_known = row["prompt_id"] == known
         assert row["metadata.kind"] == ("sum" if of_known else None)
         assert row["metadata.level"] == (2 if of_known else None)
@@ -175,9 +173,9 @@ def test_rows_are_parsed_once_each_and_any_integer_is_read(
     monkeypatch.setattr(
         queries, "json", SimpleNamespace(loads=lambda t: parsed.append(t) or json.loads(t))
     )
-    found = run.trajectories("arrow", columns=["metadata.big"])
-    assert {*found["metadata.big"].to_pylist()} == {str(2**63)}
-    assert len(parsed) < len(found)
+    table = run.trajectories("arrow", columns=["metadata.big"])
+    assert {*table["metadata.big"].to_pylist()} == {str(2**63)}
+    assert len(parsed) < len(table)
     assert {*run.evaluations("arrow", columns=["metadata.kind"])["metadata.kind"].to_pylist()} == {
         "held_out"
     }
@@ -206,9 +204,9 @@ def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:
                verdict, completion
         FROM trajectories ORDER BY trajectory_id
     """
-    found = database(rows, steps, max_staleness=1).sql(query).fetchall()
+    ages = database(rows, steps, max_staleness=1).sql(query).fetchall()
     versions, text = [1, 1, 3, 3, 3], "[7, 7, 7, 7, 7]"
-    assert found == [
+    assert ages == [
         ("trained", 5, 2, 3, 0.0, versions, "right", text),
         ("discarded", 5, None, None, None, versions, "right", text),
         ("waiting", 5, None, None, None, versions, "right", text),
@@ -223,11 +221,11 @@ def test_view_trains_the_tokens_that_the_trainer_trains(seed: int) -> None:
     rows = [random_row(rng, index) for index in range(20)]
     identifiers = [row["trajectory_id"] for row in rows]
     table = pa.Table.from_pylist(rows, schema=TRAJECTORIES)
-    found = database(table, steps_table((4, identifiers, [])), max_staleness=1).sql(
+    relation = database(table, steps_table((4, identifiers, [])), max_staleness=1).sql(
         "SELECT num_trained_tokens, num_masked_tokens, staleness FROM trajectories "
         "ORDER BY trajectory_id"
     )
-    for row, (num_trained, num_masked, staleness) in zip(rows, found.fetchall(), strict=True):
+    for row, (num_trained, num_masked, staleness) in zip(rows, relation.fetchall(), strict=True):
         ages = trained_ages(row, policy_version=3, max_staleness=1)
         assert (num_trained, num_masked) == (len(ages), len(row["loss_mask"]) - len(ages))
         assert staleness == (pytest.approx(sum(ages) / len(ages)) if ages else None)
@@ -478,12 +476,12 @@ def test_trajectories_come_with_texts_and_status_in_every_format(
     run = open_run(make_finished_run(tmp_path / "r", num_steps=3).root)
     columns = ["trajectory_id", "prompt", "completion", "status", "step"]
     where = "status = 'trained' AND step > 1 AND prompt <> ''"
-    found = run.trajectories(kind, text=True, columns=columns, where=where)
+    trajectories = run.trajectories(kind, text=True, columns=columns, where=where)
     rows = {
-        "pandas": lambda: found.to_dict("records"),
-        "polars": lambda: found.to_dicts(),
-        "arrow": lambda: found.to_pylist(),
-        "duckdb": lambda: found.to_arrow_table().to_pylist(),
+        "pandas": lambda: trajectories.to_dict("records"),
+        "polars": lambda: trajectories.to_dicts(),
+        "arrow": lambda: trajectories.to_pylist(),
+        "duckdb": lambda: trajectories.to_arrow_table().to_pylist(),
     }[kind]()
     assert [*rows[0]] == columns
     assert {row["step"] for row in rows} == {2, 3}

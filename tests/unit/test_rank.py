@@ -46,10 +46,10 @@ RECIPE: Recipe = build_recipe(
 
 def rows(*indices: int) -> list[dict[str, Any]]:
     """Two groups of two completions; one token is masked, and one of another row too old."""
-    found = [row for index in indices for row in group_table(index, version=3).to_pylist()]
-    found[0]["loss_mask"] = [True, False, True]
-    found[1]["version_spans"] = [{"version": 1, "length": 1}, {"version": 2, "length": 2}]
-    return found
+    group_rows = [row for index in indices for row in group_table(index, version=3).to_pylist()]
+    group_rows[0]["loss_mask"] = [True, False, True]
+    group_rows[1]["version_spans"] = [{"version": 1, "length": 1}, {"version": 2, "length": 2}]
+    return group_rows
 
 
 def rank(path: Path, **arguments: Any) -> TrainerRank:
@@ -164,8 +164,10 @@ def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: St
     log = pa.Table.from_pylist(rows(0, 1), schema=TRAJECTORIES)
     steps = ledger_table(result)
     tables = {"stored": log, "steps": steps, "consumption": consumption_table(steps, log)}
-    with closing(connect(tables, decode=lambda tokens: pa.array([""]), max_staleness=2)) as found:
-        by_view = found.sql(
+    with closing(
+        connect(tables, decode=lambda tokens: pa.array([""]), max_staleness=2)
+    ) as connection:
+        by_view = connection.sql(
             "SELECT sum(num_trained_tokens), sum(num_masked_tokens), "
             "sum(staleness * num_trained_tokens) / sum(num_trained_tokens) FROM trajectories"
         ).fetchall()[0]

@@ -24,8 +24,8 @@ def test_tasks_judge_answers_to_their_own_questions() -> None:
     gym = pytest.importorskip("reasoning_gym")
     for task in ("chain_sum", "leg_counting", "spell_backward"):
         (entry,) = gym.create_dataset(task, size=1, seed=3)
-        found = score(f"so <answer>{entry['answer']}</answer>", entry)
-        assert (found.reward, found.verdict) == (1.0, "right"), task
+        judged = score(f"so <answer>{entry['answer']}</answer>", entry)
+        assert (judged.reward, judged.verdict) == (1.0, "right"), task
         assert score(str(entry["answer"]), entry, **entry["metadata"]).reward == 1.0, task
         wrong = score("<answer>nothing</answer>", entry)
         assert wrong.verdict == "wrong", task

@@ -102,8 +102,8 @@ def test_tail_that_one_minus_the_rest_would_lose_in_float32_is_exact() -> None:
     top_Tk = found_TV[1].topk(1).indices
     policy_TK, reference_TK = (bucket_logprobs(each, top_Tk) for each in found_TV)
     assert reference_TK[0, 0] == 0, "1 - sum is 0"
-    found = (policy_TK.exp() * (policy_TK - reference_TK)).sum()
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    divergence = (policy_TK.exp() * (policy_TK - reference_TK)).sum()
+    assert float(divergence) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("k", [1, 4, 12])
@@ -128,7 +128,7 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
         needs_entropy=with_entropy,
         entropy_has_gradient=with_entropy,
     )
-    found = linear_logprobs.linear_logprobs(hidden_MH, targets_M, of, top_Mk)
+    actual = linear_logprobs.linear_logprobs(hidden_MH, targets_M, of, top_Mk)
     products_MV = hidden_MH @ weight_VH.T + bias_V
     logprobs_MV = (torch.tanh(products_MV / 2) * 2 / TEMPERATURE).log_softmax(1)
     probs_MV = logprobs_MV.exp()
@@ -139,11 +139,11 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
         entropy_M,
         torch.cat([logprobs_MV.gather(1, top_Mk), others_M.log()[:, None]], dim=1),
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     weights = [torch.randn(each.shape, dtype=torch.float64) for each in expected]
     gradients, wanted = (
         torch.autograd.grad(sum((e * w).sum() for e, w in zip(each, weights, strict=True)), leaves)
-        for each in (found, expected)
+        for each in (actual, expected)
     )
     torch.testing.assert_close(gradients, wanted)
 
@@ -199,8 +199,8 @@ def gradients_of_step(
     backend.hold_reference(teacher)
     how = StepSettings(PPO(reference_top_k=k, **DISTILLATION), temperature=TEMPERATURE, seed=0)
     numbers = train_step(backend, sequences, step=1, settings=how)
-    found = [p.grad for p in student.parameters() if p.grad is not None]
-    return found, numbers.metrics["kl_policy_reference"].value
+    gradients = [p.grad for p in student.parameters() if p.grad is not None]
+    return gradients, numbers.metrics["kl_policy_reference"].value
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -212,7 +212,7 @@ def test_all_tokens_give_a_step_the_gradients_of_the_whole_divergence(
     sequences = make_sequences()
     wanted, expected = whole_divergence(small_policy(), small_policy(seed=1), sequences)
     use_head_of(device, monkeypatch)
-    found, kl = gradients_of_step(
+    gradients, kl = gradients_of_step(
         small_policy(),
         small_policy(seed=1),
         sequences,
@@ -220,7 +220,7 @@ def test_all_tokens_give_a_step_the_gradients_of_the_whole_divergence(
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
     assert kl == pytest.approx(expected, rel=1e-4)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(gradients, wanted, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6
 
 

@@ -44,11 +44,11 @@ def layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLayout]
 
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_run_step_and_model_are_found_by_any_reference(layout: RunLayout, reference: str) -> None:
-    found = find_reference(Path("runs"), reference)
-    assert found.run == layout
-    assert found.step == (None if reference.endswith("x") else 0)
-    assert found.model() == checkpoint_path(layout.checkpoints, 0)
-    assert found.title == f"{reference} (step 0 of run x)"
+    resolved = find_reference(Path("runs"), reference)
+    assert resolved.run == layout
+    assert resolved.step == (None if reference.endswith("x") else 0)
+    assert resolved.model() == checkpoint_path(layout.checkpoints, 0)
+    assert resolved.title == f"{reference} (step 0 of run x)"
 
 
 HEAVY = {
@@ -111,11 +111,11 @@ def test_every_command_takes_every_reference(
 
 
 def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
-    found = find_reference(Path("runs"), "./x")
-    assert found.model() == Path("x").resolve()
-    assert found.title == "./x"
+    resolved = find_reference(Path("runs"), "./x")
+    assert resolved.model() == Path("x").resolve()
+    assert resolved.title == "./x"
     with pytest.raises(ArealFlowError, match=r"expected a run or a model of one, found \./x"):
-        _ = found.run
+        _ = resolved.run
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ def unweighted(inputs: LossInputs) -> PolicyLoss:
 def test_step_is_replayed_with_its_own_loss_another_one_and_another_algorithm(
     layout: RunLayout,
 ) -> None:
-    found = replay_step(layout, step=2, loss=unweighted)
-    assert found.compared.equal
-    assert not found.refused
-    assert found.changes == {"loss": ("decoupled_ppo", "unweighted")}
-    assert found.changed is not None
-    assert found.changed.metrics.metrics["importance_weight_max"] == 1
-    assert found.replayed.metrics.metrics["importance_weight_max"] < 1
-    assert found.changed.hashes != found.replayed.hashes
+    replay = replay_step(layout, step=2, loss=unweighted)
+    assert replay.compared.equal
+    assert not replay.refused
+    assert replay.changes == {"loss": ("decoupled_ppo", "unweighted")}
+    assert replay.changed is not None
+    assert replay.changed.metrics.metrics["importance_weight_max"] == 1
+    assert replay.replayed.metrics.metrics["importance_weight_max"] < 1
+    assert replay.changed.hashes != replay.replayed.hashes
     other = replay_step(layout, step=2, changes={"algorithm": {"name": "gspo"}})
     assert other.compared.equal
     assert other.changed is not None
@@ -60,20 +60,20 @@ def test_every_algorithm_is_replayed_bit_for_bit(tmp_path: Path, variant: str) -
     """Weights, losses and every metric; the reference of a replay is the run's first policy."""
     trainer = {"learning_rate": 0.01}
     layout = make_recorded_run(tmp_path / "r", algorithm=VARIANTS[variant], trainer=trainer)
-    found = replay_step(layout, step=2)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True, True]
-    assert found.compared.recorded.metrics.grad_norm > 0
+    replay = replay_step(layout, step=2)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True, True]
+    assert replay.compared.recorded.metrics.grad_norm > 0
     if "kl_coefficient" in VARIANTS[variant]:
-        divergence = found.replayed.metrics.metrics["kl_policy_reference"]
+        divergence = replay.replayed.metrics.metrics["kl_policy_reference"]
         assert divergence != 0
         assert divergence > 0 or VARIANTS[variant].get("kl_estimator") == "k1"
 
 
 def test_divergence_can_be_tried_on_a_step_that_was_recorded_without(layout: RunLayout) -> None:
-    found = replay_step(layout, step=2, changes={"algorithm": {"kl_coefficient": 0.5}})
-    assert found.compared.equal
-    assert found.changed is not None
-    assert "kl_policy_reference" in found.changed.metrics.metrics
+    replay = replay_step(layout, step=2, changes={"algorithm": {"kl_coefficient": 0.5}})
+    assert replay.compared.equal
+    assert replay.changed is not None
+    assert "kl_policy_reference" in replay.changed.metrics.metrics
 
 
 def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path) -> None:
@@ -82,13 +82,13 @@ def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path
     layout.config.write_text(
         layout.config.read_text().replace("num_steps = 1\n", "num_steps = 9\n", 1)
     )
-    found = replay_step(layout, step=2)
+    replay = replay_step(layout, step=2)
     rates = [
-        compared.recorded.metrics.learning_rate for compared in (*found.before, found.compared)
+        compared.recorded.metrics.learning_rate for compared in (*replay.before, replay.compared)
     ]
     assert rates == pytest.approx([1e-3, 3e-5])
-    assert found.before[0].equal
-    assert found.compared.equal
+    assert replay.before[0].equal
+    assert replay.compared.equal
 
 
 def test_hash_of_the_optimizer_stands_in_the_checkpoint_alone(layout: RunLayout) -> None:

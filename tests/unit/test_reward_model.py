@@ -37,9 +37,9 @@ def scores(directory: Path, completions: Sequence[str], **settings: Any) -> Sequ
         "reward_model", Path(), settings={"path": str(directory), **settings}
     ).reward
     reward.open()
-    found = asyncio.run(reward.score([RewardInput("1 +2 =", text, "3") for text in completions]))
+    rewards = asyncio.run(reward.score([RewardInput("1 +2 =", text, "3") for text in completions]))
     reward.close()
-    return found
+    return rewards
 
 
 def test_score_is_the_model_s_after_the_last_token_whatever_is_scored_beside_it(
@@ -57,8 +57,8 @@ def test_score_is_the_model_s_after_the_last_token_whatever_is_scored_beside_it(
             expected.append(float(reference.score(hidden)[0]))
     assert max(expected) - min(expected) > 0.1
     for max_concurrency in (1, 2, 8):
-        found = scores(model, COMPLETIONS, max_concurrency=max_concurrency)
-        assert [score.reward for score in found] == pytest.approx(expected, abs=1e-4)
+        rewards = scores(model, COMPLETIONS, max_concurrency=max_concurrency)
+        assert [score.reward for score in rewards] == pytest.approx(expected, abs=1e-4)
 
 
 def test_model_reads_the_tokens_that_auto_tokenizer_makes_of_its_files(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_model_reads_the_tokens_that_auto_tokenizer_makes_of_its_files(tmp_path:
     with torch.inference_mode():
         hidden = made.eval().model(torch.tensor([tokens])).last_hidden_state[0, -1]
         expected = float(made.score(hidden)[0])
-    (found,) = scores(tmp_path, [SUM])
-    assert found.reward == pytest.approx(expected, abs=1e-5)
+    (score,) = scores(tmp_path, [SUM])
+    assert score.reward == pytest.approx(expected, abs=1e-5)
 
 
 def test_score_may_be_squashed_and_the_raw_one_is_kept(model: Path) -> None:
@@ -173,6 +173,6 @@ def test_weights_that_would_be_drawn_at_random_are_refused(model: Path, tmp_path
 
 def test_verify_scores_rows(model: Path) -> None:
     rows = [json.dumps({"id": n, "prompt": "1 +2 =", "completion": " 3"}) for n in range(2)]
-    found = [*verify_lines("reward_model", rows, settings={"path": str(model), "squash": True})]
-    assert [verdict["id"] for verdict in found] == [0, 1]
-    assert found[0]["detail"].startswith("score ")
+    verdicts = [*verify_lines("reward_model", rows, settings={"path": str(model), "squash": True})]
+    assert [verdict["id"] for verdict in verdicts] == [0, 1]
+    assert verdicts[0]["detail"].startswith("score ")

@@ -166,10 +166,10 @@ def test_verifier_that_raises_costs_only_its_own_completion() -> None:
         return fragile(prompt="", completion=completion, answer=answer)
 
     for function in (fragile, fragile_and_awaited):
-        found = scores_of(function, "a", "bad", "b")
-        assert [score.reward for score in found] == [1.0, None, 0.0]
-        assert found[1].verdict == "error"
-        assert "ZeroDivisionError: on purpose (at fragile, test_rewards.py, line" in found[1].error
+        scores = scores_of(function, "a", "bad", "b")
+        assert [score.reward for score in scores] == [1.0, None, 0.0]
+        assert scores[1].verdict == "error"
+        assert "ZeroDivisionError: on purpose (at fragile, test_rewards.py, line" in scores[1].error
 
 
 def test_reward_that_is_not_finite_is_an_error() -> None:
@@ -296,8 +296,8 @@ async def blocks_the_loop(completion: str) -> float:
 
 async def blocks_the_loop_in_a_task(completion: str) -> float:
     await asyncio.sleep(0.1)  # begun, and to be begun again
-    (found,) = await asyncio.gather(blocks_the_loop(completion))
-    return found
+    (reward,) = await asyncio.gather(blocks_the_loop(completion))
+    return reward
 
 
 async def never_returns(completion: str) -> float:
@@ -518,14 +518,14 @@ def test_identity_counts_the_agent_that_gives_rewards(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    found = []
+    identities = []
     for reward in ("1.0", "0.25"):
         (tmp_path / "an_agent.py").write_text(f"def solve(base_url):\n    return {reward}\n")
         sys.modules.pop("an_agent", None)
         alone = WeightedRewards([], NOWHERE, agent="an_agent:solve")
         assert alone.files == (str(tmp_path / "an_agent.py"),)
-        found.append(alone.identity)
+        identities.append(alone.identity)
         both = WeightedRewards(settings(numeric=2.0), NOWHERE, agent="an_agent:solve")
         assert both.identity.startswith(f"{alone.identity} + 2*numeric@")
-    assert all(identity.startswith("agent:an_agent:solve@") for identity in found)
-    assert found[0] != found[1]
+    assert all(identity.startswith("agent:an_agent:solve@") for identity in identities)
+    assert identities[0] != identities[1]

@@ -76,8 +76,8 @@ def test_page_draws_a_run_at_any_width_without_an_error(
         with opened(f"{url}/rl", width=width) as page:
             wait_until_drawn(page)
             screenshot(page, tmp_path, "rl")
-            found: dict[str, int] = page.evaluate(POINTS)
-            return found
+            points: dict[str, int] = page.evaluate(POINTS)
+            return points
 
     points = in_browser(layout, look)
     assert points["Line"] == 12, "a point a step"

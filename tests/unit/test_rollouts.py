@@ -56,8 +56,8 @@ class FakeRewardWorkers:
         self.num_running -= 1
         if "broken" in tables:
             raise RewardError("a verifier cannot be reached")
-        found = [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
-        return found, seconds, self._max_concurrency
+        results = [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
+        return results, seconds, self._max_concurrency
 
 
 def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
@@ -301,7 +301,7 @@ class BrokenSandboxes:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "num_broken", "tries", "found"),
+    ("addresses", "num_broken", "tries", "expected"),
     [
         ("abc", 0, [(None, False)], "scored"),
         ("abc", 1, [(None, False), (["a"], False)], "scored"),
@@ -312,9 +312,9 @@ class BrokenSandboxes:
     ],
 )
 def test_error_of_the_infrastructure_is_tried_again_on_other_workers(
-    addresses: str, num_broken: int, tries: list[tuple[list[str] | None, bool]], found: str
+    addresses: str, num_broken: int, tries: list[tuple[list[str] | None, bool]], expected: str
 ) -> None:
     cluster = BrokenSandboxes(*addresses, num_broken=num_broken)
     scoring = Scoring(cluster, cluster)  # type: ignore[arg-type]
-    assert asyncio.run(scoring.run(lambda: None)) == found  # type: ignore[arg-type]
+    assert asyncio.run(scoring.run(lambda: None)) == expected  # type: ignore[arg-type]
     assert cluster.tries == tries

@@ -38,12 +38,12 @@ def test_new_run_can_be_opened_and_has_an_identity_of_its_own(layout: RunLayout)
 
 
 @pytest.mark.parametrize(
-    ("identity", "found"),
+    ("identity", "message"),
     [(None, "none"), ('{"schema_version": 1, "run_id": "x"}', "1")],
     ids=["written before there was a number", "another number"],
 )
 def test_run_of_another_schema_version_is_refused_at_every_door(
-    layout: RunLayout, identity: str | None, found: str
+    layout: RunLayout, identity: str | None, message: str
 ) -> None:
     create_dataset(layout.steps, STEPS)
     if identity is None:
@@ -59,7 +59,7 @@ def test_run_of_another_schema_version_is_refused_at_every_door(
         with pytest.raises(RunError) as refused:
             door()
         assert f"expected schema version {SCHEMA_VERSION} in" in str(refused.value)
-        assert f"found {found}: read run r with the version of areal-flow that" in str(
+        assert f"found {message}: read run r with the version of areal-flow that" in str(
             refused.value
         )
 

@@ -89,12 +89,12 @@ def test_each_event_is_an_object_with_its_step_and_worker(
         print("in the driver")
     subprocess.run(["echo", "a trial"], check=True)
     out, err = capfd.readouterr()
-    found: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
-    assert {tuple(event) for event in found} == {
+    events: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    assert {tuple(event) for event in events} == {
         ("time", "level", "run", "step", "worker", "message")
     }
-    assert {event["run"] for event in found} == {"sums"}
-    shown = [(each["level"], each["step"], each["worker"], each["message"]) for each in found]
+    assert {event["run"] for event in events} == {"sums"}
+    shown = [(each["level"], each["step"], each["worker"], each["message"]) for each in events]
     assert shown[0] == ("INFO", 0, "driver", "Run sums")
     assert shown[1] == ("INFO", 0, "driver", "in two lines")
     assert shown[2][1] == ROW["step"] == 3

@@ -52,10 +52,10 @@ def test_metrics_stand_beside_columns_and_a_missing_one_is_null() -> None:
 
 def test_a_group_begins_with_its_first_member_and_ends_with_its_last() -> None:
     rows = [group("a", "g", 0, 1, 2, 4), group("a", "g", 0, 1.5, 3, 4)]
-    (found,) = groups_of(pl.DataFrame(rows)).to_dicts()
+    (row,) = groups_of(pl.DataFrame(rows)).to_dicts()
     began = BEGAN.timestamp()
-    assert [found[name] - began for name in ("started_at", "finished_at")] == [1, 3]
-    assert found["num_tokens"] == 10
+    assert [row[name] - began for name in ("started_at", "finished_at")] == [1, 3]
+    assert row["num_tokens"] == 10
 
 
 def test_groups_that_overlap_are_one_span_and_gaps_are_idle() -> None:
@@ -75,8 +75,8 @@ def test_groups_that_overlap_are_one_span_and_gaps_are_idle() -> None:
 
 def test_who_is_at_work_now_has_a_pale_span_since_the_last_that_the_log_knows() -> None:
     at_work = {"generator-0": True, "generator-1": True, "generator-2": False, TRAINER: True}
-    found = spans_of(group("a", "generator-0", 0, 1, 5, 5), at_work=at_work)
-    assert [row for row in found if row[3]] == [
+    spans = spans_of(group("a", "generator-0", 0, 1, 5, 5), at_work=at_work)
+    assert [row for row in spans if row[3]] == [
         ("generator-0", -5, 0, True),
         ("generator-1", -9, 0, True),
         ("generator-2", 0, 0, True),
@@ -87,8 +87,8 @@ def test_who_is_at_work_now_has_a_pale_span_since_the_last_that_the_log_knows() 
 def test_speed_counts_what_each_generator_finished_in_the_time_shown() -> None:
     rows = [group("a", "x", 0, 1, 2, 3), group("b", "x", 0, 4, 5, 6), group("c", "y", 0, 4, 9, 9)]
     groups = groups_of(pl.DataFrame([*rows, group("d", "y", 0, 4, 9, 9, num_tokens=19_995)]))
-    found = generator_speeds(groups, since=NOW - 8, now=NOW)
-    assert found.rows() == [("x", 5 / 8, "1"), ("y", 2500.0, "2,500")]
+    speeds = generator_speeds(groups, since=NOW - 8, now=NOW)
+    assert speeds.rows() == [("x", 5 / 8, "1"), ("y", 2500.0, "2,500")]
 
 
 def test_stages_count_trajectories_now_and_tokens_so_far_with_their_waits() -> None:

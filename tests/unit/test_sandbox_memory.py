@@ -59,8 +59,8 @@ def test_sleeping_programs_keep_their_memory(
     sandboxes = SandboxPool(Limits(memory_bytes=2**30), tier="namespaces")
     given = [Program("script", b"")] * num_programs
     with ThreadPoolExecutor(16) as threads:
-        found = [*threads.map(lambda _: sandboxes.run(lambda: given), range(16))]
-    assert [len(outcomes) for outcomes in found] == [num_programs] * 16
+        outcomes_by_run = [*threads.map(lambda _: sandboxes.run(lambda: given), range(16))]
+    assert [len(outcomes) for outcomes in outcomes_by_run] == [num_programs] * 16
     assert most_living() == most
 
 

@@ -39,8 +39,8 @@ def test_unknown_experiment_is_refused() -> None:
 
 
 def test_interval_is_students_and_one_seed_has_none() -> None:
-    found = Estimate.of([1.0, 2.0, 3.0])
-    assert (found.mean, found.half) == pytest.approx((2.0, 4.303 / 3**0.5), rel=1e-3)
+    estimate = Estimate.of([1.0, 2.0, 3.0])
+    assert (estimate.mean, estimate.half) == pytest.approx((2.0, 4.303 / 3**0.5), rel=1e-3)
     assert Estimate.of([1.0]) == Estimate(1.0, inf)
     assert difference([0.0, 10.0], [1.0, 11.0]) == Estimate(1.0, 0.0), "by pairs"
 

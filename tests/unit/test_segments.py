@@ -67,7 +67,7 @@ def varlen_reference(
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     assert enable_gqa == (query.shape[1] != key.shape[1])
     repeats = query.shape[1] // key.shape[1]
-    found = []
+    outputs = []
     for segment in range(len(cu_seq_q) - 1):
         queries, keys, values = (
             each[ends[segment] : ends[segment + 1]]
@@ -81,15 +81,15 @@ def varlen_reference(
         if window_size[0] >= 0:
             hidden |= distance < -window_size[0]
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        found.append(torch.einsum("hqk,khd->qhd", weights, values))
-    return torch.cat(found)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
 
 
 def attended_alone(
     places: list[NDArray[np.int64]], packed: list[Tensor], rule: AttentionRule
 ) -> Tensor:
     """Return values `[T, H, D]` of each token in its own sequence, by a plain softmax."""
-    found = torch.zeros_like(packed[0])
+    output = torch.zeros_like(packed[0])
     for places_L in places:
         query, key, value = (each[torch.from_numpy(places_L)] for each in packed)
         repeats = query.shape[1] // key.shape[1]
@@ -105,10 +105,10 @@ def attended_alone(
         total = weights.sum(-1, keepdim=True)
         if rule.sinks is not None:
             total = total + rule.sinks.exp()[:, None, None]
-        found = found.index_copy(
+        output = output.index_copy(
             0, torch.from_numpy(places_L), torch.einsum("hqk,khd->qhd", weights / total, value)
         )
-    return found
+    return output
 
 
 @pytest.fixture
@@ -183,11 +183,11 @@ def test_kernels_and_their_gradients_are_those_of_each_sequence_alone(
         rule = replace(rule, sinks=rule.sinks.clone().requires_grad_())
     leaves = [*packed, *([] if rule.sinks is None else [rule.sinks])]
     weights = torch.randn(24, 4, 8, dtype=torch.float64)
-    found = Segments.of(PLACES, "cpu").attend(packed[0], packed[1], packed[2], rule)
+    actual = Segments.of(PLACES, "cpu").attend(packed[0], packed[1], packed[2], rule)
     expected = attended_alone(PLACES, packed, rule)
     tolerance = 1e-6 if rule.sinks is not None else 1e-10  # sinks are float32
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    gradients = torch.autograd.grad((found * weights).sum(), leaves)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    gradients = torch.autograd.grad((actual * weights).sum(), leaves)
     wanted = torch.autograd.grad((expected * weights).sum(), leaves)
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
@@ -248,8 +248,8 @@ def test_flex_attention_is_compiled_for_all_lengths_once_a_soft_cap(
             )
             expected = attend_by_flex(row, *packed, rule)
             monkeypatch.setattr(segments, "flex_attention", lambda device: compiled)
-            found = attend_by_flex(row, *(each.requires_grad_() for each in packed), rule)
-            torch.testing.assert_close(found, expected)
+            actual = attend_by_flex(row, *(each.requires_grad_() for each in packed), rule)
+            torch.testing.assert_close(actual, expected)
         graphs.append(counters["stats"]["unique_graphs"] - num_before)
     torch._dynamo.reset()
     assert graphs[1:] == [graphs[-1]] * 19
@@ -273,10 +273,10 @@ def test_queries_in_float32_are_multiplied_in_the_type_of_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rotary positions leave them so; under autocast, and where weights are bfloat16."""
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def noted(of: Segments, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule) -> Tensor:
-        found.extend([query.dtype, key.dtype, value.dtype])
+        dtypes.extend([query.dtype, key.dtype, value.dtype])
         return query
 
     monkeypatch.setattr(segments, "attend_by_varlen", noted)
@@ -285,7 +285,7 @@ def test_queries_in_float32_are_multiplied_in_the_type_of_a_pass(
     row.attend(query, key, value.bfloat16(), AttentionRule(1.0))
     with torch.autocast("cpu", BFLOAT16):
         row.attend(query, key, value, AttentionRule(1.0))
-    assert found == [BFLOAT16] * 6
+    assert dtypes == [BFLOAT16] * 6
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,8 @@ def test_gradients_of_a_policy_by_kernels_are_those_of_the_cpu_s_rows(
     expected, wanted = logprobs_and_gradients(policy, [rows])
     request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
-    found, gradients = logprobs_and_gradients(policy, [rows])
-    assert (found - expected).abs().max() < 1e-5  # the CPU's head is float32
+    logprobs, gradients = logprobs_and_gradients(policy, [rows])
+    assert (logprobs - expected).abs().max() < 1e-5  # the CPU's head is float32
     for one, other in zip(gradients, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
@@ -396,5 +396,5 @@ def test_ranks_that_share_a_row_each_take_the_sinks_of_their_heads(
         return layout.attend(0, *own, rule)
 
     with ThreadPoolExecutor(2) as threads:
-        found = torch.cat([*threads.map(attended, range(2))], dim=1)
-    torch.testing.assert_close(found, row.attend(0, query, key, value, rule))
+        actual = torch.cat([*threads.map(attended, range(2))], dim=1)
+    torch.testing.assert_close(actual, row.attend(0, query, key, value, rule))

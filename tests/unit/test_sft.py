@@ -62,8 +62,8 @@ def test_loss_is_the_cross_entropy_of_completions_by_token() -> None:
         losses += [-float(predicting[at, token].detach()) for at, token in enumerate(completion)]
     expected = sum(losses) / len(losses)
     for room in (12, 64):
-        found = trainer(shuffle=False, tokens_per_micro_batch=room).take_step()
-        assert found == pytest.approx(expected, abs=1e-5)
+        loss = trainer(shuffle=False, tokens_per_micro_batch=room).take_step()
+        assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path: Path) -> None:

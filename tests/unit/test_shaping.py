@@ -60,17 +60,17 @@ def test_format_describes_the_whole_completion(completion: str, reward: float) -
 def test_pattern_that_never_ends_times_out() -> None:
     hostile = "a" * 60
     assert verify_format(completion=hostile, pattern=CATASTROPHE).verdict == "timeout"
-    found = verify_regex(completion=hostile, answer="c", pattern=CATASTROPHE)
-    assert (found.reward, found.verdict) == (0.0, "timeout")
+    score = verify_regex(completion=hostile, answer="c", pattern=CATASTROPHE)
+    assert (score.reward, score.verdict) == (0.0, "timeout")
 
 
 def test_length_is_punished_as_in_equation_13_of_dapo() -> None:
     lengths = [0, 60, 80, 85, 90, 100, 101, 5000]
-    found = [
+    penalties = [
         penalize_length(completion_ids=[1] * length, max_tokens=100, buffer_tokens=20)
         for length in lengths
     ]
-    assert found == [0, 0, 0, -0.25, -0.5, -1, -1, -1]
+    assert penalties == [0, 0, 0, -0.25, -0.5, -1, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,9 @@ def test_score_of_a_service_is_bounded_by_the_scale_that_is_set() -> None:
     ],
 )
 def test_score_is_the_whole_number_that_a_judge_says(said: str, score: float | None) -> None:
-    found = asked(lambda _: {"choices": [{"message": {"content": said}}]}, model="m")
-    assert found.reward == score
-    assert found.verdict == (None if score is not None else "infrastructure_error")
+    judged = asked(lambda _: {"choices": [{"message": {"content": said}}]}, model="m")
+    assert judged.reward == score
+    assert judged.verdict == (None if score is not None else "infrastructure_error")
 
 
 def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> None:

@@ -39,13 +39,13 @@ def logprobs_and_gradients(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return what the sequences of some rows add up to, each token with a weight of its own."""
     policy.zero_grad()
-    found = []
+    results = []
     for row in rows:
         logprobs_M = token_logprobs(policy, pack_sequences(row), temperature=1.0)
         weights_M = torch.cat([torch.arange(1.0, 1 + len(s.output_tokens)) for s in row])
         (logprobs_M * weights_M).sum().backward()  # type: ignore[no-untyped-call]
-        found.append(logprobs_M.detach())
-    return torch.cat(found), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+        results.append(logprobs_M.detach())
+    return torch.cat(results), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
 
 def test_golden_row_of_a_prompt_that_two_completions_share() -> None:
@@ -117,13 +117,13 @@ def test_passes_in_bfloat16_attend_in_float32_on_a_cpu() -> None:
     drawn = [torch.randn(1, heads, sum(lengths), 16) for heads in (256, 2, 2)]
     halves = [each.bfloat16().requires_grad_() for each in drawn]
     with torch.autocast("cpu", torch.bfloat16):
-        found = layout.attend(0, *halves, rule)
-    found.float().square().sum().backward()  # type: ignore[no-untyped-call]
+        output = layout.attend(0, *halves, rule)
+    output.float().square().sum().backward()  # type: ignore[no-untyped-call]
     ((free_scores, unfolding),) = layout._unfoldings.items()
     assert (free_scores, unfolding.shapes) == (2**10, [(2, 200), (1, 60), (1, 5)])
     wide = [each.detach().float().requires_grad_() for each in halves]
     exact = unfolding.attend(*(each[0].transpose(0, 1) for each in wide), rule)[None]
-    assert torch.equal(found, exact.bfloat16())
+    assert torch.equal(output, exact.bfloat16())
     exact.square().sum().backward()  # type: ignore[no-untyped-call]
     for one, other in zip(halves, wide, strict=True):
         assert one.grad is not None

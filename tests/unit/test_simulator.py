@@ -81,11 +81,11 @@ def test_new_weights_do_to_a_running_completion_what_the_rule_says(
         group = generator.complete([10])
         await asyncio.sleep(4 * 1.25)
         arrived = generator.load(3)
-        (found,) = await group
+        (result,) = await group
         ended = asyncio.get_running_loop().time()
         await arrived
         assert generator.version == 3
-        return found, ended
+        return result, ended
 
     assert run_in_virtual_time(main()) == (spans, pytest.approx(seconds))
 
@@ -116,17 +116,17 @@ def decoding(**changes: float) -> Costs:
 def test_closed_form_has_the_step_of_a_simulated_run(eta: int) -> None:
     recipe, costs = recipe_of(eta), decoding(publish_s=0.2, load_s=0.1)
     predicted = steady_state(recipe, costs, LENGTHS)
-    found = simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED)
-    assert predicted.step_s == pytest.approx(found.step_s, rel=0.2)
-    assert 0.3 < found.staleness_mean <= eta
+    simulated = simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED)
+    assert predicted.step_s == pytest.approx(simulated.step_s, rel=0.2)
+    assert 0.3 < simulated.staleness_mean <= eta
 
 
 def test_a_barrier_takes_generation_of_a_batch_and_training_one_after_the_other() -> None:
     recipe, costs = recipe_of(0, schedule="sync"), decoding(publish_s=0.2, load_s=0.1)
     predicted = steady_state(recipe, costs, LENGTHS)
-    found = simulate(recipe, costs, LENGTHS, num_skipped=5)
-    assert found.step_s == pytest.approx(predicted.step_s, rel=0.1)
-    assert found.staleness_mean == 0.0
+    simulated = simulate(recipe, costs, LENGTHS, num_skipped=5)
+    assert simulated.step_s == pytest.approx(predicted.step_s, rel=0.1)
+    assert simulated.staleness_mean == 0.0
 
 
 def test_a_batch_of_equal_completions_takes_the_sum_of_its_steps() -> None:
@@ -155,8 +155,8 @@ def test_slow_generators_failures_and_slow_loads_cost_what_they_take_away() -> N
 
 
 def test_scoring_may_be_the_slowest_part() -> None:
-    found = simulate(recipe_of(2), decoding(reward_s=0.2), LENGTHS, num_skipped=SKIPPED)
-    assert found.step_s == pytest.approx(BATCH_SIZE * 0.2, rel=0.05)
+    simulated = simulate(recipe_of(2), decoding(reward_s=0.2), LENGTHS, num_skipped=SKIPPED)
+    assert simulated.step_s == pytest.approx(BATCH_SIZE * 0.2, rel=0.05)
 
 
 def test_on_one_gpu_generation_and_training_take_the_time_of_both() -> None:
@@ -192,9 +192,9 @@ def test_completions_of_one_prompt_have_a_share_of_variance_in_common(share: flo
     lengths = assumed_lengths(100_000, mean=900.0, group_share=share)
     groups = [lengths.of_group(group_seeds(0, index, 8)) for index in range(500)]
     drawn, of = np.ravel(groups), np.repeat(range(500), 8)
-    found = recorded_lengths([1], drawn, source="", groups=of)
-    assert found.group_share == pytest.approx(share, abs=0.05)
-    assert found.mean == pytest.approx(900, rel=0.1)
+    recorded = recorded_lengths([1], drawn, source="", groups=of)
+    assert recorded.group_share == pytest.approx(share, abs=0.05)
+    assert recorded.mean == pytest.approx(900, rel=0.1)
     assert np.mean([max(group) for group in groups]) == pytest.approx(
         lengths.mean_longest_of(8), rel=0.1
     )

@@ -149,8 +149,8 @@ def test_states_are_read_with_reasons_of_several_words() -> None:
     ],
 )
 def test_end_of_a_job_is_told_in_words(state: str, wait_status: int, cause: str) -> None:
-    found = job_states(f"7 {state} {wait_status} None")["7"]
-    assert cause_of_end("Slurm job 7", found, "no module") == cause
+    state_of_job = job_states(f"7 {state} {wait_status} None")["7"]
+    assert cause_of_end("Slurm job 7", state_of_job, "no module") == cause
 
 
 async def test_list_of_jobs_that_cannot_be_read_is_asked_for_again(

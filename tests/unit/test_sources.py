@@ -55,10 +55,10 @@ def recipe_of(sources: list[dict[str, Any]], **settings: Any) -> Recipe:
 
 
 def prepared(recipe: Recipe, layout: RunLayout) -> tuple[Prepared, PromptTable, PromptTable]:
-    found = prepare_prompts(with_files(recipe, layout).prompt_plan(), layout)
+    prompts = prepare_prompts(with_files(recipe, layout).prompt_plan(), layout)
     tables = (layout.train_prompts, layout.held_out_prompts)
     train, held_out = (PromptTable(path, seed=recipe.seed) for path in tables)
-    return found, train, held_out
+    return prompts, train, held_out
 
 
 def mixed(tmp_path: Path, layout: RunLayout) -> tuple[Prepared, PromptTable, PromptTable]:
@@ -80,8 +80,8 @@ def test_every_block_has_the_share_of_each_source_rounded_and_every_cycle_the_sh
     for source, share in enumerate(shares):
         assert [number for of, number in drawn if of == source] == [*range(2 * share)]
         for begin in range(0, 2 * size, BLOCK):
-            found = sum(of == source for of, _ in drawn[begin : begin + BLOCK])
-            assert share // num_blocks <= found <= -(-share // num_blocks)
+            count = sum(of == source for of, _ in drawn[begin : begin + BLOCK])
+            assert share // num_blocks <= count <= -(-share // num_blocks)
 
 
 def test_draws_follow_small_weights() -> None:
@@ -108,9 +108,9 @@ def test_quotas_are_shares_of_a_cycle_and_at_least_one() -> None:
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
 def test_quotas_are_exact_to_one(weights: list[float]) -> None:
-    found = quotas({f"{place}": weight for place, weight in enumerate(weights)})
-    assert sum(found.values()) == CYCLE
-    for weight, share in zip(weights, found.values(), strict=True):
+    result = quotas({f"{place}": weight for place, weight in enumerate(weights)})
+    assert sum(result.values()) == CYCLE
+    for weight, share in zip(weights, result.values(), strict=True):
         assert abs(share - CYCLE * weight / sum(weights)) <= 1
 
 
@@ -126,12 +126,12 @@ def test_one_source_is_read_in_the_order_that_runs_before_mixtures_had() -> None
 def test_sources_are_mixed_by_weight_and_each_is_read_whole_before_it_repeats(
     tmp_path: Path, layout: RunLayout
 ) -> None:
-    found, train, held_out = mixed(tmp_path, layout)
-    assert found.by_source == {"sums": 47, "words": 18}
+    prompts, train, held_out = mixed(tmp_path, layout)
+    assert prompts.by_source == {"sums": 47, "words": 18}
     assert Counter(prompt.source for prompt in held_out.rows()) == {"sums": 3, "words": 2}
     asked = [train.prompt_at(index) for index in range(2 * BLOCK)]
     assert Counter(prompt.source for prompt in asked) == {"sums": 150, "words": 50}
-    for source, size in found.by_source.items():
+    for source, size in prompts.by_source.items():
         texts = [prompt.text for prompt in asked if prompt.source == source]
         assert len(set(texts[:size])) == size == len(set(texts[size : 2 * size]))
     again = PromptTable(layout.train_prompts, seed=0)
@@ -189,8 +189,8 @@ def test_lance_dataset_is_a_file_of_prompts(tmp_path: Path, layout: RunLayout) -
     table = pa.Table.from_pylist(rows(20))
     path = tmp_path / "sums.lance"
     create_dataset(path, table.schema, [table])
-    found, train, _ = prepared(recipe_of([{**SUMS, "path": str(path)}]), layout)
-    assert (found.num_train, found.num_held_out) == (17, 3)
+    prompts, train, _ = prepared(recipe_of([{**SUMS, "path": str(path)}]), layout)
+    assert (prompts.num_train, prompts.num_held_out) == (17, 3)
     assert train.row(0).text in {row["question"] for row in rows(20)}
     (tmp_path / "none.lance").mkdir()
     for name, expected in (("none.lance", "not a readable Lance"), ("no.lance", "found none")):
@@ -254,10 +254,10 @@ def test_dataset_of_the_hugging_face_kind_is_a_source(
     jsonl(folder / "train.jsonl", rows(20))
     jsonl(folder / "test.jsonl", rows(5, first=50))
     of = {**SUMS, "source": f"datasets:{folder}"}
-    found, _, held_out = prepared(
+    prompts, _, held_out = prepared(
         recipe_of([{**of, "settings": {"held_out_split": "test"}}]), layout
     )
-    assert (found.num_train, found.num_held_out) == (20, 3)
+    assert (prompts.num_train, prompts.num_held_out) == (20, 3)
     assert {prompt.text for prompt in held_out.rows()} <= {
         row["question"] for row in rows(5, first=50)
     }

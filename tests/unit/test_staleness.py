@@ -15,8 +15,8 @@ from areal_flow.core.types import VersionSpan
 
 
 def test_bound_is_inclusive() -> None:
-    found = [fresh_enough(v, policy_version=5, max_staleness=2) for v in (2, 3, 4, 5)]
-    assert found == [False, True, True, True]
+    fresh = [fresh_enough(v, policy_version=5, max_staleness=2) for v in (2, 3, 4, 5)]
+    assert fresh == [False, True, True, True]
     assert fresh_enough(5, policy_version=5, max_staleness=0)
 
 
@@ -38,19 +38,19 @@ def test_span_without_tokens_has_no_age() -> None:
 
 
 def test_nothing_trained_has_no_staleness() -> None:
-    found = count_staleness([[VersionSpan(0, 3)]], policy_version=5, max_staleness=2)
-    assert found == StalenessCount(num_masked=3)
-    assert found.staleness_mean == 0.0
+    count = count_staleness([[VersionSpan(0, 3)]], policy_version=5, max_staleness=2)
+    assert count == StalenessCount(num_masked=3)
+    assert count.staleness_mean == 0.0
 
 
 def test_token_is_trained_if_it_is_fresh_and_was_chosen() -> None:
     spans = (VersionSpan(2, 2), VersionSpan(3, 0), VersionSpan(4, 3))
     chosen = np.array([True, False, True, False, True])
-    found = [
+    masks = [
         trained_mask(spans, chosen, policy_version=5, max_staleness=bound).tolist()
         for bound in (3, 2, 0)
     ]
-    assert found == [chosen.tolist(), [False, False, True, False, True], [False] * 5]
+    assert masks == [chosen.tolist(), [False, False, True, False, True], [False] * 5]
     nothing = np.zeros(0, np.bool_)
     assert trained_mask((), nothing, policy_version=5, max_staleness=2).tolist() == []
 

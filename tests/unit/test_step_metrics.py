@@ -96,9 +96,9 @@ def test_several_rewards_each_have_their_mean() -> None:
         return {"reward_parts": [{"name": n, "reward": r} for n, r in named]}
 
     rows = [row(0, 1.0, 1, **parts(1.0, 0.5)), row(0, 0.0, 1, **parts(0.0, None))]
-    found = batch_metrics(rows, pass_threshold=0.5)
-    assert found["reward/numeric_mean"] == 0.5
-    assert found["reward/brief_mean"] == 0.5, "where it gave one"
+    metrics = batch_metrics(rows, pass_threshold=0.5)
+    assert metrics["reward/numeric_mean"] == 0.5
+    assert metrics["reward/brief_mean"] == 0.5, "where it gave one"
     rows = [row(0, 1.0, 1, **parts(1.0, None))]
     named = {n for n in batch_metrics(rows, pass_threshold=0.5) if n.startswith("reward/")}
     assert named == {"reward/numeric_mean"}
@@ -125,8 +125,8 @@ def test_speed_is_by_time_and_by_generator() -> None:
         "speed/trainer_busy_fraction": 0.5,
     }
     assert speed_metrics({**totals, "seconds_step": 0.0}, num_generators=2) == {}
-    found = speed_metrics(totals, num_generators=2, seconds_observed=7.5)
-    assert found["speed/generators_busy_fraction"] == 0.8, "of the time in which they worked"
+    metrics = speed_metrics(totals, num_generators=2, seconds_observed=7.5)
+    assert metrics["speed/generators_busy_fraction"] == 0.8, "of the time in which they worked"
 
 
 def test_updates_are_told_by_their_means_and_their_longest() -> None:
@@ -144,10 +144,10 @@ def test_updates_are_told_by_their_means_and_their_longest() -> None:
 
 
 def result(**metrics: float) -> StepResult:
-    found = replace(
+    values = replace(
         NOTHING_TRAINED, metrics={name.replace("_", "/", 1): metrics[name] for name in metrics}
     )
-    return StepResult(1, PolicyHashes("w", "s"), found, '{"device": "cpu"}', "p")
+    return StepResult(1, PolicyHashes("w", "s"), values, '{"device": "cpu"}', "p")
 
 
 def test_replay_compares_what_rows_say_and_no_times() -> None:
@@ -171,8 +171,8 @@ def test_entropy_in_parts_is_that_of_the_whole(
 
 
 def test_rewards_are_counted_by_time_and_their_queue_by_group() -> None:
-    found = reward_metrics([0.25, 0.75], num_scored=16, seconds_step=4.0)
-    assert found == {
+    metrics = reward_metrics([0.25, 0.75], num_scored=16, seconds_step=4.0)
+    assert metrics == {
         "speed/rewards_per_s": 4.0,
         "speed/reward_queue_s_mean": 0.5,
         "speed/reward_queue_s_max": 0.75,

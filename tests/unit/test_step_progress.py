@@ -52,8 +52,8 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
         for _ in range(num_looks):
             now[0] += 1.0
             used[0] += computes
-            found = clock.look(rank).idle_s
-        return found
+            idle = clock.look(rank).idle_s
+        return idle
 
     assert idle_s(20) == 0.0, "it reads or writes, or nothing is asked of it"
     with rank.within_step():

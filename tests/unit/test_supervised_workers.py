@@ -31,8 +31,8 @@ PLACEMENT = WorkerPlacement("generator-0", "generator", 1)
 
 
 def two_reports(lines: Any) -> list[ProcessorUse]:
-    found = [take_reports(lines.readline())[1] for _ in range(2)]
-    return [use for use in found if use is not None]
+    reports = [take_reports(lines.readline())[1] for _ in range(2)]
+    return [use for use in reports if use is not None]
 
 
 @pytest.mark.parametrize("is_connection", [False, True])

@@ -153,8 +153,10 @@ def test_loss_that_reads_a_number_is_counted_at_each_micro_batch() -> None:
     def loss(inputs: LossInputs) -> PolicyLoss:
         nonlocal num_micro_batches
         num_micro_batches += 1
-        found = DecoupledPPO().loss(inputs)
-        return replace(found, losses_T=found.losses_T * float(inputs.logprobs_T.detach().max()))
+        policy_loss = DecoupledPPO().loss(inputs)
+        return replace(
+            policy_loss, losses_T=policy_loss.losses_T * float(inputs.logprobs_T.detach().max())
+        )
 
     counted, _ = counted_step(DecoupledPPO(), loss=loss)
     assert num_micro_batches > 4

@@ -42,15 +42,15 @@ class Watched(memory.FakeDevice):
         self.weights |= {storage(t) for t in given if is_weight(t)}
         sizes = {t.numel() for t in given if storage(t) in self.weights}
         before = {storage(each) for each in given}
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        for made in (each for each in tree_leaves(found) if isinstance(each, Tensor)):
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        for made in (each for each in tree_leaves(output) if isinstance(each, Tensor)):
             assert made.numel() < NUM_TOKENS**2, f"{func}: the scores of one head"
             assert made.numel() < NUM_TOKENS * VOCABULARY / 4, f"{func}: logits"
             is_new = storage(made) not in before
             if is_new and made.numel() in sizes and str(func).split(".")[1] in COPIES:
                 assert made.dtype != torch.float32, f"{func}: weights in float32 once more"
                 self.weights.add(storage(made))
-        return found
+        return output
 
 
 def is_weight(tensor: Tensor) -> bool:

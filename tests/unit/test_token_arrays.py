@@ -99,10 +99,10 @@ def test_micro_batch_is_the_same_whenever_it_is_laid_out() -> None:
     batches = MicroBatches(sequences, [[4, 0], [2]])
     with_proximal = replace(batches, proximal_logprobs=proximal)
     assert len(batches) == len(list(batches)) == 2
-    for found in (batches[0], with_proximal[0], next(iter(batches))):
+    for micro_batch in (batches[0], with_proximal[0], next(iter(batches))):
         expected = pack_sequences([sequences[4], sequences[0]])
-        assert torch.equal(found.input_ids_1T, expected.input_ids_1T)
-        assert torch.equal(found.targets_M, expected.targets_M)
+        assert torch.equal(micro_batch.input_ids_1T, expected.input_ids_1T)
+        assert torch.equal(micro_batch.targets_M, expected.targets_M)
     assert batches[1].proximal_logprobs_M is None
     assert with_proximal[1].proximal_logprobs_M is proximal[1]
 

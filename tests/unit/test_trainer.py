@@ -98,8 +98,8 @@ def test_advantage_moments_are_of_trained_tokens() -> None:
     """Of 2 and -1 over two tokens and one: mean 1, deviation sqrt(2)."""
     first = replace(sequence_of([1], [2, 3, 4], [0, 0, 0], [True, False, True]), advantage=2.0)
     other = replace(sequence_of([1], [2, 3], [0, 0], [False, True]), advantage=[9.0, -1.0])
-    found = {name: metric.value for name, metric in advantage_moments([first, other]).items()}
-    assert found == pytest.approx({"advantage_mean": 1.0, "advantage_std": 2**0.5})
+    moments = {name: metric.value for name, metric in advantage_moments([first, other]).items()}
+    assert moments == pytest.approx({"advantage_mean": 1.0, "advantage_std": 2**0.5})
 
 
 def test_golden_micro_batch_of_two_sequences() -> None:
@@ -132,7 +132,7 @@ def test_sequences_without_a_trained_token_change_nothing_where_they_are_packed(
     sequences = make_sequences(vocabulary=80)
     longest = max(sequence.num_tokens for sequence in sequences)
     sequences = [replace(s, trained=s.trained & (s.num_tokens < longest - 2)) for s in sequences]
-    found = []
+    results = []
     for tokens_per_micro_batch in (longest, 1000):
         backend = TrainerBackend(
             small_policy(vocab_size=80),  # as wide as layers that oneDNN multiplies
@@ -141,8 +141,8 @@ def test_sequences_without_a_trained_token_change_nothing_where_they_are_packed(
         if isinstance(algorithm, ActorCriticPPO):
             backend.add_critic(algorithm)
         how = StepSettings(algorithm, temperature=1.0, seed=0)
-        found.append(train_step(backend, sequences, step=1, settings=how))
-    alone, together = found
+        results.append(train_step(backend, sequences, step=1, settings=how))
+    alone, together = results
     assert len(together.losses) == 2
     assert alone.losses == pytest.approx(together.losses, abs=1e-5)
     assert alone.grad_norms == pytest.approx(together.grad_norms, rel=1e-4)
@@ -153,7 +153,7 @@ def test_gradient_equals_the_loss_written_out() -> None:
     sequences = make_sequences()
     backend = state(learning_rate=1e-12, tokens_per_micro_batch=1000, max_grad_norm=1e9)
     train_step(backend, sequences, step=1, settings=settings(num_minibatches=1))
-    found = [parameter.grad for parameter in backend.policy.parameters()]
+    gradients = [parameter.grad for parameter in backend.policy.parameters()]
     policy = small_policy()
     policy.set_attn_implementation("eager")
     advantages = compute_advantages(sequences, DecoupledPPO())
@@ -169,7 +169,7 @@ def test_gradient_equals_the_loss_written_out() -> None:
                 total = total - weight * ratio * advantage
                 count += 1
     (total / count).backward()
-    for a, parameter in zip(found, policy.parameters(), strict=True):
+    for a, parameter in zip(gradients, policy.parameters(), strict=True):
         scale = max(1e-6, float(parameter.grad.abs().max()))
         assert float((a - parameter.grad).abs().max()) / scale < 1e-3
 
@@ -261,8 +261,8 @@ def test_masked_fraction_of_completions_of_any_length() -> None:
     halves = masked_fraction_by_decile([[False] * 2 + [True] * 8, [True] * 10])
     assert halves == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
     assert masked_fraction_by_decile([[False]]) == (1.0, *(0.0,) * 9)
-    found = masked_fraction_by_decile([[False, True, True], [True] * 15 + [False] * 5, [False]])
-    assert found == (2 / 4, 0, 0, 0, 0, 0, 0, 1 / 2, 1, 1)
+    fractions = masked_fraction_by_decile([[False, True, True], [True] * 15 + [False] * 5, [False]])
+    assert fractions == (2 / 4, 0, 0, 0, 0, 0, 0, 1 / 2, 1, 1)
 
 
 def description(trained: TrainerBackend, step: int) -> CheckpointState:

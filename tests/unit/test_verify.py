@@ -91,18 +91,18 @@ def fails_on_three(*, completion: str) -> float:
 
 def test_verdicts_come_in_the_order_of_the_rows_and_none_is_lost() -> None:
     rows = [{"id": n, "completion": str(n % 2), "reference": "1"} for n in range(600)]
-    found = judged("numeric", *rows)
-    assert [verdict["id"] for verdict in found] == [*range(600)]
-    assert [verdict["score"] for verdict in found] == [float(n % 2) for n in range(600)]
+    verdicts = judged("numeric", *rows)
+    assert [verdict["id"] for verdict in verdicts] == [*range(600)]
+    assert [verdict["score"] for verdict in verdicts] == [float(n % 2) for n in range(600)]
 
 
 @pytest.mark.parametrize(
     "line", ["", "no json", "[1]", '{"id": 7}', '{"completion": 3}', "[" * 10**5]
 )
 def test_lines_that_are_no_rows_are_bad_references(line: str) -> None:
-    (found,) = judged("numeric", line)
-    assert (found["verdict"], found["score"]) == ("bad_reference", 0.0)
-    assert "line 1" in found["detail"]
+    (verdict,) = judged("numeric", line)
+    assert (verdict["verdict"], verdict["score"]) == ("bad_reference", 0.0)
+    assert "line 1" in verdict["detail"]
 
 
 HUGE = "1 2 " * 25_000_000
@@ -112,8 +112,8 @@ def test_a_hundred_megabytes_cost_no_other_row_its_verdict() -> None:
     began = time.process_time()
     texts = ["7", HUGE, "7"]
     lines = "".join(json.dumps({"completion": text, "answer": "7"}) + "\n" for text in texts)
-    found = [*verify_lines("math", read_lines(io.StringIO(lines)))]
-    assert [verdict["verdict"] for verdict in found] == ["right", "output_limit", "right"]
+    verdicts = [*verify_lines("math", read_lines(io.StringIO(lines)))]
+    assert [verdict["verdict"] for verdict in verdicts] == ["right", "output_limit", "right"]
     assert time.process_time() - began < 10
 
 
@@ -138,7 +138,7 @@ def test_what_a_line_has_beyond_its_limit_is_no_line(monkeypatch: pytest.MonkeyP
 
 def test_own_verifier_that_raises_fails_on_its_row_only() -> None:
     rows = [{"id": n, "completion": str(n)} for n in (1, 3, 0)]
-    found = judged("tests.unit.test_verify:fails_on_three", *rows)
-    assert [verdict["verdict"] for verdict in found] == ["right", "error", "wrong"]
-    assert found[1]["score"] is None
-    assert "three" in found[1]["detail"]
+    verdicts = judged("tests.unit.test_verify:fails_on_three", *rows)
+    assert [verdict["verdict"] for verdict in verdicts] == ["right", "error", "wrong"]
+    assert verdicts[1]["score"] is None
+    assert "three" in verdicts[1]["detail"]

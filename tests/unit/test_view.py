@@ -79,7 +79,7 @@ def test_groups_come_newest_first_with_what_became_of_them(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "found"),
+    ("chosen", "expected"),
     [
         ({"order": "oldest"}, [1, 2, 3, 4]),
         ({"where": "prompt_id = 'prompt-2' OR submission_index = 3"}, [3, 2]),
@@ -93,9 +93,9 @@ def test_groups_come_newest_first_with_what_became_of_them(run: Run) -> None:
     ],
 )
 def test_conditions_may_name_the_log_and_the_ledger(
-    run: Run, chosen: dict[str, Any], found: list[int]
+    run: Run, chosen: dict[str, Any], expected: list[int]
 ) -> None:
-    assert groups(run, **chosen) == found
+    assert groups(run, **chosen) == expected
 
 
 class LogAlone(Run):
@@ -147,16 +147,16 @@ def test_a_group_is_its_trajectories_as_the_command_shows_them(run: Run) -> None
     expected = [
         show_trajectory(run, trajectory_id(3, member), selection=Selection()) for member in range(2)
     ]
-    found = show_group(run, 3)
-    assert found == expected
-    assert [member.batch and member.batch.advantage for member in found] == [0.5, -0.5]
+    group = show_group(run, 3)
+    assert group == expected
+    assert [member.batch and member.batch.advantage for member in group] == [0.5, -0.5]
 
 
 def test_curves_go_on_after_the_steps_that_are_known(run: Run) -> None:
-    found = read_points(run, since=2)
+    points = read_points(run, since=2)
     assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
-    assert [point["step"] for point in found] == [3, 4]
-    assert [point["reward_mean"] for point in found] == pytest.approx([0.3, 0.4])
+    assert [point["step"] for point in points] == [3, 4]
+    assert [point["reward_mean"] for point in points] == pytest.approx([0.3, 0.4])
 
 
 def shown_member(run: Run, *tokens: ShownToken) -> ShownTrajectory:

@@ -141,7 +141,7 @@ def test_generator_that_drains_is_waited_for_while_it_decodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "why"),
+    ("reported", "why"),
     [
         (ServedWeights(1, "recorded", 0.2, 0.1), ""),
         (ServedWeights(2, "of the next step", 0.2, 0.1), ""),
@@ -158,15 +158,15 @@ def test_generator_that_drains_is_waited_for_while_it_decodes() -> None:
     ids=str,
 )
 def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
-    found: Any, why: str
+    reported: Any, why: str
 ) -> None:
     live = FakeGenerators()
-    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": found})
+    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": reported})
     weights = DaskWeights(client, Published(), live)
     served = asyncio.run(weights.load_everywhere(1, "recorded"))
     assert live.why == why
     assert live.replaced == ["other"] * bool(why)
-    assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
+    assert len(served) == 1 + (isinstance(reported, ServedWeights) and not why)
 
 
 def test_weights_that_a_restored_trainer_published_again_are_accepted() -> None:

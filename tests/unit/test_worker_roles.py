@@ -138,12 +138,12 @@ def test_generator_says_what_it_serves_and_what_its_update_cost(
         return heard
 
     heard = asyncio.run(serve())
-    assert [found["policy_version"] for found in heard] == [0, 1, 2]
-    assert [found["stall_s"] for found in heard] == [0, 0.5, 0.5]
-    assert all(found["transfer_s"] > 0 for found in heard)
+    assert [report["policy_version"] for report in heard] == [0, 1, 2]
+    assert [report["stall_s"] for report in heard] == [0, 0.5, 0.5]
+    assert all(report["transfer_s"] > 0 for report in heard)
     served = [{"a": torch.full((9,), float(version))} for version in (1, 2)]
     hashes = [hashes[0], *map(hash_tensors, served)]
-    assert [found["served_hash"] for found in heard] == hashes
+    assert [report["served_hash"] for report in heard] == hashes
 
 
 def test_generator_serves_what_it_was_asked_for_although_the_listing_is_older(
@@ -151,11 +151,11 @@ def test_generator_serves_what_it_was_asked_for_although_the_listing_is_older(
 ) -> None:
     async def serve() -> list[int]:
         role = GeneratorRole(WorkerContext(run_directory, 0))
-        found = [(await role.serve(0)).version]
+        versions = [(await role.serve(0)).version]
         monkeypatch.setattr(DirectoryReader, "newest", lambda reader: 2)  # stale, then newer
         for version in (1, 3):
-            found.append((await role.serve(version)).version)
-        return found
+            versions.append((await role.serve(version)).version)
+        return versions
 
     assert asyncio.run(serve()) == [0, 2, 3]
 

@@ -32,11 +32,11 @@ Create = Callable[..., Awaitable[Any]]
 Talk = Callable[[Create], Awaitable[Any]]
 
 
-def asked(*contents: str) -> list[Any]:
+def user_messages(*contents: str) -> list[Any]:
     return [{"role": "user", "content": content} for content in contents]
 
 
-HI, TOO_LONG = asked("hi"), asked(*["abc"] * 40)
+HI, TOO_LONG = user_messages("hi"), user_messages(*["abc"] * 40)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
@@ -116,10 +116,10 @@ def test_calls_that_go_on_are_one_trajectory_of_what_was_sampled() -> None:
             messages = HI
             for _ in range(2):
                 completion = await client.chat.completions.create(model="any", messages=messages)
-                said = answer(completion)
+                message = answer(completion)
                 assert completion.usage
-                assert completion.usage.completion_tokens == len((said["content"] or "").split())
-                messages = [*messages, said, *asked("and?")]
+                assert completion.usage.completion_tokens == len((message["content"] or "").split())
+                messages = [*messages, message, *user_messages("and?")]
         return 0.75
 
     services = FakeServices(tokens_per_version=3)
@@ -138,9 +138,9 @@ def test_calls_that_go_on_are_one_trajectory_of_what_was_sampled() -> None:
 
 def test_rewritten_history_begins_another_trajectory() -> None:
     async def rewrites(create: Create) -> None:
-        said = answer(await create(messages=HI))
-        for content in (said["content"], "something else"):
-            await create(messages=[*HI, {**said, "content": content}, *asked("and?")])
+        message = answer(await create(messages=HI))
+        for content in (message["content"], "something else"):
+            await create(messages=[*HI, {**message, "content": content}, *user_messages("and?")])
 
     drafts = run_talk(rewrites)
     assert [draft.branch for draft in drafts] == [0, 1]
@@ -169,11 +169,11 @@ OWN = [{"role": "assistant", "content": "I said"}]
 @pytest.mark.parametrize(
     ("begin", "new", "tools", "services"),
     [
-        (asked("something else"), asked("and?"), (), FakeServices),
+        (user_messages("something else"), user_messages("and?"), (), FakeServices),
         (HI, [], (), BeginsAnswers),
-        (HI, [*OWN, *asked("and?")], (), BeginsAnswers),
-        (HI, asked("and?"), TOOLS, FakeServices),
-        (HI, asked("and?"), (), Forgets),
+        (HI, [*OWN, *user_messages("and?")], (), BeginsAnswers),
+        (HI, user_messages("and?"), TOOLS, FakeServices),
+        (HI, user_messages("and?"), (), Forgets),
     ],
     ids=["other beginning", "nothing new", "own words", "other tools", "template rewrites"],
 )
@@ -181,8 +181,8 @@ def test_call_that_does_not_go_on_from_an_answer_begins_another_trajectory(
     begin: list[Any], new: list[Any], tools: Any, services: type[FakeServices]
 ) -> None:
     async def goes_on(create: Create) -> float:
-        said = answer(await create(messages=HI))
-        await create(messages=[*begin, said, *new], **({"tools": tools} if tools else {}))
+        message = answer(await create(messages=HI))
+        await create(messages=[*begin, message, *new], **({"tools": tools} if tools else {}))
         return 1.0
 
     drafts = run_talk(goes_on, services(tokens_per_version=2))
@@ -194,7 +194,9 @@ def test_call_that_does_not_go_on_from_an_answer_begins_another_trajectory(
 def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:
     async def asks_twice_at_once(create: Create) -> float:
         history = [*HI, answer(await create(messages=HI))]
-        await asyncio.gather(*(create(messages=[*history, *asked(each)]) for each in ("a", "b")))
+        await asyncio.gather(
+            *(create(messages=[*history, *user_messages(each)]) for each in ("a", "b"))
+        )
         return 0.0
 
     class Slow(FakeServices):
@@ -276,12 +278,12 @@ def test_agent_without_async_streams_in_a_thread() -> None:
     def agent(base_url: str, api_key: str) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             create = partial(client.chat.completions.create, model="m", messages=HI)
-            whole = create()
+            completion = create()
             chunks = [*create(stream=True, stream_options={"include_usage": True})]
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert chunks[-1].usage
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
-        assert whole.choices[0].message.role == "assistant"
+        assert completion.choices[0].message.role == "assistant"
         return 1.0
 
     assert len(run(agent)) == 2
@@ -321,8 +323,8 @@ def test_text_is_streamed_as_it_is_sampled_and_the_trajectory_is_the_same() -> N
         assert len(pieces) > 1
         return 1.0
 
-    (streamed,), (whole,) = run_talk(streams, services), run_talk(asks_once)
-    assert plain(streamed) == plain(whole)
+    (streamed,), (unstreamed,) = run_talk(streams, services), run_talk(asks_once)
+    assert plain(streamed) == plain(unstreamed)
 
 
 def test_stream_that_its_client_leaves_is_cancelled() -> None:
@@ -334,7 +336,7 @@ def test_stream_that_its_client_leaves_is_cancelled() -> None:
         await chunks.close()
         await asyncio.wait_for(services.cancelled.wait(), 5)
         services.seen = asyncio.Semaphore(100)
-        await create(messages=asked("ho"))
+        await create(messages=user_messages("ho"))
         return 1.0
 
     (draft,) = run_talk(leaves, services)
@@ -349,15 +351,15 @@ def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
             return bytes(tokens.tolist()).decode(errors="replace")
 
     (context,) = contexts_of(episode_of(1), Bytes())
-    for has_tools, whole in ((False, text), (True, " Été 🙂 then")):
+    for has_tools, expected in ((False, text), (True, " Été 🙂 then")):
         pieces: list[str] = []
         stream = ContentStream(context, pieces.append, has_tools=has_tools)
         for byte in text.encode():
             stream(byte)
-        assert "".join(pieces) == whole
+        assert "".join(pieces) == expected
         assert len(pieces) > 5
     tools = [{"type": "function", "function": {"name": "a"}}]
-    assert answer_message(text, tools, call_number=0)["content"] == whole
+    assert answer_message(text, tools, call_number=0)["content"] == expected
 
 
 @pytest.mark.parametrize(
@@ -418,11 +420,11 @@ def test_what_changes_nothing_is_accepted() -> None:
 
 
 def test_policy_that_may_call_no_tool_is_told_of_none() -> None:
-    told = list[Any]()
+    offered_tools = list[Any]()
 
     class Calling(FakeServices):
         def chat(self, messages: Any, tools: Any = (), **after: Any) -> Tokens:
-            told.append(tools)
+            offered_tools.append(tools)
             return super().chat(messages, tools, **after)
 
         def decode(self, tokens: Tokens) -> str:
@@ -436,7 +438,7 @@ def test_policy_that_may_call_no_tool_is_told_of_none() -> None:
         return 1.0
 
     run_talk(calls_none, Calling())
-    assert [bool(tools) for tools in told] == [True, False]
+    assert [bool(tools) for tools in offered_tools] == [True, False]
 
 
 def test_sampling_is_the_recipes_whatever_a_call_asks_for() -> None:
@@ -508,8 +510,8 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
 
     cut = run_talk(asks_on, max_calls=2)
     assert [draft.finish_reason for draft in cut] == ["length"] * 2
-    said = {draft.score and draft.score.message for draft in cut}
-    assert said == {"ended by workflow.max_calls (2)"}
+    messages = {draft.score and draft.score.message for draft in cut}
+    assert messages == {"ended by workflow.max_calls (2)"}
     (late,) = run_talk(sleeps, max_seconds=0.5)
     assert (late.finish_reason, late.score.reward) == ("length", None)
     assert "gave no reward before it was ended by workflow.max_seconds (0.5)" in late.score.error
@@ -531,7 +533,7 @@ def test_agent_whose_context_is_full_is_cut_with_the_reason(handles_it: bool) ->
                 if handles_it and error.code == "context_length_exceeded":
                     return 0.25
                 raise
-            history = [*history, answer(completion), *asked("more")]
+            history = [*history, answer(completion), *user_messages("more")]
         raise AssertionError("the context was never full")
 
     (draft,) = run_talk(asks_on, missing_reward=0.0)
@@ -561,12 +563,12 @@ def test_agent_that_folds_its_history_has_that_conversation_cut_alone() -> None:
         history = [*HI, answer(await create(messages=HI)), *TOO_LONG]
         with pytest.raises(openai.BadRequestError, match="max_model_len"):
             await create(messages=history)
-        await create(messages=asked("in short"))
+        await create(messages=user_messages("in short"))
         return 1.0
 
     async def asks_shorter(create: Create) -> float:
         history = [*HI, answer(await create(messages=HI))]
-        for more in (TOO_LONG, asked("ok")):
+        for more in (TOO_LONG, user_messages("ok")):
             with suppress(openai.BadRequestError):
                 await create(messages=[*history, *more])
         return 1.0
@@ -576,8 +578,8 @@ def test_agent_that_folds_its_history_has_that_conversation_cut_alone() -> None:
     assert first.finish_reason == "length"
     assert "max_model_len (64)" in first.score.message
     assert second.score == Score(1.0)
-    (whole,) = run_talk(asks_shorter)
-    assert whole.score == Score(1.0)
+    (trajectory,) = run_talk(asks_shorter)
+    assert trajectory.score == Score(1.0)
 
 
 @pytest.mark.parametrize("is_grouped", [True, False])
@@ -763,19 +765,19 @@ def test_connection_that_fails_is_printed_without_the_frames_of_libraries_that_i
     async def agent(api_key: str) -> None:
         await talking(asks_once)("http://127.0.0.1:9/v1", api_key)
 
-    (said,), _ = logged(agent, caplog)
-    assert len(said.splitlines()) < 35, said
-    assert "in agent\n" in said
-    assert "ConnectError: All connection attempts failed" in said
-    assert "openai.APIConnectionError: Connection error." in said
+    (logged_text,), _ = logged(agent, caplog)
+    assert len(logged_text.splitlines()) < 35, logged_text
+    assert "in agent\n" in logged_text
+    assert "ConnectError: All connection attempts failed" in logged_text
+    assert "openai.APIConnectionError: Connection error." in logged_text
 
 
 def test_error_that_says_all_is_printed_without_our_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (said,), _ = logged(lambda: 1.0, caplog)
-    assert "had no answer from its base_url" in said
-    assert 'File "' not in said
+    (logged_text,), _ = logged(lambda: 1.0, caplog)
+    assert "had no answer from its base_url" in logged_text
+    assert 'File "' not in logged_text
 
 
 def test_agent_of_the_page_is_trained_by_its_two_calls() -> None:

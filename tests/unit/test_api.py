@@ -143,8 +143,8 @@ def test_nothing_but_a_call_is_the_default_job(started: list[Any]) -> None:
 def test_setting_that_one_section_has_needs_no_section(started: list[Any]) -> None:
     few = {"chat_template": True, "max_new_tokens": 20, "max_staleness": 1}
     of_both = {"batch_size": 64, "learning_rate": 1e-5, "num_held_out": 3}
-    whole = {"sft.beta": 0.2, "evaluation.top_p": 0.9}
-    areal_flow.train(prompts=ROWS, **few, **of_both, **whole)
+    dotted = {"sft.beta": 0.2, "evaluation.top_p": 0.9}
+    areal_flow.train(prompts=ROWS, **few, **of_both, **dotted)
     with suppress(ArealFlowError):  # it made no checkpoint
         areal_flow.sft(rows=ROWS, batch_size=4, name="taught")
     (_, _, trained), (_, _, taught) = started
@@ -156,7 +156,7 @@ def test_setting_that_one_section_has_needs_no_section(started: list[Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"beta": 0.04}, r"beta: sft\.beta .*Did you mean algorithm\.kl_coefficient\?"),
         ({"shuffle": False}, r"shuffle: .* only fine-tuning .*\*\*\{'sft\.shuffle': False\}"),
@@ -169,9 +169,9 @@ def test_setting_that_one_section_has_needs_no_section(started: list[Any]) -> No
     ],
 )
 def test_setting_that_is_not_of_training_is_refused_with_the_one_that_is(
-    started: list[Any], given: dict[str, Any], said: str
+    started: list[Any], given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         areal_flow.train(prompts=ROWS, **given)
     assert not started
 
@@ -205,7 +205,7 @@ def test_rewards_may_be_one_function_a_name_or_tables(started: list[Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rewards", "said"),
+    ("rewards", "message"),
     [
         ([(brevity, 0.5)], r"expected a reward as a function, .* found tuple"),
         ([5], "expected a reward as a function, .* found int: 5"),
@@ -215,15 +215,15 @@ def test_rewards_may_be_one_function_a_name_or_tables(started: list[Any]) -> Non
     ],
 )
 def test_what_is_no_reward_is_refused_before_there_is_a_run(
-    started: list[Any], rewards: Any, said: str
+    started: list[Any], rewards: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         areal_flow.train(prompts=ROWS, rewards=rewards)
     assert not started
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"recipe": {"num_steps": 3}}, "expected a recipe as a path or a Recipe, found dict"),
         ({"source": True}, "expected source as a run or its name, found True"),
@@ -233,9 +233,9 @@ def test_what_is_no_reward_is_refused_before_there_is_a_run(
     ],
 )
 def test_arguments_of_another_kind_are_refused(
-    started: list[Any], given: dict[str, Any], said: str
+    started: list[Any], given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         areal_flow.train(**given)
     assert not started
 
@@ -320,10 +320,10 @@ async def test_interrupts_beside_a_running_loop_ask_for_a_stop_and_then_end_the_
     before = signal.getsignal(signal.SIGINT)
 
     async def work() -> None:
-        asked = asyncio.Event()
-        with StopSignals() as signals, signals.finishing_steps(asked.set):
+        stop_requested = asyncio.Event()
+        with StopSignals() as signals, signals.finishing_steps(stop_requested.set):
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(asked.wait(), timeout=5)
+            await asyncio.wait_for(stop_requested.wait(), timeout=5)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(5)
 

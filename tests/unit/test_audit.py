@@ -173,12 +173,12 @@ def test_log_without_tokens_counts_what_training_masks(seed: int) -> None:
         staleness_max=max(ages),
         reward_mean=1.0,
     )
-    known = {"step-missing", "group-size", "batch-size", "newer-version", "versions-decrease"}
-    assert {finding.rule for finding in judged([right], rows[:7], rows[7:])} <= known
+    ignored = {"step-missing", "group-size", "batch-size", "newer-version", "versions-decrease"}
+    assert {finding.rule for finding in judged([right], rows[:7], rows[7:])} <= ignored
     for column in ("num_trained_tokens", "num_masked_tokens", "staleness_mean", "staleness_max"):
         findings = judged([right | {column: right[column] + 1}], rows)
-        (said,) = [f.expected for f in findings if f.rule == "staleness-counts"]
-        assert said.startswith(f"{column} {right[column]:.12g}, ")
+        (expected,) = [f.expected for f in findings if f.rule == "staleness-counts"]
+        assert expected.startswith(f"{column} {right[column]:.12g}, ")
 
 
 def test_empty_ledger_and_log_break_no_rule() -> None:
@@ -288,13 +288,13 @@ def test_adapter_is_not_blamed_for_the_base_that_it_adapts(adapted: RunLayout) -
     first, second = listed_checkpoints(adapted)
     assert judged_checkpoints(adapted) == set()
     base = first / "model.safetensors"
-    whole = base.read_bytes()
+    content = base.read_bytes()
     not_judged = ("not-judged", "checkpoint 1", ADVICE["unjudged"])
     for damage, rule in ((flip_a_byte, "weights"), (lambda path: path.write_bytes(b"0"), "")):
         damage(base)
         named = ("checkpoint-" + (rule or "unreadable"), "checkpoint 0", ADVICE["checkpoint"])
         assert judged_checkpoints(adapted) == {named, not_judged}
-        base.write_bytes(whole)
+        base.write_bytes(content)
     flip_a_byte(second / "adapter.safetensors")
     own = ("checkpoint-weights", "checkpoint 1", ADVICE["checkpoint"])
     assert judged_checkpoints(adapted) == {own}

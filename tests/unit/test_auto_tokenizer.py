@@ -126,11 +126,11 @@ def test_warning_shows_both_tokenisations_of_the_first_text_that_differs(
         assert not caplog.records
         warn_of_other_tokens(tmp_path / "source", run, ["=", SUM])
     (record,) = caplog.records
-    said = record.getMessage()
-    assert "1 of the first 2 texts" in said
-    assert "tokenizer.json: ['1', '2', 'Ġ+Ġ7'" in said
-    assert "AutoTokenizer:  ['1', '2', 'Ġ+', 'Ġ'" in said
-    assert "model_type" not in said, "with another one a model may load without its biases"
+    message = record.getMessage()
+    assert "1 of the first 2 texts" in message
+    assert "tokenizer.json: ['1', '2', 'Ġ+Ġ7'" in message
+    assert "AutoTokenizer:  ['1', '2', 'Ġ+', 'Ġ'" in message
+    assert "model_type" not in message, "with another one a model may load without its biases"
 
 
 def test_tokenizer_that_does_not_load_is_refused(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def in_files(directory: Path, tool_use: str) -> None:
 def test_template_for_tools_is_chosen_as_apply_chat_template_does(
     tmp_path: Path, put: Callable[[Path, str], None]
 ) -> None:
-    source, asked = tmp_path / "source", [{"role": "user", "content": "1 + 1 ="}]
+    source, messages = tmp_path / "source", [{"role": "user", "content": "1 + 1 ="}]
     MODELS["tiny"](source, max_model_len=96)
     give_chat_template(source, CHATML)
     plain = chat_template_of(source)
@@ -196,10 +196,10 @@ def test_template_for_tools_is_chosen_as_apply_chat_template_does(
     assert chat is not None
     assert plain is not None
     for tools in ([], TOOLS):
-        assert chat.render(asked, tools=tools) == transformers_s.apply_chat_template(
-            asked, tools=tools or None, tokenize=False, add_generation_prompt=True
+        assert chat.render(messages, tools=tools) == transformers_s.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
-    assert '"name": "add"' in chat.render(asked, tools=TOOLS)
+    assert '"name": "add"' in chat.render(messages, tools=TOOLS)
     assert "<tool_response>" in chat.next_turn("2", ended_by="<|im_end|>", role="tool")
     assert chat.call_start == "<tool_call>"
     assert chat.sha256 != plain.sha256
@@ -213,10 +213,10 @@ def test_template_for_tools_that_rewrites_answers_is_refused_with_tools_alone(
     in_a_list(tmp_path, FORGETS_REASONING)
     chat = chat_template_of(tmp_path)
     assert chat is not None
-    said = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
-    assert chat.following(said, 1, ended_by="<|im_end|>")
+    messages = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
+    assert chat.following(messages, 1, ended_by="<|im_end|>")
     with pytest.raises(ValueError, match="rewrites earlier answers"):
-        chat.following(said, 1, ended_by="<|im_end|>", tools=TOOLS)
+        chat.following(messages, 1, ended_by="<|im_end|>", tools=TOOLS)
 
 
 def with_other_default(directory: Path) -> None:
@@ -268,8 +268,10 @@ def test_prepared_run_has_auto_tokenizers_tokens_and_a_warning(
     create_run(layout, recipe)
     with caplog.at_level(logging.WARNING):
         (prepare_sft_run if job == "sft" else prepare_run)(layout, recipe)
-    said = [r.getMessage() for r in caplog.records if "otherwise than tokenizer.json" in r.message]
-    assert len(said) == 1
+    warnings = [
+        r.getMessage() for r in caplog.records if "otherwise than tokenizer.json" in r.message
+    ]
+    assert len(warnings) == 1
     expected = AutoTokenizer.from_pretrained(source)(SUM)["input_ids"]
     if job == "sft":
         assert np.load(layout.sft_rows)["tokens"][: len(expected)].tolist() == expected

@@ -156,9 +156,9 @@ def test_a_refusal_names_what_can_be_asked_for_each_once() -> None:
         (FunctionReward(single), COMPLETION_ARGUMENTS),
     ):
         (score,) = asyncio.run(reward.score(given))
-        said, _, listed = score.error.partition("; it may ask, by name, for ")
+        reason, _, listed = score.error.partition("; it may ask, by name, for ")
         listed, _, _ = listed.partition(" (at ")
-        assert said == "TypeError: the verifier asks for 'tests'"
+        assert reason == "TypeError: the verifier asks for 'tests'"
         assert sorted(listed.split(", ")) == sorted({*own, *row})
 
 
@@ -251,7 +251,7 @@ async def waits(completions: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (raises, "ValueError: no such thing (at raises, "),
         (lambda completions: [1.0], "must return a list of 2 rewards, found 1 of them"),
@@ -261,10 +261,10 @@ async def waits(completions: list[str]) -> list[float]:
         (waits, "within 0.02 s"),
     ],
 )
-def test_function_that_fails_has_failed_on_all(function: Callable[..., Any], said: str) -> None:
+def test_function_that_fails_has_failed_on_all(function: Callable[..., Any], message: str) -> None:
     for score in scored(function, timeout_s=0.01):
         assert score.reward is None
-        assert said in score.error
+        assert message in score.error
 
 
 def test_one_bad_reward_fails_alone() -> None:

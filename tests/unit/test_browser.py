@@ -45,9 +45,9 @@ def test_everything_that_failed_on_a_page_is_said(tmp_path: Path) -> None:
     images = "<img src='missing.png'><img src='http://elsewhere.invalid/x.png'>"
     with served(tmp_path, images + script) as url, pytest.raises(AssertionError) as raised:
         look_at(url, tmp_path, "page")
-    said = str(raised.value)
+    message = str(raised.value)
     for problem in ("out of luck", "thrown away", "missing.png: status 404", "elsewhere.invalid"):
-        assert problem in said
+        assert problem in message
 
 
 def test_a_narrow_page_may_not_scroll_sideways(tmp_path: Path) -> None:

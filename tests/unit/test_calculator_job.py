@@ -49,8 +49,8 @@ def test_questions_are_right_and_what_is_held_out_is_never_trained() -> None:
 def test_demonstrated_call_is_the_workflows() -> None:
     workflow = recipe().workflow
     assert isinstance(workflow, ToolUse)
-    asked, shown, answer = called("347*86")
-    call = marked_call(asked, start=workflow.call_start, end=workflow.call_end)
+    call_text, shown, answer = called("347*86")
+    call = marked_call(call_text, start=workflow.call_start, end=workflow.call_end)
     assert call is not None
     assert (call.name, call.text) == ("calculator", "347*86")
     assert shown == workflow.result_template.replace("{result}", "29842")

@@ -122,11 +122,16 @@ def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
     path = layout.root / "rows.jsonl"
     path.write_text(json.dumps({"question": "1 + 1 =", "answer": 2}) + "\n")
     prepared = prepare_prompts(recipe(path).prompt_plan(), layout)
-    said = describe_prompts(prepared, layout)
+    description = describe_prompts(prepared, layout)
     digest = hashlib.sha256(CHATML.encode()).hexdigest()
     assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
-    assert f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):" in said
-    assert said.endswith("  <|im_start|>user\n  1 + 1 =<|im_end|>\n  <|im_start|>assistant\n")
+    assert (
+        f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):"
+        in description
+    )
+    assert description.endswith(
+        "  <|im_start|>user\n  1 + 1 =<|im_end|>\n  <|im_start|>assistant\n"
+    )
     assert Lineage(SimpleNamespace(layout=layout), 0).chat_template_hash == digest
     assert [*changed_chat_template(layout)] == []
     give_chat_template(layout.model, LLAMA_3)
@@ -174,14 +179,14 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "reason"),
     [
         ({"prompts": {"system_prompt": "Be brief."}}, "prompts.system_prompt is a message"),
         ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
     ],
 )
-def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
-    assert why_chat_template(build_recipe(given, source="test").prompt_plan()) == said
+def test_what_needs_the_chat_template_is_said(given: Any, reason: str) -> None:
+    assert why_chat_template(build_recipe(given, source="test").prompt_plan()) == reason
 
 
 UNUSED = (
@@ -227,8 +232,8 @@ def test_a_run_of_a_chat_model_says_whether_its_chat_template_is_on(
     built = build_recipe(table, source="test")
     layout = RunLayout(tmp_path / "run")
     create_run(layout, built)
-    said = prepare_run(layout, built).splitlines()
-    assert said[:2] == ["1 prompts to train on, 0 held out", note]
+    output = prepare_run(layout, built).splitlines()
+    assert output[:2] == ["1 prompts to train on, 0 held out", note]
     assert load_recipe(layout.config).prompts.chat_template is is_on
     text = PromptTable(layout.train_prompts, seed=0).row(0).text
     assert ("<|im_start|>" in text) == bool(is_on)
@@ -238,11 +243,11 @@ def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
     layout: RunLayout,
 ) -> None:
     text = "\x1b[2J" + "a" * 5000 + "="
-    said = describe_prompts(Prepared(1, 0, 0, "", [], text, ""), layout)
-    assert "\x1b" not in said
-    assert "The first prompt:\n  ␛[2Jaaa" in said
-    assert "aaa … 3005 characters more … aaa" in said
-    assert said.endswith("a=")
+    description = describe_prompts(Prepared(1, 0, 0, "", [], text, ""), layout)
+    assert "\x1b" not in description
+    assert "The first prompt:\n  ␛[2Jaaa" in description
+    assert "aaa … 3005 characters more … aaa" in description
+    assert description.endswith("a=")
 
 
 def test_messages_are_put_as_they_are_after_the_recipes_system_message(layout: RunLayout) -> None:
@@ -409,9 +414,9 @@ def test_answers_of_two_calls_are_two_messages(layout: RunLayout, template: str)
     called = {"role": "assistant", "content": "both"}
     answered = [{"role": "tool", "content": content} for content in ("42", "7")]
     messages = [ASKED, called, *answered]
-    whole = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rendered = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = chat.next_turn("42", "7", ended_by="<|im_end|>", role="tool")
-    assert whole == chat.render([ASKED]) + "both<|im_end|>" + shown
+    assert rendered == chat.render([ASKED]) + "both<|im_end|>" + shown
 
 
 @pytest.mark.parametrize("template", [CHATML, HERMES, LLAMA_3])
@@ -421,17 +426,17 @@ def test_what_follows_an_answer_ends_the_whole_conversation(
     give_chat_template(layout.model, template)
     chat = chat_template_of(layout.model)
     assert chat is not None
-    said = {"role": "assistant", "content": "four"}
-    messages = [SYSTEM, *CHAT[:1], said, ASKED, {**said, "content": "two"}, ASKED]
-    whole = chat.render(messages)
+    answer = {"role": "assistant", "content": "four"}
+    messages = [SYSTEM, *CHAT[:1], answer, ASKED, {**answer, "content": "two"}, ASKED]
+    rendered = chat.render(messages)
     begun = chat.render(messages[:4]) + "two"
     for ended_by in ("<|im_end|>", ""):
         following = chat.following(messages, 4, ended_by=ended_by)
-        assert begun + ended_by + following == whole
+        assert begun + ended_by + following == rendered
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (MESSAGES, "prompts.chat_template = true, since the rows of rows.jsonl are messages"),
         (TEXT, UNUSED.strip()),
@@ -442,7 +447,7 @@ def test_an_evaluation_of_a_chat_model_says_whether_its_chat_template_is_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     row: dict[str, Any],
-    said: str,
+    message: str,
 ) -> None:
     model = write_model_directory(tmp_path / "model")
     give_chat_template(model, CHATML)
@@ -450,4 +455,4 @@ def test_an_evaluation_of_a_chat_model_says_whether_its_chat_template_is_on(
     monkeypatch.setattr("pipelines.jobs.evaluate.wait_for", lambda work: [])
     monkeypatch.setattr("pipelines.jobs.evaluate.tabulate", lambda *_, **__: None)
     evaluate_model(model, data=[str(tmp_path / "rows.jsonl")])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -292,10 +292,10 @@ def test_wrong_usage_says_what_was_expected(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("areal-flow: ")
-    assert expected in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("areal-flow: ")
+    assert expected in message
+    assert "Traceback" not in message
 
 
 def test_ui_and_track_find_what_they_show(
@@ -361,8 +361,8 @@ def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(tmp_path: Path) 
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "[2, 2, 2, 2]\n[]\n", done.stderr
-    for said in wrong.values():
-        assert said in done.stderr
+    for message in wrong.values():
+        assert message in done.stderr
 
 
 @pytest.fixture
@@ -390,21 +390,21 @@ def test_folder_that_cannot_be_read_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    ("runs", "message"),
     [
         ("/sys/runs", "/sys/runs: Operation not permitted; change its permissions"),
         ("FILE", "FILE/r: Not a directory; choose another place"),
     ],
 )
 def test_place_that_cannot_be_written_is_said_in_one_line(
-    runs: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    runs, said = (text.replace("FILE", str(file)) for text in (runs, said))
+    runs, message = (text.replace("FILE", str(file)) for text in (runs, message))
     assert main(["--runs", runs, "train", "--name", "r", "--prompts.num-prompts", "8"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"areal-flow: {said}")
+    assert line.startswith(f"areal-flow: {message}")
 
 
 @pytest.mark.parametrize(

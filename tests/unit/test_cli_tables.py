@@ -42,7 +42,7 @@ def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "names"),
+    ("name", "names"),
     [
         ("trainer.learning-rate", ["trainer.learning_rate"]),
         ("--trainer.learning_rate", ["trainer.learning_rate"]),
@@ -51,8 +51,8 @@ def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:
         ("sources.path", ["sources.path"]),
     ],
 )
-def test_settings_of_a_section_or_one_alone(wanted: str, names: list[str]) -> None:
-    sections = report_settings(wanted).data["sections"]
+def test_settings_of_a_section_or_one_alone(name: str, names: list[str]) -> None:
+    sections = report_settings(name).data["sections"]
     assert [each["name"] for section in sections for each in section["settings"]] == names
 
 

@@ -174,13 +174,13 @@ def test_printed_command_runs_in_a_shell_that_does_not_find_it(
     if not name:  # an environment without the script
         monkeypatch.setattr("areal_flow.core.command.NAME", "no-such-script")
     opened = next_commands(layout, "x@0", evaluated=False)[-1].splitlines()[0]
-    for line, said in (
+    for line, output in (
         (opened, "completion"),
         (command("trajectories", "x", "--limit", 1, runs=layout.root.parent), "1 of 8 that match"),
     ):
         done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert said in done.stdout
+        assert output in done.stdout
 
 
 def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(

@@ -58,11 +58,11 @@ def test_environment_differences_name_both_sides() -> None:
 
 def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_seven() -> None:
     of_algorithms = {f"algorithm.{name}" for a in ALGORITHMS.values() for name in a.model_fields}
-    known = of_algorithms | flatten(TrainerSettings().model_dump(), "trainer.").keys()
+    all_settings = of_algorithms | flatten(TrainerSettings().model_dump(), "trainer.").keys()
     settings = settings_of_a_step()
     of_both = {name for name in settings if name.startswith(("algorithm.", "trainer."))}
-    assert of_both == known - WITHOUT_INFLUENCE
-    assert len(known) - len(of_both) == 7
+    assert of_both == all_settings - WITHOUT_INFLUENCE
+    assert len(all_settings) - len(of_both) == 7
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(settings)
 
 
@@ -104,8 +104,8 @@ def test_a_gpu_replays_within_a_tolerance_or_to_the_bit_where_that_was_asked_for
         ComparedStep(result(gpu), result(gpu, weights="x", loss=loss)) for loss in (0.51, 0.6)
     )
     assert (near.tolerance, near.within_tolerance, far.within_tolerance) == (5e-2, True, False)
-    asked = {**gpu, "kernels": "deterministic"}
-    assert ComparedStep(result(asked), result(asked, loss=0.51)).tolerance == 0
+    deterministic = {**gpu, "kernels": "deterministic"}
+    assert ComparedStep(result(deterministic), result(deterministic, loss=0.51)).tolerance == 0
     assert (
         ComparedStep(result({**gpu, "dtype": "tf32"}), result({**gpu, "dtype": "tf32"})).tolerance
         == 1e-2

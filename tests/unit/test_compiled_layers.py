@@ -65,10 +65,10 @@ def steps_of(
 def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = steps_of(CASES[name], monkeypatch, compiled=False)
+    expected = steps_of(CASES[name], monkeypatch, compiled=False)
     assert not counters["stats"]
     compiled = steps_of(CASES[name], monkeypatch, compiled=True)
-    assert compiled == pytest.approx(wanted, rel=2e-2 if name == "bfloat16" else 1e-4)
+    assert compiled == pytest.approx(expected, rel=2e-2 if name == "bfloat16" else 1e-4)
     # Four graphs a layer, with gradients and without; an adapter is off for a reference.
     assert 4 <= counters["stats"]["unique_graphs"] <= (16 if name == "adapter" else 8)
 
@@ -79,11 +79,11 @@ def test_rows_of_weights_are_gathered_around_compiled_layers(
     activations: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     training = Training(trainer={"activations": activations})
-    wanted = steps_of(training, monkeypatch, compiled=False)
-    one = connect_ranks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
+    expected = steps_of(training, monkeypatch, compiled=False)
+    replicas = connect_ranks(Rendezvous("one", 0, 1), tmp_path / "point", host="127.0.0.1")
     try:
-        compiled = steps_of(training, monkeypatch, compiled=True, replicas=one)
+        compiled = steps_of(training, monkeypatch, compiled=True, replicas=replicas)
     finally:
         leave_ranks()
-    assert compiled == pytest.approx(wanted, rel=1e-4)
+    assert compiled == pytest.approx(expected, rel=1e-4)
     assert 4 <= counters["stats"]["unique_graphs"] <= 8

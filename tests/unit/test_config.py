@@ -145,8 +145,8 @@ def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [chaos.SETTINGS, tails.SETTINGS])
 def test_chaos_and_benchmarks_ask_for_settings_that_exist(settings: dict[str, object]) -> None:
-    asked = parse_overrides([f"{name}={value}" for name, value in settings.items()])
-    load_recipe(next(path for path in RECIPES if path.stem == "arithmetic"), asked)
+    overrides = parse_overrides([f"{name}={value}" for name, value in settings.items()])
+    load_recipe(next(path for path in RECIPES if path.stem == "arithmetic"), overrides)
 
 
 def test_recipe_of_an_earlier_run_may_name_the_whole_distribution() -> None:
@@ -252,8 +252,8 @@ def test_override_that_names_another_algorithm_keeps_what_means_the_same_to_it(
 
 @pytest.mark.parametrize("chosen", ALGORITHMS)
 def test_defaults_that_a_recorded_recipe_names_do_not_outlive_its_algorithm(chosen: str) -> None:
-    whole, given = tomllib.loads(dump_recipe(Recipe())), {"algorithm": {"name": chosen}}
-    built = build_recipe(whole, given, source="test")
+    recorded, given = tomllib.loads(dump_recipe(Recipe())), {"algorithm": {"name": chosen}}
+    built = build_recipe(recorded, given, source="test")
     assert built.algorithm == build_recipe({}, given, source="test").algorithm
 
 
@@ -330,8 +330,8 @@ def test_recipe_has_no_reward_by_default_where_an_agent_gives_the_rewards() -> N
 
 
 def test_agent_over_a_whole_recipe_has_no_reward_that_nothing_asks(tmp_path: Path) -> None:
-    whole = tomllib.loads(dump_recipe(Recipe()))
-    assert build_recipe(whole, AGENT, source="test").rewards == ()
+    recorded = tomllib.loads(dump_recipe(Recipe()))
+    assert build_recipe(recorded, AGENT, source="test").rewards == ()
     (tmp_path / "r.toml").write_text(dump_recipe(Recipe()))
     assert load_recipe(tmp_path / "r.toml", AGENT).rewards == ()
     named = {**AGENT, "rewards": [{"verifier": "exact"}]}

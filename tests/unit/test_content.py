@@ -53,13 +53,13 @@ def test_hash_is_of_the_content_and_of_nothing_else() -> None:
 
 def test_hash_does_not_depend_on_chunks_and_slices() -> None:
     tables = [group_table(index, length=3 + index, rewards=(1.0, None, 0.0)) for index in range(4)]
-    whole = pa.concat_tables(tables)
+    concatenated = pa.concat_tables(tables)
     alone = [text for table in tables for text in content_hashes(table)]
     assert len(set(alone)) == 12
-    assert content_hashes(whole) == alone
-    assert content_hashes(whole.combine_chunks()) == alone
-    assert content_hashes(whole.slice(5, 4)) == alone[5:9]
-    assert content_hashes(whole.take([7, 2])) == [alone[7], alone[2]]
+    assert content_hashes(concatenated) == alone
+    assert content_hashes(concatenated.combine_chunks()) == alone
+    assert content_hashes(concatenated.slice(5, 4)) == alone[5:9]
+    assert content_hashes(concatenated.take([7, 2])) == [alone[7], alone[2]]
 
 
 def test_row_that_was_changed_trains_nothing(tmp_path: Path) -> None:

@@ -52,18 +52,18 @@ def test_memory_of_this_machine_bounds_no_cache_on_a_gpu() -> None:
 def test_memory_is_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recipe = write_model_directory(tmp_path / "model"), build_recipe({}, source="test")
     monkeypatch.setattr("pipelines.jobs.open_settings.usable_bytes", lambda: 2**28)
-    settled, said = with_context_length(recipe, model)
+    settled, notice = with_context_length(recipe, model)
     config = AutoConfig.from_pretrained(model)
     of_memory = room_by_part(recipe, config, memory_bytes=2**28)
     assert settled.generation.max_model_len == min(of_memory.values()) < 2048
-    assert "which is what memory for" in said
+    assert "which is what memory for" in notice
 
 
 def test_context_left_open_is_settled_once_and_a_given_one_is_kept(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path / "model")
-    settled, said = with_context_length(build_recipe({}, source="test"), model)
+    settled, notice = with_context_length(build_recipe({}, source="test"), model)
     assert settled.generation.max_model_len == 2048
-    assert said == "generation.max_model_len = 2048, which is what the model has room for"
+    assert notice == "generation.max_model_len = 2048, which is what the model has room for"
     assert with_context_length(settled, model) == (settled, "")
 
 

@@ -34,13 +34,17 @@ SHOWS_NO_REASONING = CHATML.replace(
 """As Qwen3's: an answer without reasoning is shown with none."""
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def message_of(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED, ANSWERED, WRONG = said("user", "1 + 1 ="), said("assistant", "2"), said("assistant", "3")
-AGAIN, SAME = said("user", "2 - 1 ="), said("assistant", "1")
-SYSTEM = said("system", "Be brief.")
+ASKED, ANSWERED, WRONG = (
+    message_of("user", "1 + 1 ="),
+    message_of("assistant", "2"),
+    message_of("assistant", "3"),
+)
+AGAIN, SAME = message_of("user", "2 - 1 ="), message_of("assistant", "1")
+SYSTEM = message_of("system", "Be brief.")
 
 
 @pytest.fixture
@@ -98,9 +102,9 @@ def test_conversation_is_what_transformers_renders_with_its_answers_trained(
     rows = learn(layout, {"messages": messages}, objective="cross_entropy")
     (sequence,) = rows.sequences(0)
     tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
-    whole = reference.apply_chat_template(messages, tokenize=False)
+    rendered = reference.apply_chat_template(messages, tokenize=False)
     text = reference.decode(tokens)
-    assert whole.replace(" <|im_end|>", "<|im_end|>").rstrip() == text
+    assert rendered.replace(" <|im_end|>", "<|im_end|>").rstrip() == text
     end = reference.convert_tokens_to_ids("<|im_end|>")
     assert sequence.output_tokens[sequence.trained].tolist().count(end) == 2
     answers = [text.strip() for text in trained_texts(tokenizer_of(layout.model), sequence)]
@@ -124,17 +128,17 @@ def test_conversation_is_what_transformers_renders_with_its_answers_trained(
 def test_pair_of_any_published_form_is_the_same_pair(
     layout: RunLayout, row: dict[str, Any]
 ) -> None:
-    asked = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
+    prompt = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
     rows = learn(layout, row)
-    assert shown(layout, rows) == [(asked, ["2<|im_end|>"]), (asked, ["3<|im_end|>"])]
+    assert shown(layout, rows) == [(prompt, ["2<|im_end|>"]), (prompt, ["3<|im_end|>"])]
     rows = learn(layout, row, objective="reward_model")
-    assert shown(layout, rows) == [(asked, ["2"]), (asked, ["3"])]
+    assert shown(layout, rows) == [(prompt, ["2"]), (prompt, ["3"])]
 
 
 def test_prompt_of_whole_conversations_goes_to_where_they_part(layout: RunLayout) -> None:
     """What was answered before is read and not trained; what is said later belongs to each."""
     beginning = [SYSTEM, ASKED, ANSWERED, AGAIN]
-    chosen, rejected = [*beginning, SAME], [*beginning, WRONG, said("user", "No."), SAME]
+    chosen, rejected = [*beginning, SAME], [*beginning, WRONG, message_of("user", "No."), SAME]
     rows = learn(layout, {"chosen": chosen, "rejected": rejected})
     chat = chat_template_of(layout.model)
     assert chat is not None
@@ -157,11 +161,11 @@ def test_calls_of_tools_are_an_answer_with_or_without_content(
     give_chat_template(layout.model, HERMES)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     asks = {"role": "assistant", "content": content, "tool_calls": [call]}
-    messages = [ASKED, asks, said("tool", "2"), ANSWERED]
+    messages = [ASKED, asks, message_of("tool", "2"), ANSWERED]
     rows = learn(layout, {"messages": messages}, objective="cross_entropy")
-    asked, answered = trained_texts(tokenizer_of(layout.model), *rows.sequences(0))
+    prompt, answered = trained_texts(tokenizer_of(layout.model), *rows.sequences(0))
     function = '{"name": "add", "arguments": {"a": 1}}'
-    assert asked == f"{content or ''}<tool_call>\n{function}\n</tool_call><|im_end|>"
+    assert prompt == f"{content or ''}<tool_call>\n{function}\n</tool_call><|im_end|>"
     assert answered == "2<|im_end|>"
 
 
@@ -182,7 +186,7 @@ def test_answer_ends_with_the_stop_token_that_the_template_has_there(layout: Run
 
 def test_conversation_without_a_system_message_has_that_of_the_recipe(layout: RunLayout) -> None:
     path = layout.root / "rows.jsonl"
-    own = said("system", "Ramble.")
+    own = message_of("system", "Ramble.")
     for messages, expected in (([ASKED, SAME], SYSTEM), ([own, ASKED, SAME], own)):
         path.write_text(json.dumps({"messages": messages}) + "\n")
         table = {
@@ -240,7 +244,7 @@ def test_conversation_without_a_system_message_has_that_of_the_recipe(layout: Ru
             "field 'rejected': expected messages, found none",
         ),
         (
-            {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [said("assistant", " ")]},
+            {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [message_of("assistant", " ")]},
             "field 'rejected': expected non-empty text",
         ),
         (
@@ -268,7 +272,7 @@ def test_template_that_rewrites_answers_is_refused_where_that_changes_them(
 ) -> None:
     give_chat_template(layout.model, FORGETS_REASONING)
     learn(layout, {"messages": [ASKED, ANSWERED]}, objective="cross_entropy")
-    thought = said("assistant", "<think>1</think>2")
+    thought = message_of("assistant", "<think>1</think>2")
     with pytest.raises(PromptError, match="field 'messages': the chat template rewrites the answ"):
         learn(layout, {"messages": [ASKED, thought]}, objective="cross_entropy")
     with pytest.raises(PromptError, match="field 'messages': the chat template rewrites earlier"):

@@ -82,9 +82,9 @@ def test_each_step_and_the_whole_run_add_up_to_the_devices_time() -> None:
         for n in (1, 2)
     ]
     assert [sum(step.accounts.values()) for step in steps] == pytest.approx([40, 40])
-    whole = accounting.whole(WORKERS)
-    assert whole["generator", "outside"] == pytest.approx(2 * (5 + 10))
-    assert sum(whole.values()) == pytest.approx(4 * (130 - 95))
+    total = accounting.whole(WORKERS)
+    assert total["generator", "outside"] == pytest.approx(2 * (5 + 10))
+    assert sum(total.values()) == pytest.approx(4 * (130 - 95))
 
 
 def test_time_without_a_process_and_what_a_restored_trainer_repeats_are_lost() -> None:
@@ -104,9 +104,9 @@ def test_what_another_driver_had_to_go_on_after_is_lost() -> None:
     both = replace(both, latest={1: 130.0, 2: 170.0})
     accounting.add(row(1, 110.0), both)
     accounting.add(row(2, 160.0, writer_epoch=2), both)
-    whole = accounting.whole(both)
-    assert whole["trainer", "outside"] == pytest.approx(5 + 10), "first start, last end"
-    assert whole["trainer", "lost"] == pytest.approx(20 + 10), "after the last row, and the restart"
+    total = accounting.whole(both)
+    assert total["trainer", "outside"] == pytest.approx(5 + 10), "first start, last end"
+    assert total["trainer", "lost"] == pytest.approx(20 + 10), "after the last row, and the restart"
 
 
 def test_time_before_the_first_step_counts_although_no_worker_had_an_event_since_it_joined() -> (
@@ -119,8 +119,8 @@ def test_time_before_the_first_step_counts_although_no_worker_had_an_event_since
 
 
 def test_driver_that_ends_before_its_first_row_costs_its_workers_time() -> None:
-    whole = CostAccounting().whole(WORKERS)
-    assert (whole["generator", "outside"], sum(whole.values())) == pytest.approx((70, 140))
+    total = CostAccounting().whole(WORKERS)
+    assert (total["generator", "outside"], sum(total.values())) == pytest.approx((70, 140))
 
 
 def test_events_become_tenures_with_outages(
@@ -154,9 +154,9 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
     path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "started", "joined", "left"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
-    workers, whole = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
-    assert workers.held(1, whole)["generator"] == pytest.approx(2.0 * 3)
-    assert workers.lost(1, whole)["generator"] == pytest.approx(2.0 * 0.5)
+    workers, interval = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
+    assert workers.held(1, interval)["generator"] == pytest.approx(2.0 * 3)
+    assert workers.lost(1, interval)["generator"] == pytest.approx(2.0 * 0.5)
     assert workers.held(1, (2 * 3600.0, 3 * 3600.0))["generator"] == 0
 
 
@@ -169,9 +169,9 @@ def test_outage_ends_when_its_worker_has_left(
     for event in ("joined", "queued", "left", "started"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
     workers = read_workers(path, {})
-    whole = (0.0, 100.0)
-    assert workers.held(1, whole)["generator"] == 10
-    assert workers.lost(1, whole)["generator"] == 0
+    interval = (0.0, 100.0)
+    assert workers.held(1, interval)["generator"] == 10
+    assert workers.lost(1, interval)["generator"] == 0
 
 
 def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(
@@ -182,11 +182,11 @@ def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_sho
         of = {"worker": role, "role": role, "num_devices": 2, "is_gpu": role != "reward"}
         record_worker_event(path, 1, "joined", **of)
 
-    def found(**prices: float) -> dict[str, float]:
+    def rates_of(**prices: float) -> dict[str, float]:
         return {of.role: of.rate for of in read_workers(path, prices).tenures}
 
-    assert found(gpu=3600.0, trainer=7200.0) == {"generator": 2.0, "trainer": 4.0, "reward": 0.0}
-    assert found() == {"generator": 2.0, "trainer": 2.0, "reward": 2.0}
+    assert rates_of(gpu=3600.0, trainer=7200.0) == {"generator": 2.0, "trainer": 4.0, "reward": 0.0}
+    assert rates_of() == {"generator": 2.0, "trainer": 2.0, "reward": 2.0}
     assert read_workers(path, {"cpu": 1.0}).has_prices
     assert not read_workers(path, {"cpu": 0.0}).has_prices
 

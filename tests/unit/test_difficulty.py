@@ -38,7 +38,7 @@ def write_rows(path: Path, places: Sequence[int]) -> Path:
     return path
 
 
-def asked(path: Path, **difficulty: Any) -> Recipe:
+def recipe_with(path: Path, **difficulty: Any) -> Recipe:
     prompts = {"source": "file", "path": str(path), "num_held_out": 0, "difficulty": difficulty}
     return build_recipe({"prompts": prompts, "generation": {"max_model_len": 128}}, source="test")
 
@@ -46,7 +46,10 @@ def asked(path: Path, **difficulty: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     folder = tmp_path_factory.mktemp("runs")
-    layout, recipe = RunLayout(folder / "earlier"), asked(write_rows(folder / "p.jsonl", range(6)))
+    layout, recipe = (
+        RunLayout(folder / "earlier"),
+        recipe_with(write_rows(folder / "p.jsonl", range(6))),
+    )
     create_run(layout, recipe)
     write_tiny_model(layout.model, max_model_len=96)
     prepare_prompts(recipe.prompt_plan(), layout)
@@ -70,7 +73,7 @@ def prepared(earlier: RunLayout, name: str, **difficulty: Any) -> tuple[Prepared
     layout = RunLayout(earlier.root.with_name(name))
     write_tiny_model(layout.model, max_model_len=96)
     path = write_rows(earlier.root.with_name(f"{name}.jsonl"), [7, 5, 4, 3, 2, 1, 0])
-    recipe = asked(path, **{"run": "earlier", **difficulty})
+    recipe = recipe_with(path, **{"run": "earlier", **difficulty})
     record_pass_rates(layout, recipe.prompts.difficulty.run)
     prompts = prepare_prompts(recipe.prompt_plan(), layout)
     record_inputs(layout, recipe, verifier=Verifier(), model=layout.model)
@@ -84,8 +87,10 @@ def texts(layout: RunLayout) -> list[str]:
 def test_prompts_within_the_pass_rates_and_unseen_ones_are_kept(earlier: RunLayout) -> None:
     prompts, layout = prepared(earlier, "default")
     assert texts(layout) == [f"{n} + 1 =" for n in (7, 5, 4, 3, 2)]
-    said = "by the pass rates of run earlier: 2 kept, 1 too easy, 1 too hard, 3 unseen (kept, too)"
-    assert said in describe_prompts(prompts, layout)
+    summary = (
+        "by the pass rates of run earlier: 2 kept, 1 too easy, 1 too hard, 3 unseen (kept, too)"
+    )
+    assert summary in describe_prompts(prompts, layout)
 
 
 def test_unseen_prompts_and_prompts_with_few_samples_can_be_left_out(earlier: RunLayout) -> None:

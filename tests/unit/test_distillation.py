@@ -42,7 +42,10 @@ def test_token_is_worth_what_the_teacher_says_of_it_alone() -> None:
     reference_T = torch.tensor(teacher, dtype=torch.float64)
     loss = DecoupledPPO(**DISTILLATION).loss(replace(given, reference_logprobs_T=reference_T))
     only_teacher = loss.losses_T + given.advantages_T  # of rewards, which `advantages` gives as 0
-    expected = [mine - of for mine, of in zip(logprobs, teacher, strict=True)]
+    expected = [
+        logprob - teacher_logprob
+        for logprob, teacher_logprob in zip(logprobs, teacher, strict=True)
+    ]
     assert only_teacher.tolist() == pytest.approx(expected)
     loss.losses_T.sum().backward()
     assert given.logprobs_T.grad is not None

@@ -31,11 +31,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Devices whose build of vLLM is installed: none, until one is added."""
     devices: set[str] = set()
 
-    def found(device: str) -> str | None:
+    def installed_version(device: str) -> str | None:
         return VERSION if device in devices else None
 
-    monkeypatch.setattr(vllm_support, "installed_vllm", found)
-    monkeypatch.setattr(registry, "installed_vllm", found)
+    monkeypatch.setattr(vllm_support, "installed_vllm", installed_version)
+    monkeypatch.setattr(registry, "installed_vllm", installed_version)
     return devices
 
 
@@ -60,8 +60,10 @@ def test_same_bits_in_any_company_are_the_torch_engine_s_alone_on_a_cpu(
 def test_run_keeps_the_engine_that_it_began_with(installed: set[str]) -> None:
     assert with_engine(Recipe())[0].generation.engine == "torch"
     recipe = build_recipe({"generation": {"device": "cuda"}}, source="test")
-    begun, said = with_engine(recipe)
-    assert said.startswith("generation.engine = 'torch', the CPU's and the reference, which is sl")
+    begun, notice = with_engine(recipe)
+    assert notice.startswith(
+        "generation.engine = 'torch', the CPU's and the reference, which is sl"
+    )
     installed.add("cuda")
     resumed, _ = with_engine(begun)
     assert resumed == begun
@@ -115,9 +117,12 @@ def test_vllm_is_asked_for_what_a_recipe_says_on_a_device(
     settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     chosen = GenerationSettings(**{"engine": "vllm", "max_new_tokens": 8, **settings})
-    asked = engine_arguments(ROOT, chosen)
-    assert {name: asked[name] for name in expected} == expected
-    assert (asked["logprobs_mode"], asked["enable_prefix_caching"]) == ("processed_logprobs", True)
+    arguments = engine_arguments(ROOT, chosen)
+    assert {name: arguments[name] for name in expected} == expected
+    assert (arguments["logprobs_mode"], arguments["enable_prefix_caching"]) == (
+        "processed_logprobs",
+        True,
+    )
 
 
 def test_vllm_is_asked_for_batch_invariant_kernels_where_a_recipe_wants_them() -> None:
@@ -132,8 +137,8 @@ def test_keys_and_values_of_long_contexts_fit_a_gpu() -> None:
     page_bytes = 64 * 28_672
     assert settings.num_pages(64, room=math.inf) * page_bytes > 200e9
     assert settings.num_pages(64, room=40e9 // page_bytes) * page_bytes <= 40e9
-    one = settings.num_pages(64, room=0)
-    assert one * 64 > settings.max_model_len, "one sequence must fit, or nothing runs"
+    num_pages = settings.num_pages(64, room=0)
+    assert num_pages * 64 > settings.max_model_len, "one sequence must fit, or nothing runs"
     given = settings.model_copy(update={"kv_cache_tokens": 64_000})
     assert given.num_pages(64, room=10) == 1000, "what a recipe says is taken as it is"
 
@@ -164,7 +169,7 @@ def test_vllm_without_the_build_for_its_device_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("generation", "said"),
+    ("generation", "message"),
     [
         ({"engine": "torch", "vllm": {"quantization": "fp8"}}, r"quantization \(fp8\) is of vLLM"),
         ({"engine": "vllm", "vllm": {"quantization": "fp8"}}, r"needs generation.device = 'cuda'"),
@@ -173,9 +178,9 @@ def test_vllm_without_the_build_for_its_device_is_refused(
     ],
 )
 def test_setting_of_vllm_that_would_do_nothing_is_refused(
-    generation: dict[str, Any], said: str
+    generation: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_recipe({"generation": generation}, source="test")
 
 
@@ -189,7 +194,7 @@ def test_settings_of_vllm_are_refused_where_auto_takes_torch(installed: set[str]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"head_dim": 16}, "one of 32, 64, .*, found 16 in"),
         ({"hidden_size": 64, "num_attention_heads": 4}, "one of 32, 64, .*, found 16 in"),
@@ -197,10 +202,10 @@ def test_settings_of_vllm_are_refused_where_auto_takes_torch(installed: set[str]
     ],
 )
 def test_model_that_vllm_cannot_serve_on_the_cpu_is_refused_for_it_alone(
-    tmp_path: Path, config: dict[str, int], said: str
+    tmp_path: Path, config: dict[str, int], message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         require_served(GenerationSettings(engine="vllm"), tmp_path)
     require_served(GenerationSettings(engine="torch"), tmp_path)
     require_served(GenerationSettings(engine="vllm", device="cuda"), tmp_path)

@@ -252,7 +252,9 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
 
 
 def logs_prompts(prompts: Any, completions: Any, trainer_state: Any, log_extra: Any) -> Any:
-    assert [[said["role"] for said in completion] for completion in completions] == [["assistant"]]
+    assert [[message["role"] for message in completion] for completion in completions] == [
+        ["assistant"]
+    ]
     log_extra("asked", prompts)
     state = trainer_state
     log_extra("step", [[state.global_step, state.max_steps, state.epoch]])
@@ -369,11 +371,11 @@ def verifier_that_computes(*, completion: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("verifier", "most", "num_groups"),
+    ("verifier", "max_running", "num_groups"),
     [("judge_that_waits", 16, 4), ("verifier_that_computes", 1, 1)],
 )
 def test_several_groups_are_judged_at_once_where_the_verifier_waits(
-    layout: RunLayout, worker: WorkerContext, verifier: str, most: int, num_groups: int
+    layout: RunLayout, worker: WorkerContext, verifier: str, max_running: int, num_groups: int
 ) -> None:
     running[:] = [0, 0]
     create_logs(layout)
@@ -387,7 +389,7 @@ def test_several_groups_are_judged_at_once_where_the_verifier_waits(
 
     receipts, _, max_concurrency = asyncio.run(graph())
     assert [len(receipt.trajectories) for receipt in receipts] == [4] * 8
-    assert (running[1], max_concurrency) == (most, num_groups)
+    assert (running[1], max_concurrency) == (max_running, num_groups)
 
 
 def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(

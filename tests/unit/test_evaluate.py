@@ -27,8 +27,8 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(name: str, *, verifier: str = "v@1", **settings: Any) -> RunLayout:
         recipe = build_recipe(settings, source="test")
         layout = make_bare_run(tmp_path / name, dump_recipe(recipe))
-        known = {"verifiers": [[1, verifier]], "files": {}, "model": {}, "sources": {}}
-        layout.inputs.write_text(json.dumps(known))
+        inputs = {"verifiers": [[1, verifier]], "files": {}, "model": {}, "sources": {}}
+        layout.inputs.write_text(json.dumps(inputs))
         return layout
 
     return make
@@ -85,7 +85,7 @@ def test_model_of_no_run_is_asked_for_prompts_as_the_caller_gives_them(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "to", "said"),
+    ("text", "to", "message"),
     [
         ("\n", "answers.jsonl", "p.jsonl is empty: expected one row or more"),
         ('{"question": "1 + 1 ="}\n', "answers.jsonl", "line 1: field 'answer' is missing"),
@@ -96,7 +96,7 @@ def test_rows_and_target_are_refused_before_a_model_is_read(
     tmp_path: Path,
     text: str,
     to: str,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,7 +108,7 @@ def test_rows_and_target_are_refused_before_a_model_is_read(
     (tmp_path / "p.jsonl").write_text(text)
     given = ["--data", str(tmp_path / "p.jsonl"), "--to", str(tmp_path / to)]
     assert main(["evaluate", str(tmp_path / "model"), *given]) > 0
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_evaluate_takes_sampling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -197,11 +197,11 @@ def test_several_samples_are_members_with_seeds_of_their_own() -> None:
     assert [(row["prompt_id"], row["sample"]) for row in rows] == [
         (prompt.prompt_id, sample) for prompt in PROMPTS for sample in range(3)
     ]
-    episodes = [episode for asked in answering.episodes for episode in asked]
+    episodes = [episode for request in answering.episodes for episode in request]
     assert [episode.seeds for episode in episodes] == [
         tuple(member_seed(0, index, -1 - sample) for sample in range(3)) for index in range(150)
     ]
-    assert max(len(asked) for asked in answering.episodes) == 64 // 3
+    assert max(len(request) for request in answering.episodes) == 64 // 3
     first = [row for row in rows if row["sample"] == 0]
     assert [row["completion"] for row in first] == [
         row["completion"] for row in answers_of(Answering(SingleTurn()))
@@ -256,15 +256,17 @@ def test_fewest_tokens_of_a_held_out_answer_are_not_those_of_training() -> None:
 def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
         build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")
-    one = {"name": "math", "path": "m.jsonl", "num_samples": 4}
+    held_out_set = {"name": "math", "path": "m.jsonl", "num_samples": 4}
     with pytest.raises(ConfigError, match=r"held_out 'math': num_samples \(4\) must be 1"):
-        build_recipe({"evaluation": {"temperature": 0.0, "held_out": [one]}}, source="test")
+        build_recipe(
+            {"evaluation": {"temperature": 0.0, "held_out": [held_out_set]}}, source="test"
+        )
 
 
 def test_held_out_set_has_a_name_of_its_own() -> None:
-    one = {"name": "math", "path": "m.jsonl"}
+    held_out_set = {"name": "math", "path": "m.jsonl"}
     with pytest.raises(ConfigError, match="a name stands twice in"):
-        build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
+        build_recipe({"evaluation": {"held_out": [held_out_set, held_out_set]}}, source="test")
     sets = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
     assert {name: Path(path).name for name, path in sets.items()} == {
         "math": "math.jsonl",

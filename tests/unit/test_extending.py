@@ -172,10 +172,10 @@ def test_workflow_runs_over_an_engine_with_its_tool() -> None:
     assert not group.errors
     assert {member for member, _ in group.drafts} == set(range(6))
     results = [sum(map(int, arguments[0].split())) for _, arguments in services.tool_calls]
-    told = [services.encode(f" sum: {result}\n").tobytes() for result in results]
+    prefixes = [services.encode(f" sum: {result}\n").tobytes() for result in results]
     environment = [d.output_tokens[~d.loss_mask].tobytes() for _, d in group.drafts]
     assert len(results) > 3
-    assert all(tokens.startswith(tuple(told)) for tokens in environment if tokens)
+    assert all(tokens.startswith(tuple(prefixes)) for tokens in environment if tokens)
     assert all(draft.loss_mask[-1] for _, draft in group.drafts)
 
 

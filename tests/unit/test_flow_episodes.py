@@ -99,13 +99,13 @@ def test_group_that_cannot_be_written_is_written_again_and_generated_again_only_
 
 def fails(*outcomes: str) -> None:
     """Run groups of these outcomes, then wait for a change: raises what ended the run."""
-    told: dict[str, GroupReceipt | BaseException] = {
+    receipts: dict[str, GroupReceipt | BaseException] = {
         "dead": EngineError("died"),
         "unscored": group(0, scored=False, member_errors=("first", "verifier raised")),
         "empty": GroupReceipt(0, (), ()),
     }
     script = [
-        group(i) if outcome == "good" else told[outcome] for i, outcome in enumerate(outcomes)
+        group(i) if outcome == "good" else receipts[outcome] for i, outcome in enumerate(outcomes)
     ]
     parts = Parts(Rollouts(script))
 

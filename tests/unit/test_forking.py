@@ -85,13 +85,13 @@ def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
-@pytest.mark.parametrize("asked", [None, 0, 1, 2])
+@pytest.mark.parametrize("requested_step", [None, 0, 1, 2])
 def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
-    parent: RunLayout, asked: int | None
+    parent: RunLayout, requested_step: int | None
 ) -> None:
     """By default that of the newest usable checkpoint."""
-    before, step = listing(parent), asked or 0
-    child = forked(parent, asked)
+    before, step = listing(parent), requested_step or 0
+    child = forked(parent, requested_step)
     assert listing(parent) == before
     expected = recorded_hash(parent, step)
     (checkpoint,) = list_checkpoints(child.checkpoints)
@@ -182,12 +182,12 @@ def test_run_or_step_that_is_not_there_is_named(parent: RunLayout, tmp_path: Pat
     assert fork_of(find_reference(tmp_path, "parent@2")) == Fork(parent, 2)
     by_directory = find_reference(Path("elsewhere"), str(parent.root))
     assert fork_of(by_directory, reset_optimizer=True) == Fork(parent, None, True)
-    for reference, said in (
+    for reference, message in (
         ("parent@3", "run parent has no step 3: expected a step from 0 to 2"),
         ("nobody@1", "expected a run named 'nobody' in .*, found: parent"),
         ("parent@new", "expected a run named 'parent@new'"),
     ):
-        with pytest.raises(RunError, match=said):
+        with pytest.raises(RunError, match=message):
             fork_of(find_reference(tmp_path, reference))
 
 
@@ -204,10 +204,10 @@ def test_python_forks_by_name_and_step_or_by_run(
     runs = parent.root.parent
     areal_flow.train(source="parent@1", runs=runs, num_steps=7, reset_optimizer=True)
     areal_flow.train(source=Run(parent.root), runs=runs, name="named", prompts="p.jsonl")
-    (layout, recipe, fork), (_, on_rows, whole) = started
+    (layout, recipe, fork), (_, on_rows, fork_of_run) = started
     assert layout.name.startswith("parent-")
     assert (recipe.num_steps, recipe.algorithm.advantage) == (7, "rloo")
-    assert (fork, whole) == (Fork(parent, 1, True), Fork(parent, None))
+    assert (fork, fork_of_run) == (Fork(parent, 1, True), Fork(parent, None))
     assert (on_rows.prompts.source, on_rows.prompts.path) == ("file", Path("p.jsonl"))
     with pytest.raises(ConfigError, match="expected a recipe or a source, found both"):
         areal_flow.train("r.toml", source="parent", runs=runs)

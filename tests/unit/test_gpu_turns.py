@@ -220,10 +220,10 @@ def test_request_during_the_trainers_turn_waits_for_its_end(driver: Driver) -> N
     async def train() -> None:
         await driver.role.serve(0)
         async with driver.turns.of_trainer():
-            asked = asyncio.create_task(driver.role.generate(None))  # type: ignore[arg-type]
+            turn = asyncio.create_task(driver.role.generate(None))  # type: ignore[arg-type]
             await asyncio.sleep(0.2)
             driver.happened.append("trained")
-        await asked
+        await turn
 
     within_seconds(train())
     assert driver.happened == ["start", "sleep", "trained", "wake", "generate"]

@@ -43,10 +43,10 @@ def found_with(chunk_numbers: int, monkeypatch: pytest.MonkeyPatch, **of: Any) -
 def test_chunks_have_the_numbers_and_gradients_of_the_whole(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = found_with(2**25, monkeypatch)
+    unchunked = found_with(2**25, monkeypatch)
     chunked = found_with(rows * VOCABULARY, monkeypatch)
-    for one, other in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+    for left, right in zip(unchunked, chunked, strict=True):
+        torch.testing.assert_close(left, right, atol=2e-5, rtol=2e-5)
 
 
 def test_no_more_tokens_than_a_chunk_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,10 @@ def test_logprobs_are_those_of_all_logits() -> None:
 
 @pytest.mark.parametrize("activations", ["selective", "recompute", "offload"])
 def test_activations_change_no_bit_of_a_step(activations: Any) -> None:
-    kept, other = state(), state(activations=activations)
-    for backend in (kept, other):
+    kept, recomputed = state(), state(activations=activations)
+    for backend in (kept, recomputed):
         train_step(backend, make_sequences(), step=1, settings=settings())
-    assert kept.fingerprint() == other.fingerprint() != state().fingerprint()
+    assert kept.fingerprint() == recomputed.fingerprint() != state().fingerprint()
 
 
 def test_recomputed_layers_run_again_for_their_gradients() -> None:

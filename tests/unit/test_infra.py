@@ -49,8 +49,8 @@ def command_of(manifests: list[Manifest], folder: Path, *, run: str = "new") -> 
     (folder / "areal-flow").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "areal-flow").chmod(0o755)
     (container,) = of_kind("Job", manifests)["spec"]["template"]["spec"]["containers"]
-    asked = [*container["command"], *container["args"]]
-    local = [each.replace("/etc/areal-flow", str(folder)) for each in asked]
+    command = [*container["command"], *container["args"]]
+    local = [each.replace("/etc/areal-flow", str(folder)) for each in command]
     variables = {"PATH": f"{folder}:/usr/bin:/bin", "RUN": run}
     done = subprocess.run(local, env=variables, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -162,12 +162,12 @@ def test_image_installs_what_the_project_names() -> None:
     assert "areal-flow" in project["project"]["scripts"]
     assert re.search(r"^FROM python:3\.11-slim$", dockerfile(), re.MULTILINE)
     runs = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
-    asked = [asked_of_pip(run, index) for run in runs for index in ("INDEX", "")]
+    arguments = [asked_of_pip(run, index) for run in runs for index in ("INDEX", "")]
     torch = "torch==2.13.0"
     index = ["--index-url", "INDEX"]
     plain = ["install", "--no-cache-dir"]
-    whole = [*plain, ".[lora]", "-c", "constraints.txt"]
-    assert asked == [[*plain, *index, torch], [*plain, torch], whole, whole]
+    with_lora = [*plain, ".[lora]", "-c", "constraints.txt"]
+    assert arguments == [[*plain, *index, torch], [*plain, torch], with_lora, with_lora]
     assert any(each.startswith("torch>=2.13") for each in project["project"]["dependencies"])
 
 

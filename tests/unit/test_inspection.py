@@ -81,9 +81,9 @@ def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
     backend.hold_reference(state(seed=1).policy)
     numbers = train_step(backend, sequences, step=1, settings=how)
     divergences, returns = [], []
-    for sequence, before, other in zip(sequences, policy, reference, strict=True):
+    for sequence, before, reference_logprobs in zip(sequences, policy, reference, strict=True):
         own = before if kind is DecoupledPPO else sequence.behavior_logprobs
-        kl = np.subtract(own, other)[sequence.trained]
+        kl = np.subtract(own, reference_logprobs)[sequence.trained]
         divergences.append(kl)
         returns.append(sequence.reward - 0.3 * kl[::-1].cumsum()[::-1])
     flat = np.concatenate(returns)

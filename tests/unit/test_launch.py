@@ -65,8 +65,8 @@ async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_sch
         assert folder.stat().st_mode & 0o777 == 0o700
         assert await list_workers(cluster.scheduler, cluster.network) == []
         plain = cluster.scheduler.replace("tls://", "tcp://")
-        another = with_certificates(NetworkSettings(), tmp_path)
-        for address, network in ((cluster.scheduler, another), (plain, NetworkSettings())):
+        foreign = with_certificates(NetworkSettings(), tmp_path)
+        for address, network in ((cluster.scheduler, foreign), (plain, NetworkSettings())):
             with pytest.raises(RunError, match="does not answer"):
                 await list_workers(address, network)
     assert not folder.exists()

@@ -70,8 +70,8 @@ def row(step: int, epoch: int, weights_hash: str = "") -> dict[str, Any]:
 def test_second_lease_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> None:
     with hold_lease(tmp_path) as writer:
         assert writer.writer_epoch == 1
-        said = f"held by process {os.getpid()} on .* since 20.*wait for it, or stop.*--take-over"
-        with pytest.raises(RunError, match=said):
+        message = f"held by process {os.getpid()} on .* since 20.*wait for it, or stop.*--take-over"
+        with pytest.raises(RunError, match=message):
             hold_lease(tmp_path).__enter__()
         writer.check_current()
     assert not is_held(tmp_path, 1)

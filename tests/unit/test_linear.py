@@ -57,9 +57,9 @@ def test_outputs_and_gradients_are_those_of_float64(
     (actual * weights.float()).sum().backward()
     assert actual.shape == expected.shape
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-    wanted = [rows.grad, *(parameter.grad for parameter in exact.parameters())]
+    exact_gradients = [rows.grad, *(parameter.grad for parameter in exact.parameters())]
     gradients = [rows_32.grad, *(parameter.grad for parameter in layer.parameters())]
-    for gradient, want in zip(gradients, wanted, strict=True):
+    for gradient, want in zip(gradients, exact_gradients, strict=True):
         assert gradient is not None
         assert want is not None
         assert (gradient.double() - want).norm() <= 1e-5 * want.norm()

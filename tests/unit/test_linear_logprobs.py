@@ -73,11 +73,11 @@ def test_numbers_and_gradients_are_those_of_a_plain_softmax(
     )
     torch.testing.assert_close(actual, expected)
     weights = torch.randn(2, 7, dtype=torch.float64)
-    gradients, wanted = (
+    gradients, expected_gradients = (
         torch.autograd.grad((torch.stack(each) * weights).sum(), leaves)
         for each in (actual, expected)
     )
-    torch.testing.assert_close(gradients, wanted)
+    torch.testing.assert_close(gradients, expected_gradients)
 
 
 def test_products_of_bfloat16_stay_in_float32() -> None:
@@ -165,8 +165,8 @@ def test_a_policy_has_the_numbers_and_gradients_of_its_own_forward(
     expected = numbers_and_gradients(policy, micro)
     monkeypatch.setattr(segments, "has_fused_kernels", lambda device: True)
     monkeypatch.setattr(head, "logits_of", None)
-    for one, other in zip(numbers_and_gradients(policy, micro), expected, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-4  # OPT's keys have none
+    for actual, reference in zip(numbers_and_gradients(policy, micro), expected, strict=True):
+        assert (actual - reference).norm() <= 1e-5 * reference.norm() + 1e-4  # OPT's keys have none
 
 
 def policy_called(name: str) -> Any:

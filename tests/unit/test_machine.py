@@ -74,9 +74,9 @@ def test_doctor_says_what_works_on_macos(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["doctor"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "- system Darwin arm64 only on Linux: sandboxes ('code', the tool 'python')," in said
-    assert "train will work here" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "- system Darwin arm64 only on Linux: sandboxes ('code', the tool 'python')," in output
+    assert "train will work here" in output
 
 
 def test_stopped_driver_is_unknown_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,9 @@ def test_database_that_cannot_be_written_is_served_without_the_view(
     uri = f"sqlite:///file:{tmp_path / 'mlflow.db'}?mode=ro&uri=true"
     page = first_page(MlflowClient(tracking_uri=uri, registry_uri=uri))
     assert page == f"#/experiments/{experiment}/runs?workflowType=machine_learning"
-    (said,) = (record.getMessage() for record in caplog.records if record.levelname != "INFO")
-    assert "readonly" in said
-    assert "\n" not in said
+    (message,) = (record.getMessage() for record in caplog.records if record.levelname != "INFO")
+    assert "readonly" in message
+    assert "\n" not in message
 
 
 def wait_for(url: str) -> str:

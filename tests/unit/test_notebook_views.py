@@ -62,8 +62,8 @@ def test_timeline_has_a_bar_for_each_group_in_the_colour_of_its_version(layout: 
 
 def test_run_says_what_it_is_and_one_without_a_step_too(layout: RunLayout, tmp_path: Path) -> None:
     shown = areal_flow.open_run(layout.root)._repr_html_()
-    for said in (">r<", ">finished<", "4 in 4 s", "0.250 → 0.250"):
-        assert said in shown
+    for text in (">r<", ">finished<", "4 in 4 s", "0.250 → 0.250"):
+        assert text in shown
     new = make_finished_run(tmp_path / "new", num_steps=0, evaluated=False)
     assert ">steps<" not in areal_flow.open_run(new.root)._repr_html_()
 

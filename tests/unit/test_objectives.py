@@ -151,11 +151,11 @@ def test_m2po_bounds_what_the_loss_trains_where_a_divergence_is_in_the_advantage
     how = StepSettings(algorithm, temperature=1.0, seed=0, loss=loss)
     train_step(backend, make_sequences(), step=1, settings=how)
     assert len(micro_batches) > 1
-    whole = [
+    columns = [
         torch.cat([getattr(micro, f"{name}_T").detach() for micro in micro_batches])
         for name in ("logprobs", "behavior_logprobs", "reference_logprobs", "advantages")
     ]
-    logprobs, behavior, reference, advantages = whole
+    logprobs, behavior, reference, advantages = columns
     log_ratio, trained_advantages = logprobs - behavior, advantages - (behavior - reference)
     outward, kept = log_ratio * trained_advantages > 0, ~torch.cat(masks)
     assert log_ratio[outward & kept].square().mean() <= 1.0
@@ -207,8 +207,8 @@ def test_masked_weights_are_counted_and_leave_the_divisor() -> None:
     assert loss.metrics["importance_weight_masked_fraction"].value == pytest.approx(2 / 3)
     assert loss.metrics["importance_weight_max"].value == pytest.approx(WEIGHTS[2])
     of = MinibatchSize(num_tokens=3, num_sequences=1)
-    whole = algorithm.aggregate(loss.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
-    assert whole.item() == pytest.approx(loss.losses_T[0].item() / 3)
+    total = algorithm.aggregate(loss.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
+    assert total.item() == pytest.approx(loss.losses_T[0].item() / 3)
 
 
 def test_proximal_policy_is_recomputed_taken_or_interpolated() -> None:
@@ -265,10 +265,10 @@ def test_sums_to_come_end_with_their_sequence(sequences: list[list[float]]) -> N
 
 def test_effective_sample_fraction_is_of_all_parts_together() -> None:
     weights = torch.tensor([1.0, 2.0, 3.0, 0.0])
-    whole = effective_sample_fraction(weights)
-    assert whole.value == pytest.approx(36 / (4 * 14))
+    total = effective_sample_fraction(weights)
+    assert total.value == pytest.approx(36 / (4 * 14))
     parts = [effective_sample_fraction(part) for part in weights.split([1, 3])]
-    assert parts[0].add(parts[1]) == whole
+    assert parts[0].add(parts[1]) == total
     assert effective_sample_fraction(torch.ones(5)).value == 1
     assert effective_sample_fraction(torch.zeros(0)).value == 0
 
@@ -400,11 +400,11 @@ def test_loss_of_every_algorithm_is_that_of_its_parts_in_any_order(
     algorithm = ALGORITHMS[name](aggregation=aggregation, **constant)
     size = MinibatchSize(sum(map(len, rows)), len(rows))
     numbered = list(enumerate(rows))
-    whole = batch(numbered)
-    log_ratio = whole.logprobs_T - whole.behavior_logprobs_T
+    full = batch(numbered)
+    log_ratio = full.logprobs_T - full.behavior_logprobs_T
     bound = None
     if algorithm.needs_minibatch_bound:
-        bound = algorithm.minibatch_bound(log_ratio, whole.advantages_T)
+        bound = algorithm.minibatch_bound(log_ratio, full.advantages_T)
     shuffled = data.draw(st.permutations(numbered))
     cut = data.draw(st.integers(1, len(rows) - 1))
 
@@ -416,7 +416,7 @@ def test_loss_of_every_algorithm_is_that_of_its_parts_in_any_order(
 
     parts = (batch(shuffled[:cut]), batch(shuffled[cut:]))
     total = sum(loss(replace(part, minibatch_bound=bound)) for part in parts)
-    expected = loss(whole)
+    expected = loss(full)
     assert total == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 

@@ -42,15 +42,17 @@ def test_gpu_workers_have_a_device_each_or_nothing_starts(
 ) -> None:
     hosts = tuple(f"host-{index}" for index in range(num_hosts))
     machines = Machines(hosts, tuple(map(str, range(num_gpus))))
-    wanted = num_generators + num_trainers
-    if wanted > num_hosts * num_gpus:
-        expected = rf"\({wanted} in all\), found {num_hosts * num_gpus} GPU\(s\)"
+    num_workers = num_generators + num_trainers
+    if num_workers > num_hosts * num_gpus:
+        expected = rf"\({num_workers} in all\), found {num_hosts * num_gpus} GPU\(s\)"
         with pytest.raises(ConfigError, match=expected):
             place_workers(recipe(num_generators, num_trainers), machines)
         return
     placed = place_workers(recipe(num_generators, num_trainers), machines)
     on_gpu = [worker for worker in placed if worker.role != "reward"]
-    assert len({(worker.host, worker.environment[VISIBLE_GPUS]) for worker in on_gpu}) == wanted
+    assert (
+        len({(worker.host, worker.environment[VISIBLE_GPUS]) for worker in on_gpu}) == num_workers
+    )
     assert all(worker.environment[VISIBLE_GPUS] in machines.gpus for worker in on_gpu)
     assert {w.environment[VISIBLE_GPUS] for w in placed if w.role == "reward"} == {""}
     trainers = [hosts.index(worker.host) for worker in placed if worker.role == "trainer"]

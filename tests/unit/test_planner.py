@@ -224,8 +224,8 @@ def test_the_command_prints_a_plan_as_one_object(
     assert data["memory"]["fits"]
     assert {"step_s", "trained_tokens_per_second", "staleness_mean", "bottleneck"} < data.keys()
     assert main([*command, "1", "--cluster.num-reward-workers", "1000"]) == 0
-    said = capsys.readouterr().out
-    assert "trainer and generator share one GPU" in said
-    assert "The GPU has both sides of a step" in said
-    assert "bottleneck" in said
+    output = capsys.readouterr().out
+    assert "trainer and generator share one GPU" in output
+    assert "The GPU has both sides of a step" in output
+    assert "bottleneck" in output
     assert main(["plan", "--price", "2"]) == 2

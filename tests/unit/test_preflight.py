@@ -21,7 +21,7 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
 
 
 @pytest.mark.parametrize(
-    ("table", "num_gpus", "said"),
+    ("table", "num_gpus", "message"),
     [
         (BOTH, 0, "trainer.device = 'cuda' and generation.device = 'cuda': expected CUDA, found"),
         ({"generation": {"device": "cuda"}, "cluster": {"num_gpus": 4}}, 0, "set device to 'cpu'"),
@@ -37,7 +37,7 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
     ],
 )
 def test_what_this_machine_lacks_is_refused(
-    table: dict[str, Any], num_gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+    table: dict[str, Any], num_gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
     monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
@@ -46,7 +46,7 @@ def test_what_this_machine_lacks_is_refused(
     )
     with pytest.raises(ConfigError) as raised:
         check_devices(build_recipe(table, source="test"))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_what_this_machine_has_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

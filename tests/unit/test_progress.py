@@ -204,8 +204,8 @@ def test_log_has_every_step_and_count_of_a_terminal_without_its_codes(tmp_path: 
         say(Table([{"difficulty": 3, "after": Text("1.000", "green")}], "Held-out prompts"))
     text = path.read_text()
     assert ESCAPE not in text
-    for said in ("Training", "step 3/4", "answered 64/64", "Held-out prompts", "1.000"):
-        assert said in text
+    for part in ("Training", "step 3/4", "answered 64/64", "Held-out prompts", "1.000"):
+        assert part in text
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", line) for line in text.splitlines())
 
 
@@ -227,10 +227,10 @@ def test_log_has_warnings_and_is_appended_to(
     assert text.index("driver 1") < text.index("driver 2")
     assert text.count("not printed") == 2
     assert "after its end" not in text
-    said = [what for _, what in logged_warnings(path)]
-    assert said[0] == "areal_flow.cluster.pool: generator-1 died"
-    assert "a library's warning 1" in said[1]
-    assert len(said) == 4
+    messages = [what for _, what in logged_warnings(path)]
+    assert messages[0] == "areal_flow.cluster.pool: generator-1 died"
+    assert "a library's warning 1" in messages[1]
+    assert len(messages) == 4
     with path.open("ab") as file:
         file.write("ä".encode()[:1])
     assert len(logged_warnings(path)) == 4, "a killed driver can leave half a character"

@@ -104,18 +104,18 @@ def test_row_whose_program_nobody_can_test_is_refused(tmp_path: Path, layout: Ru
     tests = [{"input": "", "output": "2"}]
     tested = [{**good(n), "mode": "stdin", "tests": tests} for n in range(20)]
     path = write_rows(tmp_path / "p.jsonl", [*tested, {**good(20), "mode": "stdin", "tests": 3}])
-    asked = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="code")]})
+    code_recipe = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="code")]})
     with pytest.raises(PromptError, match=r"line 21: the verifier 'code': the row's tests cannot"):
-        prepare_prompts(asked.prompt_plan(), layout)
+        prepare_prompts(code_recipe.prompt_plan(), layout)
 
 
 def test_row_whose_answer_is_no_mathematics_is_refused(tmp_path: Path, layout: RunLayout) -> None:
     answers = ["x^2+1", "18", r"\frac{1}{2}", "no solution", r"\boxed{(1,2]}"] * 4
     rows = [{"question": f"{n} + 1 =", "answer": answer} for n, answer in enumerate(answers)]
     path = write_rows(tmp_path / "p.jsonl", [*rows, {"question": "?", "answer": r"\frac{1}{"}])
-    asked = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="math")]})
+    math_recipe = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="math")]})
     with pytest.raises(PromptError, match=r"line 21: the verifier 'math' cannot use the right"):
-        prepare_prompts(asked.prompt_plan(), layout)
+        prepare_prompts(math_recipe.prompt_plan(), layout)
 
 
 def test_row_may_have_megabytes_of_tests(tmp_path: Path, layout: RunLayout) -> None:
@@ -315,8 +315,8 @@ def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: Run
     file = write_rows(tmp_path / "problems.jsonl", problems)
     own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
     sets = EvaluationSettings.model_validate({"held_out": [own]})
-    asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
-    prepared = prepare_prompts(asked.prompt_plan(), layout)
+    settings = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
+    prepared = prepare_prompts(settings.prompt_plan(), layout)
     assert (prepared.num_train, prepared.num_held_out, prepared.num_repeated) == (38, 3, 2)
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     assert [(p.text, p.source) for p in held] == [

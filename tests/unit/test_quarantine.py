@@ -82,7 +82,7 @@ def test_message_names_worker_role_lives_cause_and_remedy() -> None:
 def test_verifier_and_not_the_memory_is_blamed_for_what_a_verifier_does(
     worker: str, cause: str, blamed: str
 ) -> None:
-    said = advice(worker, cause)
-    assert blamed in said
-    assert ("memory" in said) == (blamed == "memory")
-    assert ("verifier" in said) != (blamed == "memory")
+    text = advice(worker, cause)
+    assert blamed in text
+    assert ("memory" in text) == (blamed == "memory")
+    assert ("verifier" in text) != (blamed == "memory")

@@ -128,10 +128,10 @@ def test_genesis_has_no_means_and_its_counts_are_zero(tmp_path: Path) -> None:
 
 def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> None:
     run = open_run(make_finished_run(tmp_path / "r", num_steps=2).root)
-    known, *_ = run.trajectories("arrow", columns=["prompt_id"])["prompt_id"].to_pylist()
+    first_id, *_ = run.trajectories("arrow", columns=["prompt_id"])["prompt_id"].to_pylist()
     prompts = {
         "source": ["elsewhere", "", ""],
-        "prompt_id": [known, known, "unasked"],
+        "prompt_id": [first_id, first_id, "unasked"],
         "metadata": ['{"kind": "wrong"}', json.dumps({"kind": "sum", "level": 2}), "{}"],
     }
     run.layout.train_prompts.parent.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> No
     rows = run.trajectories("arrow", columns=[*names, "prompt_id"]).to_pylist()
     assert rows
     for row in rows:
-        of_known = row["prompt_id"] == known
+        of_known = row["prompt_id"] == first_id
         assert row["metadata.kind"] == ("sum" if of_known else None)
         assert row["metadata.level"] == (2 if of_known else None)
         assert row["metadata.missing"] is None
@@ -163,10 +163,10 @@ def test_rows_are_parsed_once_each_and_any_integer_is_read(
     for log, file in zip(
         logs, (run.layout.train_prompts, run.layout.held_out_prompts), strict=True
     ):
-        known = pa.array(sorted({*log["prompt_id"].to_pylist()}))
-        rows = pa.array([json.dumps({"big": 2**63, "kind": file.stem})] * len(known))
-        sources = pa.array([""] * len(known))
-        prompts = pa.table({"source": sources, "prompt_id": known, "metadata": rows})
+        prompt_ids = pa.array(sorted({*log["prompt_id"].to_pylist()}))
+        rows = pa.array([json.dumps({"big": 2**63, "kind": file.stem})] * len(prompt_ids))
+        sources = pa.array([""] * len(prompt_ids))
+        prompts = pa.table({"source": sources, "prompt_id": prompt_ids, "metadata": rows})
         with pa.ipc.new_file(str(file), prompts.schema) as writer:
             writer.write_table(prompts)
     parsed: list[str] = []
@@ -390,10 +390,11 @@ def printed_page(*tokens: ShownToken, **detail: str) -> str:
 
 
 def test_page_has_what_a_function_logged_of_the_completion() -> None:
-    one = shown()
+    trajectory = shown()
     detail = {"verdict": "right", "extra": {"parsed": ["2"], "gold": "\x1b[2J"}}
     page = report_trajectory(
-        replace(one, row={**one.row, "reward_detail": json.dumps(detail)}), by_token=False
+        replace(trajectory, row={**trajectory.row, "reward_detail": json.dumps(detail)}),
+        by_token=False,
     )
     text = "\n".join(printed(*page.parts, width=100, terminal=False))
     assert "parsed: ['2']" in text
@@ -486,8 +487,8 @@ def test_trajectories_come_with_texts_and_status_in_every_format(
     assert [*rows[0]] == columns
     assert {row["step"] for row in rows} == {2, 3}
     for row in rows:
-        whole = run.trajectory(row["trajectory_id"])
-        assert row == {name: whole[name] for name in columns}
+        trajectory = run.trajectory(row["trajectory_id"])
+        assert row == {name: trajectory[name] for name in columns}
         assert isinstance(row["completion"], str)
 
 

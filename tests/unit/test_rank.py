@@ -78,12 +78,12 @@ def parent_of(made: TrainerRank) -> str:
 
 def test_repeated_request_is_answered_without_computing_again(tmp_path: Path) -> None:
     made = rank(tmp_path)
-    asked = request(parent_of(made))
-    first = made.step(asked)
-    assert made.step(asked) is first
+    repeated = request(parent_of(made))
+    first = made.step(repeated)
+    assert made.step(repeated) is first
     assert made.backend.fingerprint() == first.hashes.weights_hash
     with pytest.raises(TrainerLost, match="this rank holds"):
-        made.step(request(asked.parent_hash, step=6))
+        made.step(request(repeated.parent_hash, step=6))
     assert made.step(request(first.hashes.weights_hash, step=6)).step == 6
 
 
@@ -103,17 +103,17 @@ class FailsInTheSecondUpdate:
 def test_rank_whose_step_failed_has_no_policy_that_anybody_knows(tmp_path: Path) -> None:
     """Its weights have changed: under the parent's name they would train the next step wrongly."""
     made = rank(tmp_path, loss=FailsInTheSecondUpdate())
-    asked = request(parent_of(made))
+    failing = request(parent_of(made))
     made.require_policy()
     with pytest.raises(TrainingError, match="second update"):
-        made.step(asked)
+        made.step(failing)
     with pytest.raises(TrainerLost, match="holds nothing"):
         made.require_policy()
-    assert made.backend.fingerprint() != asked.parent_hash
+    assert made.backend.fingerprint() != failing.parent_hash
     with pytest.raises(TrainerLost, match="this rank holds nothing"):
-        made.step(asked)
+        made.step(failing)
     with pytest.raises(TrainerLost, match="this rank holds nothing"):
-        made.snapshot(weights_hash=asked.parent_hash, next_submission_index=0)
+        made.snapshot(weights_hash=failing.parent_hash, next_submission_index=0)
 
 
 def test_utilisation_counts_a_teacher_by_its_size(

@@ -141,11 +141,11 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
     )
     torch.testing.assert_close(actual, expected)
     weights = [torch.randn(each.shape, dtype=torch.float64) for each in expected]
-    gradients, wanted = (
+    gradients, expected_gradients = (
         torch.autograd.grad(sum((e * w).sum() for e, w in zip(each, weights, strict=True)), leaves)
         for each in (actual, expected)
     )
-    torch.testing.assert_close(gradients, wanted)
+    torch.testing.assert_close(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -158,9 +158,9 @@ def test_likely_tokens_are_those_of_all_logits(
     policy, micro = small_policy(), pack_sequences(make_sequences(num_sequences))
     with torch.no_grad():
         logits_MV = logits_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
-        asked: dict[str, Any] = {"temperature": TEMPERATURE, "num_known": num_known}
-        top_Mk, found_MK = top_logprobs(policy, micro, top_k=4, **asked)
-        all_M, _ = top_logprobs(policy, micro, top_k=1000, **asked)
+        options: dict[str, Any] = {"temperature": TEMPERATURE, "num_known": num_known}
+        top_Mk, found_MK = top_logprobs(policy, micro, top_k=4, **options)
+        all_M, _ = top_logprobs(policy, micro, top_k=1000, **options)
     logprobs_MV = (logits_MV / TEMPERATURE).log_softmax(1)
     assert torch.equal(top_Mk, logits_MV[:, :num_known].topk(4).indices)
     expected_MK = bucket_logprobs(logprobs_MV, top_Mk)
@@ -210,7 +210,7 @@ def test_all_tokens_give_a_step_the_gradients_of_the_whole_divergence(
 ) -> None:
     """However sequences are packed, and however few tokens have logits at a time."""
     sequences = make_sequences()
-    wanted, expected = whole_divergence(small_policy(), small_policy(seed=1), sequences)
+    expected_gradients, expected = whole_divergence(small_policy(), small_policy(seed=1), sequences)
     use_head_of(device, monkeypatch)
     gradients, kl = gradients_of_step(
         small_policy(),
@@ -220,8 +220,8 @@ def test_all_tokens_give_a_step_the_gradients_of_the_whole_divergence(
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
     assert kl == pytest.approx(expected, rel=1e-4)
-    for one, other in zip(gradients, wanted, strict=True):
-        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-4 * expected_gradient.norm() + 1e-6
 
 
 def test_a_teacher_with_more_tokens_than_the_student_is_compared_at_those_of_both() -> None:
@@ -256,8 +256,8 @@ def test_steps_come_closer_to_the_teacher_and_are_the_same_again() -> None:
             divergence.append(numbers.metrics["kl_policy_reference"].value)
         trained.append(served_weights(backend))
     assert divergence[-1] < 0.2 * divergence[0]
-    for one, other in zip(trained[0].values(), trained[1].values(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(trained[0].values(), trained[1].values(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_a_loss_of_the_user_is_given_both_and_nothing_without_the_setting() -> None:

@@ -84,12 +84,12 @@ def test_every_command_takes_every_reference(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[Any] = []
+    subjects: list[Any] = []
 
-    def reached(subject: Any, *_: Any, **__: Any) -> None:
+    def record_subject(subject: Any, *_: Any, **__: Any) -> None:
         subject = subject[0] if isinstance(subject, list) else subject
         is_path = isinstance(subject, Path)
-        asked.append(subject if is_path else getattr(subject, "layout", subject).root)
+        subjects.append(subject if is_path else getattr(subject, "layout", subject).root)
         raise ArealFlowError("reached")
 
     name, *options = command
@@ -98,12 +98,12 @@ def test_every_command_takes_every_reference(
         assert f"`{name}` takes a run, not step 0 of it" in capsys.readouterr().err
         return
     if name in HEAVY:
-        monkeypatch.setattr(HEAVY[name], reached)
+        monkeypatch.setattr(HEAVY[name], record_subject)
     given = {"replay": ["--step", "0"] if reference.endswith("x") else [], "track": ["--to", "u"]}
     code = main([name, reference, *options, *given.get(name, [])])
     if name in HEAVY:
         model = checkpoint_path(layout.checkpoints, 0)
-        assert asked == [model if name == "evaluate" else layout.root]
+        assert subjects == [model if name == "evaluate" else layout.root]
     elif name == "check":  # such a run lacks what a driver would have written beside its logs
         assert "Checked: 3 steps" in capsys.readouterr().out
     else:
@@ -119,7 +119,7 @@ def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["evaluate", "x@7"], "no checkpoint of version 7, only of 0"),
         (["lineage", "x@1", "--step", "2"], "--step 2: x@1 is step 1 already"),
@@ -132,7 +132,7 @@ def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
     ],
 )
 def test_reference_that_does_not_fit_is_refused(
-    layout: RunLayout, command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    layout: RunLayout, command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command) > 0
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

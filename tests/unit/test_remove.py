@@ -24,12 +24,14 @@ def layout(tmp_path: Path) -> RunLayout:
 def test_run_is_removed_by_yes_alone(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers, asked = iter(["", "y"]), list[str]()
+    answers, questions = iter(["", "y"]), list[str]()
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    monkeypatch.setattr(
+        "builtins.input", lambda question: questions.append(question) or next(answers)
+    )
     command = ["runs", "remove", "r", "--runs", str(layout.root.parent)]
     assert (main(command), layout.steps.is_dir()) == (1, True)
-    assert asked == [f"Remove run r (crashed) in {layout.root} and its model versions? [y/N] "]
+    assert questions == [f"Remove run r (crashed) in {layout.root} and its model versions? [y/N] "]
     assert main(command) == 0
     assert "removed run r and its model versions: 0" in capsys.readouterr().out
     assert not list(layout.root.parent.iterdir()), "no database was made, no rest is left"

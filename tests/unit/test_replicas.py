@@ -43,7 +43,7 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
     """Also with more ranks than sequences: batches may be empty."""
     algorithm = ALGORITHMS[name](num_minibatches=1)
 
-    def found(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def step_on(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
         of = state(
             num_ranks=num_ranks,
             learning_rate=1e-12,
@@ -57,10 +57,10 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
         gradients = torch.cat([p.grad.flatten() for p in of.policy.parameters()])
         return gradients, {name: metric.value for name, metric in metrics.items()}
 
-    whole, metrics_of_whole = found(1, 4096)
+    expected, metrics_of_whole = step_on(1, 4096)
     for num_ranks, max_tokens in ((1, 20), (3, 32), (20, 64)):
-        gradients, metrics = found(num_ranks, max_tokens)
-        assert float((gradients - whole).abs().max() / whole.abs().max()) < 1e-5
+        gradients, metrics = step_on(num_ranks, max_tokens)
+        assert float((gradients - expected).abs().max() / expected.abs().max()) < 1e-5
         assert metrics == pytest.approx(metrics_of_whole, rel=1e-4, abs=1e-6)
 
 
@@ -169,10 +169,10 @@ def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Seq
         ranks = FakeRanks(*answers)
         replicas = TrainerReplicas(ranks, num_ranks=len(answers), replace=ranks.replace)
         try:
-            said: PolicyHashes | Exception = await replicas.restore(3)
+            result: PolicyHashes | Exception = await replicas.restore(3)
         except ArealFlowError as error:
-            said = error
-        return said, ranks.replaced, asyncio.get_running_loop().time()
+            result = error
+        return result, ranks.replaced, asyncio.get_running_loop().time()
 
     return run_in_virtual_time(restore())
 
@@ -182,29 +182,29 @@ def test_replica_group_answers_when_all_ranks_agree() -> None:
 
 
 def test_ranks_with_different_weights_are_lost() -> None:
-    said, replaced, _ = restored((1.0, HASHES), (1.0, replace(HASHES, weights_hash="others")))
-    assert isinstance(said, TrainerLost)
-    assert "hold different weights" in str(said)
+    outcome, replaced, _ = restored((1.0, HASHES), (1.0, replace(HASHES, weights_hash="others")))
+    assert isinstance(outcome, TrainerLost)
+    assert "hold different weights" in str(outcome)
     assert replaced == []
 
 
 def test_failure_that_caused_the_others_is_told() -> None:
     full = StorageError("the disk is full")
-    said, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, full))
-    assert said is full
+    outcome, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, full))
+    assert outcome is full
     assert replaced == []
 
 
 def test_gpu_that_failed_is_told_before_the_ranks_that_noticed_it() -> None:
     failed = DeviceError("out of memory")
-    said, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, failed))
-    assert said is failed
+    outcome, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, failed))
+    assert outcome is failed
     assert replaced == ["trainer-1"]
 
 
 def test_rank_that_does_not_notice_the_end_of_its_group_is_replaced() -> None:
-    said, replaced, seconds = restored((1.0, TrainerLost("it died")), (1e6, HASHES))
-    assert isinstance(said, TrainerLost)
+    outcome, replaced, seconds = restored((1.0, TrainerLost("it died")), (1e6, HASHES))
+    assert isinstance(outcome, TrainerLost)
     assert replaced == ["trainer-1"]
     assert seconds == pytest.approx(1.0 + NOTICE_S)
 

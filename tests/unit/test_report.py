@@ -51,7 +51,7 @@ def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None
     rose = "Held-out pass rate rose from 0.00 to 1.00"
     order = ["finished", rose, "Mean staleness", "No completion", "<h2>Before and after"]
     order += ["✗ wrong", "✓ right", "<h2>Curves", "<h2>All else"]
-    assert [page.index(said) for said in order] == sorted(page.index(said) for said in order)
+    assert [page.index(text) for text in order] == sorted(page.index(text) for text in order)
     curves = page[page.index("<h2>Curves") : page.index("<h2>All else")]
     titles = re.findall("<h3>(.*?)</h3>", curves)
     assert titles == ["Pass rate", "Mean reward", "Throughput"], "the others did not change"
@@ -60,8 +60,8 @@ def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None
         assert f"<h3>{title}" in folded
     assert folded.index(">2</text>") < folded.index(">10</text>"), "difficulties ascend"
     assert "<details open" not in folded
-    for said in ("1.000 [0.610, 1.000]", "groups given up: 7", "driver 1 began"):
-        assert said in folded
+    for text in ("1.000 [0.610, 1.000]", "groups given up: 7", "driver 1 began"):
+        assert text in folded
 
 
 def test_resume_with_more_steps_changes_the_number_that_the_page_and_a_resume_go_by(
@@ -179,8 +179,8 @@ def test_charts_are_svg_that_loads_nothing() -> None:
 def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
     series = [1.0, None, 3.0, math.inf, *[5.0] * 8, 13.0]
     means = moving_means(pl.Series(series)).to_numpy()
-    known = np.where(np.isinf(np.array(series, float)), np.nan, np.array(series, float))
-    brute = [np.nanmean(known[max(0, i - 7) : i + 1]) for i in range(len(series))]
+    finite = np.where(np.isinf(np.array(series, float)), np.nan, np.array(series, float))
+    brute = [np.nanmean(finite[max(0, i - 7) : i + 1]) for i in range(len(series))]
     np.testing.assert_allclose(means, brute)
     assert means[2] == 2
 

@@ -273,11 +273,11 @@ def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
         will_not_be_cancelled: "no verdict on a completion within 0.05 s. Give it a time limit",
         returns_nothing: "returned None, expected a number or a Score",
     }
-    for function, said in expected.items():
+    for function, message in expected.items():
         reward = FunctionReward(function, timeout_s=0.05)  # type: ignore[arg-type]
         (score,) = asyncio.run(reward.score([RewardInput("", "c", "a")]))
         assert score.reward is None
-        assert said in score.error
+        assert message in score.error
 
 
 FOREVER = threading.Event()

@@ -171,10 +171,10 @@ class Poisoned:
         if function is reward_tasks.score_row:
             self._die_over(arguments[0])
             return Score(float(arguments[0]))
-        known = getattr(function, "keywords", {}).get("known")
-        if known is None and "poisoned" in table:
+        known_ids = getattr(function, "keywords", {}).get("known")
+        if known_ids is None and "poisoned" in table:
             self._die_over(*range(self._num_rows))
-        return [known if known else f"{name}!" for name in table], 0.001, 1
+        return [known_ids if known_ids else f"{name}!" for name in table], 0.001, 1
 
     def _die_over(self, *rows: int) -> None:
         if set(rows) & set(self._poisoned):

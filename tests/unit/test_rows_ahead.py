@@ -32,21 +32,21 @@ class Log:
         return [{"trajectory_id": identifier} for identifier in trajectory_ids]
 
 
-def found(rows: RowsAhead, wanted: str) -> str:
-    return "".join(row["trajectory_id"] for row in rows(wanted))
+def read_ids(rows: RowsAhead, ids: str) -> str:
+    return "".join(row["trajectory_id"] for row in rows(ids))
 
 
 def test_step_reads_only_what_was_not_read_ahead_and_keeps_its_order() -> None:
     rows = RowsAhead(log := Log())
     rows.read_ahead("abcd")
-    assert found(rows, "dxbya") == "dxbya"
+    assert read_ids(rows, "dxbya") == "dxbya"
     assert log.reads == [["a", "b", "c", "d"], ["x", "y"]]
 
 
 def test_step_without_a_hint_reads_everything() -> None:
     rows = RowsAhead(log := Log())
-    assert found(rows, "ab") == "ab"
-    assert found(rows, "ab") == "ab", "what a step took is not kept"
+    assert read_ids(rows, "ab") == "ab"
+    assert read_ids(rows, "ab") == "ab", "what a step took is not kept"
     assert log.reads == [["a", "b"]] * 2
 
 
@@ -54,7 +54,7 @@ def test_at_most_one_batch_is_kept() -> None:
     rows = RowsAhead(log := Log())
     rows.read_ahead("ab")
     rows.read_ahead("bc")
-    assert found(rows, "abc") == "abc"
+    assert read_ids(rows, "abc") == "abc"
     assert log.reads == [["a", "b"], ["b", "c"], ["a"]]
 
 
@@ -66,7 +66,7 @@ def test_damage_that_is_found_ahead_is_found_again_by_the_step_that_needs_the_ro
     with pytest.raises(StorageError):
         rows("ab")
     log.damaged = False
-    assert found(rows, "ab") == "ab"
+    assert read_ids(rows, "ab") == "ab"
 
 
 def test_step_waits_for_rows_that_are_on_their_way() -> None:
@@ -76,7 +76,7 @@ def test_step_waits_for_rows_that_are_on_their_way() -> None:
     with ThreadPoolExecutor(2) as threads:
         ahead = threads.submit(rows.read_ahead, "ab")
         assert log.is_read.wait(20)
-        step = threads.submit(found, rows, "abc")
+        step = threads.submit(read_ids, rows, "abc")
         assert not step.done()
         log.may_read.set()
         ahead.result()

@@ -30,17 +30,17 @@ class NoZygote:
 @pytest.fixture
 def most_living(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Have programs sleep for a moment in place of running, and count how many live at a time."""
-    living = most = 0
+    living = max_living = 0
     lock = threading.Lock()
 
     def sleeping(
         _: Any, programs: Sequence[Program], __: Any, *, on_slow: Callable[[], None]
     ) -> list[Outcome]:
-        nonlocal living, most
+        nonlocal living, max_living
         on_slow()
         with lock:
             living += len(programs)
-            most = max(most, living)
+            max_living = max(max_living, living)
         time.sleep(0.01)
         with lock:
             living -= len(programs)
@@ -49,34 +49,34 @@ def most_living(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     monkeypatch.setattr(pool, "ZygoteClient", NoZygote)
     monkeypatch.setattr(pool, "usable_bytes", lambda: 8 * 2**30 + 5)
     monkeypatch.setattr(pool, "run_programs", sleeping)
-    return lambda: most
+    return lambda: max_living
 
 
-@pytest.mark.parametrize(("num_programs", "most"), [(1, 4), (2, 4), (3, 3), (9, 9)])
+@pytest.mark.parametrize(("num_programs", "max_living"), [(1, 4), (2, 4), (3, 3), (9, 9)])
 def test_sleeping_programs_keep_their_memory(
-    most_living: Callable[[], int], num_programs: int, most: int
+    most_living: Callable[[], int], num_programs: int, max_living: int
 ) -> None:
     sandboxes = SandboxPool(Limits(memory_bytes=2**30), tier="namespaces")
     given = [Program("script", b"")] * num_programs
     with ThreadPoolExecutor(16) as threads:
         outcomes_by_run = [*threads.map(lambda _: sandboxes.run(lambda: given), range(16))]
     assert [len(outcomes) for outcomes in outcomes_by_run] == [num_programs] * 16
-    assert most_living() == most
+    assert most_living() == max_living
 
 
-@pytest.mark.parametrize(("num_processes", "most"), [(1, 4), (2, 2), (3, 1), (8, 1)])
+@pytest.mark.parametrize(("num_processes", "max_living"), [(1, 4), (2, 2), (3, 1), (8, 1)])
 def test_two_pools_and_other_processes_share_the_memory(
     most_living: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
     num_processes: int,
-    most: int,
+    max_living: int,
 ) -> None:
     monkeypatch.setattr(PROGRAM_MEMORY, "num_processes", num_processes)
     pools = [SandboxPool(Limits(memory_bytes=2**30), tier="namespaces") for _ in range(2)]
     given = [Program("script", b"")]
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(lambda n: pools[n % 2].run(lambda: given), range(16)))
-    assert most_living() == most
+    assert most_living() == max_living
 
 
 def test_reward_worker_leaves_the_others_their_memory(

@@ -188,9 +188,9 @@ def test_kernels_and_their_gradients_are_those_of_each_sequence_alone(
     tolerance = 1e-6 if rule.sinks is not None else 1e-10  # sinks are float32
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
     gradients = torch.autograd.grad((actual * weights).sum(), leaves)
-    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
-    for one, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), leaves)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=tolerance, rtol=tolerance)
 
 
 @given(
@@ -311,13 +311,13 @@ def test_gradients_of_a_policy_by_kernels_are_those_of_the_cpu_s_rows(
     rows = [sequence([1, 2, 3], num, num) for num in (4, 9, 1)] + [sequence([5], 6)]
     monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", 5 * 13)
     policy = small_policy().double()
-    expected, wanted = logprobs_and_gradients(policy, [rows])
+    expected, expected_gradients = logprobs_and_gradients(policy, [rows])
     request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
     logprobs, gradients = logprobs_and_gradients(policy, [rows])
     assert (logprobs - expected).abs().max() < 1e-5  # the CPU's head is float32
-    for one, other in zip(gradients, wanted, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("kernel", [attend_by_varlen, attend_by_flex])

@@ -149,11 +149,11 @@ def test_turns_of_the_environment_are_tokenised_by_themselves_and_not_trained(
         tokenizer := build_tokenizer(),
     )
     sequence = rows.sequences(0)[0]
-    trained, said = sequence.output_tokens[sequence.trained], "".join(turns)
+    trained, text = sequence.output_tokens[sequence.trained], "".join(turns)
     environment = sequence.output_tokens[~sequence.trained]
     assert trained.tolist() == [*tokenizer.encode(" 1").ids, *tokenizer.encode(" #### 3").ids, STOP]
     assert environment.tolist() == tokenizer.encode("2 3").ids
-    assert tokenizer.decode(list(sequence.output_tokens[:-1])) == said
+    assert tokenizer.decode(list(sequence.output_tokens[:-1])) == text
 
 
 def test_pairs_are_tokenised_side_by_side_with_a_stop_token_or_without(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_verifier_that_stands_twice_with_the_same_settings_is_refused() -> None:
         build_recipe({"rewards": twice}, source="test")
 
 
-def asked(answer: Any, **settings: Any) -> Score:
+def judge_score(answer: Any, **settings: Any) -> Score:
     with running_judge(answer) as url:
         reward = JudgeReward(url=url, **settings)
         reward.open()
@@ -170,7 +170,7 @@ def test_judge_is_sent_the_whole_row() -> None:
         seen.append(request)
         return {"score": 0.5, "detail": "half"}
 
-    score = asked(judged)
+    score = judge_score(judged)
     assert (score.reward, score.message) == (0.5, "half")
     assert seen[0]["metadata"] == {"level": 3}
     assert (seen[0]["prompt"], seen[0]["completion"], seen[0]["answer"]) == ("1 + 1 =", "so 2", "2")
@@ -180,11 +180,11 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen: list[Any] = []
 
-    def said(request: dict[str, Any]) -> dict[str, Any]:
+    def completion_of(request: dict[str, Any]) -> dict[str, Any]:
         seen.append(request)
         return {"choices": [{"message": {"content": "Score: 0? no.\nScore: 0.75"}}]}
 
-    score = asked(said, model="a-judge", key_variable="JUDGE_KEY")
+    score = judge_score(completion_of, model="a-judge", key_variable="JUDGE_KEY")
     assert score.reward == 0.75
     (request,) = seen
     assert (request["model"], request["path"]) == ("a-judge", "/chat/completions")
@@ -193,7 +193,7 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("said", "scale", "reward"),
+    ("verdict", "scale", "reward"),
     [
         ("Score: 95", None, None),
         ("Score: -0.5", None, None),
@@ -203,10 +203,10 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
     ],
 )
 def test_score_beyond_the_scale_of_a_judge_is_no_reward(
-    said: str, scale: tuple[float, float] | None, reward: float | None
+    verdict: str, scale: tuple[float, float] | None, reward: float | None
 ) -> None:
-    score = asked(
-        lambda _: {"choices": [{"message": {"content": said}}]}, model="a-judge", scale=scale
+    score = judge_score(
+        lambda _: {"choices": [{"message": {"content": verdict}}]}, model="a-judge", scale=scale
     )
     assert score.reward == reward
     assert score.verdict == ("error" if reward is None else None)
@@ -215,16 +215,16 @@ def test_score_beyond_the_scale_of_a_judge_is_no_reward(
 
 
 def test_score_of_a_service_is_bounded_by_the_scale_that_is_set() -> None:
-    assert asked(lambda _: 95).reward == 95
-    assert asked(lambda _: 95, scale=(0, 1)).reward is None
+    assert judge_score(lambda _: 95).reward == 95
+    assert judge_score(lambda _: 95, scale=(0, 1)).reward is None
     for infinite in (inf, -inf, nan):
-        assert asked(lambda _, score=infinite: score).verdict == "error"
+        assert judge_score(lambda _, score=infinite: score).verdict == "error"
     with pytest.raises(RewardError, match="two numbers"):
         JudgeReward(url="http://x", scale=(0, inf))
 
 
 @pytest.mark.parametrize(
-    ("said", "score"),
+    ("verdict", "score"),
     [
         ("**Score:** 1", 1.0),
         ("Score: .5", 0.5),
@@ -236,8 +236,8 @@ def test_score_of_a_service_is_bounded_by_the_scale_that_is_set() -> None:
         ),
     ],
 )
-def test_score_is_the_whole_number_that_a_judge_says(said: str, score: float | None) -> None:
-    judged = asked(lambda _: {"choices": [{"message": {"content": said}}]}, model="m")
+def test_score_is_the_whole_number_that_a_judge_says(verdict: str, score: float | None) -> None:
+    judged = judge_score(lambda _: {"choices": [{"message": {"content": verdict}}]}, model="m")
     assert judged.reward == score
     assert judged.verdict == (None if score is not None else "infrastructure_error")
 
@@ -245,11 +245,11 @@ def test_score_is_the_whole_number_that_a_judge_says(said: str, score: float | N
 def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> None:
     seen: list[Any] = []
 
-    def said(request: dict[str, Any]) -> dict[str, Any]:
+    def completion_of(request: dict[str, Any]) -> dict[str, Any]:
         seen.append(request["messages"][0]["content"])
         return {"choices": [{"message": {"content": "Score: 1"}}]}
 
-    with running_judge(said) as url:
+    with running_judge(completion_of) as url:
         reward = JudgeReward(url=url, model="m", question="{prompt}|{answer}|{completion}|{x}")
         reward.open()
         given = RewardInput("say {completion}", "{answer} {prompt}", "{completion}")
@@ -266,7 +266,7 @@ def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
             raise Refused(statuses.pop())
         return 1.0
 
-    assert asked(judged).reward == 1.0
+    assert judge_score(judged).reward == 1.0
 
 
 @pytest.mark.parametrize(("status", "times"), [(500, 4), (401, 1)])
@@ -280,14 +280,14 @@ def test_service_that_fails_gives_no_score(
         requests.append(request)
         raise Refused(status)
 
-    score = asked(refused)
+    score = judge_score(refused)
     assert (score.reward, score.verdict) == (None, "infrastructure_error")
     assert f"status {status}" in score.error
     assert len(requests) == times
 
 
 def test_answer_without_a_score_and_absent_service_give_none() -> None:
-    assert "no score in" in asked(lambda _: {"verdict": "fine"}).error
+    assert "no score in" in judge_score(lambda _: {"verdict": "fine"}).error
     reward = JudgeReward(url="http://127.0.0.1:9", num_retries=0)
     reward.open()
     (score,) = asyncio.run(reward.score([RewardInput("", "", "")]))

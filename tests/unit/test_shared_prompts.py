@@ -80,8 +80,8 @@ def test_numbers_and_gradients_are_those_of_sequences_alone(
         shared, gradients = logprobs_and_gradients(policy, [sequences])
     alone, expected = logprobs_and_gradients(policy, [[each] for each in sequences])
     torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)  # the head is float32
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
 
 
 def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
@@ -125,10 +125,10 @@ def test_passes_in_bfloat16_attend_in_float32_on_a_cpu() -> None:
     exact = unfolding.attend(*(each[0].transpose(0, 1) for each in wide), rule)[None]
     assert torch.equal(output, exact.bfloat16())
     exact.square().sum().backward()  # type: ignore[no-untyped-call]
-    for one, other in zip(halves, wide, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert (one.grad - other.grad).norm() <= 5e-3 * other.grad.norm()
+    for half, full in zip(halves, wide, strict=True):
+        assert half.grad is not None
+        assert full.grad is not None
+        assert (half.grad - full.grad).norm() <= 5e-3 * full.grad.norm()
 
 
 def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:

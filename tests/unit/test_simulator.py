@@ -139,18 +139,18 @@ def test_a_batch_of_equal_completions_takes_the_sum_of_its_steps() -> None:
 def test_slow_generators_failures_and_slow_loads_cost_what_they_take_away() -> None:
     recipe, costs = recipe_of(2), decoding()
 
-    def found(**faults: Any) -> Simulated:
+    def simulated_with(**faults: Any) -> Simulated:
         with_them = FaultModel(**faults)
         return simulate(recipe, costs, LENGTHS, num_skipped=SKIPPED, faults=with_them)
 
-    whole = found()
-    slow = found(speeds=(1.0, 0.5)).trained_tokens_per_s
-    assert slow == pytest.approx(0.75 * whole.trained_tokens_per_s, rel=0.12)
-    late = found(slow_load_s=lambda generator: 5.0)
-    assert late.staleness_mean > whole.staleness_mean
-    failing = found(failures_per_hour=120.0, restart_s=30.0)
+    undisturbed = simulated_with()
+    slow = simulated_with(speeds=(1.0, 0.5)).trained_tokens_per_s
+    assert slow == pytest.approx(0.75 * undisturbed.trained_tokens_per_s, rel=0.12)
+    late = simulated_with(slow_load_s=lambda generator: 5.0)
+    assert late.staleness_mean > undisturbed.staleness_mean
+    failing = simulated_with(failures_per_hour=120.0, restart_s=30.0)
     assert failing.num_failures > 2
-    assert failing.trained_tokens_per_s < whole.trained_tokens_per_s
+    assert failing.trained_tokens_per_s < undisturbed.trained_tokens_per_s
     assert sum(failing.staleness.values()) == pytest.approx(1.0)
 
 

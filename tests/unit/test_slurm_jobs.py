@@ -49,10 +49,10 @@ def directives(role: str) -> list[str]:
 
 
 def test_job_asks_for_cores_and_gpus_and_a_roles_options_come_last() -> None:
-    asked = directives("trainer")
-    assert {"--cpus-per-task=6", "--gpus=1", "--no-requeue"} < set(asked)
-    assert asked.index("--partition=gpu") > asked.index("--partition=cpu")
-    assert "'--output=/runs/a b/jobs/trainer-0-%j.log'" in asked
+    options = directives("trainer")
+    assert {"--cpus-per-task=6", "--gpus=1", "--no-requeue"} < set(options)
+    assert options.index("--partition=gpu") > options.index("--partition=cpu")
+    assert "'--output=/runs/a b/jobs/trainer-0-%j.log'" in options
     assert not {each for each in directives("generator") if "gpu" in each}
 
 

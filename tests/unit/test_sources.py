@@ -129,13 +129,13 @@ def test_sources_are_mixed_by_weight_and_each_is_read_whole_before_it_repeats(
     prompts, train, held_out = mixed(tmp_path, layout)
     assert prompts.by_source == {"sums": 47, "words": 18}
     assert Counter(prompt.source for prompt in held_out.rows()) == {"sums": 3, "words": 2}
-    asked = [train.prompt_at(index) for index in range(2 * BLOCK)]
-    assert Counter(prompt.source for prompt in asked) == {"sums": 150, "words": 50}
+    drawn = [train.prompt_at(index) for index in range(2 * BLOCK)]
+    assert Counter(prompt.source for prompt in drawn) == {"sums": 150, "words": 50}
     for source, size in prompts.by_source.items():
-        texts = [prompt.text for prompt in asked if prompt.source == source]
+        texts = [prompt.text for prompt in drawn if prompt.source == source]
         assert len(set(texts[:size])) == size == len(set(texts[size : 2 * size]))
     again = PromptTable(layout.train_prompts, seed=0)
-    assert [again.prompt_at(index).text for index in range(9)] == [p.text for p in asked[:9]]
+    assert [again.prompt_at(index).text for index in range(9)] == [p.text for p in drawn[:9]]
 
 
 def test_a_reward_judges_the_sources_that_it_names(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_reward_judges_the_sources_that_it_names(tmp_path: Path) -> None:
     rewards = [{"verifier": "numeric", "sources": ["sums"]}, {"verifier": "exact", "weight": 2.0}]
     recipe = recipe_of(sources, rewards=rewards)
     judge = WeightedRewards(recipe.rewards, tmp_path)
-    asked = [RewardInput("?", "= 4", "4", prompt_source=name) for name in ("sums", "words")]
-    of_sums, of_words = asyncio.run(judge.score(asked))
+    inputs = [RewardInput("?", "= 4", "4", prompt_source=name) for name in ("sums", "words")]
+    of_sums, of_words = asyncio.run(judge.score(inputs))
     assert (of_sums.reward, of_words.reward) == (1.0, 0.0)
     assert [part.reward for part in of_words.parts] == [None, 0.0]
     assert judge.identity.split(" + ")[0].endswith(" of sums")
@@ -214,8 +214,10 @@ def test_reasoning_gym_task_is_a_source_and_judges_itself(layout: RunLayout) -> 
     assert again.sources[0].path.read_text() == path.read_text()
     judge = WeightedRewards(recipe.rewards, layout.rewards)
     entry = entries[0]
-    asked = RewardInput(entry["question"], entry["answer"], entry["answer"], entry, (), "sums")
-    (score,) = asyncio.run(judge.score([asked]))
+    reward_input = RewardInput(
+        entry["question"], entry["answer"], entry["answer"], entry, (), "sums"
+    )
+    (score,) = asyncio.run(judge.score([reward_input]))
     assert score.reward == 1.0
 
 

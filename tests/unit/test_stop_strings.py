@@ -30,16 +30,16 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def search_for(
-    tokenizer: Tokenizer, *strings: str, prompt: str = "a", fewest: int = 0
+    tokenizer: Tokenizer, *strings: str, prompt: str = "a", min_tokens: int = 0
 ) -> StopStringSearch:
-    sampling = Sampling(64, stop_strings=strings, min_new_tokens=fewest)
+    sampling = Sampling(64, stop_strings=strings, min_new_tokens=min_tokens)
     tokens = as_tokens(tokenizer.encode(prompt).ids)
     return StopStringSearch(tokenizer, GroupRequest("r", tokens, (1,), sampling))
 
 
-def end_of(tokenizer: Tokenizer, text: str, *strings: str, fewest: int = 0) -> int | None:
+def end_of(tokenizer: Tokenizer, text: str, *strings: str, min_tokens: int = 0) -> int | None:
     """Return after how many tokens a text's completion ends."""
-    search = search_for(tokenizer, *strings, fewest=fewest)
+    search = search_for(tokenizer, *strings, min_tokens=min_tokens)
     tokens = tokenizer.encode(text).ids
     return next((n for n, token in enumerate(tokens, 1) if search.ends_with(token)), None)
 
@@ -73,13 +73,13 @@ def test_search_equals_one_in_the_whole_text() -> None:
     for _ in range(300):
         text = "".join(rng.choices("ab#\u00e9", k=30))
         strings = tuple("".join(rng.choices("ab#\u00e9", k=rng.randint(1, 5))) for _ in range(2))
-        fewest = rng.randrange(12)
+        min_tokens = rng.randrange(12)
         tokens = tokenizer.encode(text).ids
         texts = [tokenizer.decode(tokens[:n]) for n in range(len(tokens) + 1)]
         expected = next(
             (
                 n
-                for n in range(fewest + 1, len(tokens) + 1)
+                for n in range(min_tokens + 1, len(tokens) + 1)
                 if any(
                     texts[n].rfind(s) + len(s) > len(texts[n - 1].rstrip("\ufffd"))
                     for s in strings
@@ -88,7 +88,7 @@ def test_search_equals_one_in_the_whole_text() -> None:
             ),
             None,
         )
-        assert end_of(tokenizer, text, *strings, fewest=fewest) == expected
+        assert end_of(tokenizer, text, *strings, min_tokens=min_tokens) == expected
 
 
 def test_bytes_that_are_no_character_end_nothing() -> None:

@@ -101,8 +101,8 @@ def counted_step(
 )
 def test_step_of_every_algorithm_waits_twice_a_minibatch_at_most(name: str, kl_in: str) -> None:
     """With entropy, divergence and importance weights; a critic has minibatches of its own."""
-    asked = {"entropy_coefficient": 0.1, "kl_coefficient": 0.1, "kl_in": kl_in}
-    algorithm = ALGORITHMS[name](num_minibatches=3, **asked)
+    settings = {"entropy_coefficient": 0.1, "kl_coefficient": 0.1, "kl_in": kl_in}
+    algorithm = ALGORITHMS[name](num_minibatches=3, **settings)
     counted, numbers = counted_step(algorithm)
     num_updates = 3 * (1 + algorithm.needs_critic)
     assert counted.num_reads == num_updates + algorithm.needs_kl + algorithm.needs_critic

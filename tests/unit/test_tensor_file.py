@@ -39,9 +39,9 @@ def test_tensors_of_every_type_come_back_whatever_their_order(
 
 
 def test_what_a_file_had_before_is_gone(tmp_path: Path) -> None:
-    whole, part = every_type(), {"scalar": torch.tensor(1.5)}
+    all_tensors, part = every_type(), {"scalar": torch.tensor(1.5)}
     (tmp_path / "file").touch()
-    for tensors in (whole, part):
+    for tensors in (all_tensors, part):
         with (tmp_path / "file").open("r+b") as file:
             write_tensors(tensors.items(), file, like=tensors)
     assert load_file(tmp_path / "file") == part

@@ -116,12 +116,12 @@ def test_rows_are_read_a_bounded_number_at_a_time(
     receipts = [written_group(path, index, length=50) for index in range(8)]
     commit(RunLog(layout, Writer(layout.writers, 1)), *receipts)
     ids = [trajectory.trajectory_id for receipt in receipts for trajectory in receipt.trajectories]
-    whole = TrainingRows(layout)(ids)
+    all_rows = TrainingRows(layout)(ids)
     monkeypatch.setattr(trajectories, "BYTES_AT_ONCE", 1000)
     read = TrainingRows(layout)
     for _ in range(2):
         rows = read(ids)
-        assert [row["content_hash"] for row in rows] == [row["content_hash"] for row in whole]
+        assert [row["content_hash"] for row in rows] == [row["content_hash"] for row in all_rows]
     assert read._rows_at_once == 1
 
 

@@ -76,21 +76,21 @@ def fails_by(text: str) -> str:
     raise KeyError(text)
 
 
-def told(tool: str, text: str, *, max_characters: int = 100) -> str:
+def tool_result(tool: str, text: str, *, max_characters: int = 100) -> str:
     path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.rollout.tools:{tool}"
     return tool_result(path, text, 0.2, max_characters)
 
 
 def test_policy_is_told_what_goes_wrong_in_a_tool() -> None:
-    assert told("calculate", "1/0").startswith("Error: ZeroDivisionError")
-    assert told("fails_by", "hang") == "Error: no result within 0.2 s"
-    assert told("fails_by", "exit") == "Error: SystemExit: 3"
-    assert told("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
+    assert tool_result("calculate", "1/0").startswith("Error: ZeroDivisionError")
+    assert tool_result("fails_by", "hang") == "Error: no result within 0.2 s"
+    assert tool_result("fails_by", "exit") == "Error: SystemExit: 3"
+    assert tool_result("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
 
 
 def test_failure_of_the_infrastructure_is_raised() -> None:
     with pytest.raises(RewardError, match="no sandbox"):
-        told("fails_by", "sandbox")
+        tool_result("fails_by", "sandbox")
 
 
 WORDS = ["<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"]
@@ -107,11 +107,11 @@ class ScriptedServices(FakeServices):
         self.failure: Exception | None = None
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
-        said = self.script[len(self.requests)]
+        tokens = self.script[len(self.requests)]
         self.requests.append(request)
         first = 10 * len(self.requests)
-        spans = tuple(VersionSpan(first + place, 1) for place in range(len(said)))
-        done = Completion(as_tokens(said), np.full(len(said), -1, np.float32), spans, "stop")
+        spans = tuple(VersionSpan(first + place, 1) for place in range(len(tokens)))
+        done = Completion(as_tokens(tokens), np.full(len(tokens), -1, np.float32), spans, "stop")
         return [done] * len(request.seeds)
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
@@ -162,9 +162,9 @@ class ChattingServices(ScriptedServices):
 def test_calls_of_one_answer_in_a_chat_are_answered_together() -> None:
     services = ChattingServices([8, 0], ANSWER, max_model_len=400)
     (_, draft), *_ = roll_out(services).drafts
-    computed, told = services.shown[0].split("|")
+    computed, error = services.shown[0].split("|")
     assert computed == "42"
-    assert told.startswith("Error: expected one of the tools")
+    assert error.startswith("Error: expected one of the tools")
     assert draft.score is not None
     assert draft.score.parts[0].reward == 2
 

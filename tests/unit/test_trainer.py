@@ -191,9 +191,9 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step() -> Non
     )
     assert len(numbers.losses) == len(numbers.grad_norms) == 2
     assert numbers.metrics["clip_fraction"].total > 0
-    one = state(learning_rate=0.5)
+    backend = state(learning_rate=0.5)
     unclipped = train_step(
-        one, make_sequences(), step=1, settings=settings(num_minibatches=1, epsilon=1e-4)
+        backend, make_sequences(), step=1, settings=settings(num_minibatches=1, epsilon=1e-4)
     )
     assert unclipped.metrics["clip_fraction"].total == 0
 

@@ -37,11 +37,11 @@ def test_pass_rate_moved_only_where_its_intervals_are_apart(
 
 
 def test_groups_that_teach_nothing_are_said_and_are_a_reason_where_nothing_was_learned() -> None:
-    said = "60% of groups taught nothing"
+    reason = "60% of groups taught nothing"
     for last, mark in ((MIDDLE, "look"), (HIGH, "good")):
         verdict = judge_pass_rate([LOW, last], subject="Pass rate", equal_groups=0.6)
         assert verdict.mark == mark
-        assert said in verdict.detail
+        assert reason in verdict.detail
     assert (
         "taught" not in judge_pass_rate([LOW, HIGH], subject="Pass rate", equal_groups=0.5).detail
     )

@@ -23,7 +23,7 @@ def any_bits(generator: torch.Generator, size: int, dtype: torch.dtype) -> Tenso
 
 def num_different(before: Tensor, after: Tensor) -> int:
     pairs = zip(before.view(torch.uint8), after.view(torch.uint8), strict=True)
-    bytes_differ = torch.tensor([bool(one != other) for one, other in pairs])
+    bytes_differ = torch.tensor([bool(left != right) for left, right in pairs])
     return int(bytes_differ.view(-1, before.element_size()).any(1).sum())
 
 

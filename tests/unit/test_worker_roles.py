@@ -129,10 +129,10 @@ def test_generator_says_what_it_serves_and_what_its_update_cost(
         for version in (1, 2):
             channel.stage(version, {"a": torch.full((9,), float(version))})
             channel.publish(version)
-            told = await generator_tasks.load_weights(version, worker)
+            served = await generator_tasks.load_weights(version, worker)
             heard.append(worker.metrics[SERVED_METRIC](worker))
-            assert told is not None
-            assert asdict(told) == heard[-1]
+            assert served is not None
+            assert asdict(served) == heard[-1]
         role.close()
         assert worker.metrics[SERVED_METRIC](worker) is None
         return heard

@@ -170,9 +170,9 @@ def test_environment_is_labelled_with_the_version_before_it() -> None:
     draft = TrajectoryDraft(as_tokens([1])).with_completion(
         completion_of([2, 0], [-1.0, -2.0], VersionSpan(3, 1), VersionSpan(4, 1))
     )
-    asked = draft.with_environment((5, 6, 7))
-    assert asked.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4))
-    answered = asked.with_completion(completion_of([8], [-3.0], VersionSpan(6, 1)))
+    extended = draft.with_environment((5, 6, 7))
+    assert extended.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4))
+    answered = extended.with_completion(completion_of([8], [-3.0], VersionSpan(6, 1)))
     assert answered.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4), VersionSpan(6, 1))
     assert plain(answered.output_tokens) == [2, 0, 5, 6, 7, 8]
     assert plain(answered.behavior_logprobs) == [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0]
@@ -339,8 +339,10 @@ def test_request_ends_when_nobody_waits_for_it_and_not_before() -> None:
 
     async def cancel_some() -> list[int]:
         coalescer = Coalescer(send)
-        asked = (("a", 1), ("a", 2), ("b", 3))
-        kept, given_up, alone = (asyncio.create_task(coalescer.ask(*one)) for one in asked)
+        requests = (("a", 1), ("a", 2), ("b", 3))
+        kept, given_up, alone = (
+            asyncio.create_task(coalescer.ask(*request)) for request in requests
+        )
         await asyncio.sleep(0.01)
         given_up.cancel()
         alone.cancel()

@@ -111,8 +111,8 @@ def by_trl(
     given |= {"num_steps": of.num_steps, "reward": of.reward, "settings": of.settings}
     environment = {**PROCESS_ENVIRONMENT, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     command = [python, "-m", "benchmarks.trl_side"]
-    said = harness.output_of(command, stdin=json.dumps(given), added=environment)
-    batches, ends = json.loads(said.splitlines()[-1])
+    output = harness.output_of(command, stdin=json.dumps(given), added=environment)
+    batches, ends = json.loads(output.splitlines()[-1])
     num_updates = of.settings["algorithm.num-minibatches"]
     ends = ends[num_updates - 1 :: num_updates]
     measured = batches[of.num_skipped :]

@@ -162,9 +162,9 @@ def measure_deltas(name: str, policy: Any, directory: Path) -> dict[str, Any]:
         for parameter in policy.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    whole = num_bytes[0]
-    shares = {f"step_{step}": num_bytes[step] / whole for step in (1, 2, NUM_DELTAS)}
-    return {"model": name, "mb": whole / 1e6, **shares}
+    full_bytes = num_bytes[0]
+    shares = {f"step_{step}": num_bytes[step] / full_bytes for step in (1, 2, NUM_DELTAS)}
+    return {"model": name, "mb": full_bytes / 1e6, **shares}
 
 
 def main() -> None:

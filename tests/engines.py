@@ -141,9 +141,9 @@ def shared_core(*, in_process: bool, tied: bool) -> tuple[Any, Any]:
         config.save_pretrained(directory)
         model = Path(directory)
         letters().save(str(model / "tokenizer.json"))
-        asked = engine_config(model, settings)
-        asked.scheduler_config.async_scheduling = not in_process  # as on a GPU
-        core = (InProcessCore if in_process else CoreProcess)(asked)
+        vllm_config = engine_config(model, settings)
+        vllm_config.scheduler_config.async_scheduling = not in_process  # as on a GPU
+        core = (InProcessCore if in_process else CoreProcess)(vllm_config)
         vllm_engine.find_stop_strings(core.llm, model)
         return core, ServedTensors(model)
 

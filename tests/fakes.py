@@ -98,8 +98,8 @@ def _truncated(logprobs: list[float], sampling: Sampling) -> list[float]:
     masses = [0.0, *accumulate(exp(logprobs[token]) for token in likely)]
     enough = sampling.top_p * masses[-1]
     kept = [t for t, before in zip(likely, masses, strict=False) if before < enough]
-    whole = log(sum(exp(logprobs[token]) for token in kept))
-    return [lp - whole if t in kept else -inf for t, lp in enumerate(logprobs)]
+    log_total = log(sum(exp(logprobs[token]) for token in kept))
+    return [lp - log_total if t in kept else -inf for t, lp in enumerate(logprobs)]
 
 
 def _log_softmax(logits: Sequence[float], temperature: float) -> list[float]:

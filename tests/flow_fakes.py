@@ -177,9 +177,11 @@ class MemoryLog:
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         self.num_commits += 1
-        known = {trajectory.trajectory_id for trajectory in self.committed}
+        committed_ids = {trajectory.trajectory_id for trajectory in self.committed}
         for receipt in receipts:
-            self.committed += [t for t in receipt.trajectories if t.trajectory_id not in known]
+            self.committed += [
+                t for t in receipt.trajectories if t.trajectory_id not in committed_ids
+            ]
         watermark = len(self.committed)
         await asyncio.sleep(self.acknowledge_s)
         return watermark

@@ -19,8 +19,8 @@ def served_view(*runs: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            said = server.stdout.readline() + server.stdout.readline()
-            assert f"ssh -N -L {port}:127.0.0.1:{port}" in said
-            yield said.split()[0]
+            output = server.stdout.readline() + server.stdout.readline()
+            assert f"ssh -N -L {port}:127.0.0.1:{port}" in output
+            yield output.split()[0]
         finally:
             server.terminate()

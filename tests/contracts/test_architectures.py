@@ -175,11 +175,11 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
     prompts = {"a": as_tokens([1, 2, 3, 4, 5]), "b": as_tokens(range(6, 18))}
     for request_id, prompt in prompts.items():
         engine.add(GroupRequest(request_id, prompt, (1, 2), Sampling(max_new_tokens=16)))
-    found: dict[str, list[Completion]] = {}
+    by_request: dict[str, list[Completion]] = {}
     while engine.has_work():
-        found.update(engine.step())
+        by_request.update(engine.step())
     with torch.no_grad():
-        sequences = [[*prompts[r], *c.tokens] for r, group in found.items() for c in group]
+        sequences = [[*prompts[r], *c.tokens] for r, group in by_request.items() for c in group]
         expected = [plain_logprobs(policy, tokens) for tokens in sequences]
         layout = PackedLayout([len(tokens) for tokens in sequences])
         row_1T = torch.tensor([list(chain(*sequences))])
@@ -188,7 +188,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         hidden_TH = hidden_at(policy, row_1T, layout, everywhere)
         assert torch.equal(logits_of(policy, hidden_TH), packed_TV)
     assert float((packed_TV.log_softmax(-1) - torch.cat(expected)).abs().max()) < 1e-4
-    completions = [completion for group in found.values() for completion in group]
+    completions = [completion for group in by_request.values() for completion in group]
     for logprobs_TV, tokens, completion in zip(expected, sequences, completions, strict=True):
         start = len(tokens) - len(completion.tokens)
         exact = [float(logprobs_TV[at - 1, tokens[at]]) for at in range(start, len(tokens))]
@@ -226,18 +226,18 @@ def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
     policy, weights = pretrained_policy(tmp_path)
     for tensor, rows in weights.items():
         assert not isinstance(rows, TensorRows), "no rank reads the model whole"
-        whole = policy_tensors(written)[tensor]
-        half = len(whole) // 2
-        parts = [rows(0, half), rows(half, 0), rows(half, len(whole) - half)]
-        assert torch.equal(torch.cat(parts), whole)
+        full = policy_tensors(written)[tensor]
+        half = len(full) // 2
+        parts = [rows(0, half), rows(half, 0), rows(half, len(full) - half)]
+        assert torch.equal(torch.cat(parts), full)
     backend = TrainerBackend(policy, TrainerSettings())
     backend.load_weights(weights)
     row_1T, layout = torch.arange(1, 30)[None], PackedLayout([12, 17])
     with torch.no_grad():
-        found, expected = (
+        actual, expected = (
             logits_at(of, row_1T, layout, torch.arange(29)) for of in (policy, written)
         )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", quick_first(LIMITED))
@@ -251,12 +251,12 @@ def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(
     micro = pack_sequences(sequences)
     assert micro.input_ids_1T.shape[1] > 2 * 16
     with torch.no_grad():
-        found = token_logprobs(policy, micro, temperature=1.0)
+        logprobs = token_logprobs(policy, micro, temperature=1.0)
         for at, sequence in enumerate(sequences):
             tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
             logprobs_TV = plain_logprobs(policy, tokens)
             expected = [float(logprobs_TV[n - 1, tokens[n]]) for n in range(2, len(tokens))]
-            assert found[micro.sequence_M == at].tolist() == pytest.approx(expected, abs=1e-4)
+            assert logprobs[micro.sequence_M == at].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", quick_first(REFUSED))

@@ -90,18 +90,20 @@ def test_caller_may_go_on_with_the_tensors_that_were_staged(tmp_path: Path) -> N
 def test_version_is_whole_again_before_its_deltas_outweigh_it_and_older_ones_go(
     tmp_path: Path,
 ) -> None:
-    writer, whole = DirectoryWriter(tmp_path), []
+    writer, full_versions = DirectoryWriter(tmp_path), []
     for version, weights in enumerate(versions(24, share=0.1)):
         publish(writer, version, weights)
         if is_whole(tmp_path, version):
-            whole.append(version)
+            full_versions.append(version)
         kept = sorted(int(entry.name) for entry in tmp_path.iterdir())
         newest_needed = max(0, version - KEEP_VERSIONS + 1)
-        assert kept[0] == max(each for each in whole if each <= newest_needed)
-        last = range(whole[-1], version + 1)
-        assert sum(size_of(tmp_path, each) for each in last) < 2.1 * size_of(tmp_path, whole[-1])
+        assert kept[0] == max(each for each in full_versions if each <= newest_needed)
+        last = range(full_versions[-1], version + 1)
+        assert sum(size_of(tmp_path, each) for each in last) < 2.1 * size_of(
+            tmp_path, full_versions[-1]
+        )
         assert hash_tensors(DirectoryReader(tmp_path).load(newest_needed))
-    assert len(whole) > 2
+    assert len(full_versions) > 2
 
 
 def test_streamed_weights_are_the_files_that_weights_in_memory_are(tmp_path: Path) -> None:
@@ -190,9 +192,9 @@ def test_writer_that_dies_while_it_stages_is_not_noticed(
         with pytest.raises(SystemExit):
             writer.stage(2, made[2])
     assert (tmp_path / ".staged-00000002" / DELTA_FILE).exists()
-    for found in (writer, DirectoryWriter(tmp_path)):
+    for each_writer in (writer, DirectoryWriter(tmp_path)):
         with pytest.raises(WeightsError, match="never staged"):
-            found.publish(2)
+            each_writer.publish(2)
     assert hash_tensors(reader.load(reader.newest())) == hash_tensors(made[1])
     publish(writer, 2, made[2])
     assert hash_tensors(reader.load(2)) == hash_tensors(made[2])

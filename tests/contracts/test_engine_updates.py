@@ -32,12 +32,12 @@ def run_switching(
     """Run requests, with weights of a version after some decode steps."""
     for request in requests:
         engine.add(request)
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for step in range(1, max(switches, default=0) + 1):
-        found.update(engine.step())
+        completions.update(engine.step())
         if step in switches:
             engine.load_weights(subject.weights(switches[step]), version=switches[step])
-    return found | run_all(engine)
+    return completions | run_all(engine)
 
 
 def test_stale_prefix_is_never_read_again(subject: Subject) -> None:
@@ -49,11 +49,11 @@ def test_stale_prefix_is_never_read_again(subject: Subject) -> None:
         for name in ("before", "during", "after")
     )
     run_all(engine, before)
-    found = run_switching(engine, subject, {6: 1}, during) | run_all(engine, after)
-    assert {v for completion in found["during"] for v in versions_of(completion)} == {0, 1}
-    assert {v for completion in found["after"] for v in versions_of(completion)} == {1}
-    assert_exact(subject, during, found["during"])
-    assert_exact(subject, after, found["after"])
+    completions = run_switching(engine, subject, {6: 1}, during) | run_all(engine, after)
+    assert {v for completion in completions["during"] for v in versions_of(completion)} == {0, 1}
+    assert {v for completion in completions["after"] for v in versions_of(completion)} == {1}
+    assert_exact(subject, during, completions["during"])
+    assert_exact(subject, after, completions["after"])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -64,11 +64,13 @@ def test_interruptions_at_random_moments_leave_every_log_probability_exact(
     rng = random.Random(seed)
     switches = {step: n % 4 for n, step in enumerate(sorted(rng.sample(range(1, 41), 12)), 1)}
     requests = [request_of(f"r{i}", length=20) for i in range(4)]
-    found = run_switching(subject.make(max_num_seqs=6), subject, switches, *requests)
-    changes = [len(c.version_spans) for completions in found.values() for c in completions]
+    all_completions = run_switching(subject.make(max_num_seqs=6), subject, switches, *requests)
+    changes = [
+        len(c.version_spans) for completions in all_completions.values() for c in completions
+    ]
     assert max(changes) > 3
     for request in requests:
-        completions = found[request.request_id]
+        completions = all_completions[request.request_id]
         assert [len(versions_of(c)) for c in completions] == [20] * 4
         assert_exact(subject, request, completions)
 
@@ -82,9 +84,9 @@ def test_seeds_reproduce_after_a_crowd(subject: Subject) -> None:
     engine = subject.make()
     run_crowd(engine, subject, random.Random(1), longest_prompt=30, longest=12)
     engine.load_weights(subject.weights(0), version=4)
-    found = run_all(engine, request_of("r"))["r"]
+    completions = run_all(engine, request_of("r"))["r"]
     fresh = run_all(subject.make(), request_of("r"))["r"]
-    assert [plain(c.tokens) for c in found] == [plain(c.tokens) for c in fresh]
+    assert [plain(c.tokens) for c in completions] == [plain(c.tokens) for c in fresh]
 
 
 @pytest.mark.slow

@@ -59,10 +59,10 @@ from tests.policies import small_policy, write_model_directory
 )
 def test_logprobs_equal_a_full_forward(subject: Subject, sampling: dict[str, Any]) -> None:
     requests = [request_of(f"r{i}", **sampling) for i in range(5)]
-    found = run_all(subject.make(), *requests)
-    assert len(found) == 5
+    completions = run_all(subject.make(), *requests)
+    assert len(completions) == 5
     for request in requests:
-        for completion in found[request.request_id]:
+        for completion in completions[request.request_id]:
             expected = subject.reference(
                 0, request.prompt_tokens, completion.tokens, request.sampling
             )
@@ -74,17 +74,17 @@ def test_tokens_after_an_interruption_come_from_the_new_weights(subject: Subject
     requests = [request_of(f"r{i}", length=24) for i in range(2)]
     for request in requests:
         engine.add(request)
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for step in range(10):
-        found.update(engine.step())
+        completions.update(engine.step())
         if step == 4:
             engine.load_weights(subject.weights(1), version=1)
         if step == 8:
             engine.load_weights(subject.weights(2), version=2)
     while engine.has_work():
-        found.update(engine.step())
+        completions.update(engine.step())
     for request in requests:
-        for completion in found[request.request_id]:
+        for completion in completions[request.request_id]:
             versions = versions_of(completion)
             assert len(versions) == len(completion.tokens) == 24
             assert sorted(set(versions)) == [0, 1, 2]
@@ -97,20 +97,20 @@ def test_tokens_after_an_interruption_come_from_the_new_weights(subject: Subject
 
 
 def test_tokens_are_told_as_they_are_sampled_also_through_an_interruption(subject: Subject) -> None:
-    told: dict[int, list[int]] = {0: [], 1: []}
+    streamed: dict[int, list[int]] = {0: [], 1: []}
     request = request_of(seeds=2, length=12)
     quiet = run_all(subject.make(), request)["r"]
     engine = subject.make()
-    engine.add(replace(request, on_token=lambda index, token: told[index].append(token)))
-    found: dict[str, list[Completion]] = {}
-    while not any(told.values()) or len(told[0]) < 4:
+    engine.add(replace(request, on_token=lambda index, token: streamed[index].append(token)))
+    completions: dict[str, list[Completion]] = {}
+    while not any(streamed.values()) or len(streamed[0]) < 4:
         assert not engine.step()
     engine.load_weights(subject.weights(0), version=1)
     while engine.has_work():
-        found.update(engine.step())
-    assert [plain(c.tokens) for c in found["r"]] == [told[0], told[1]]
-    assert [plain(c.tokens) for c in found["r"]] == [plain(c.tokens) for c in quiet]
-    assert {0, 1} == {version for c in found["r"] for version in versions_of(c)}
+        completions.update(engine.step())
+    assert [plain(c.tokens) for c in completions["r"]] == [streamed[0], streamed[1]]
+    assert [plain(c.tokens) for c in completions["r"]] == [plain(c.tokens) for c in quiet]
+    assert {0, 1} == {version for c in completions["r"] for version in versions_of(c)}
 
 
 def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Subject) -> None:
@@ -121,11 +121,11 @@ def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Su
     for _ in range(3):
         assert engine.step() == []
     engine.load_weights(subject.weights(1), version=1)
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     while engine.has_work():
-        found.update(engine.step())
-    assert [versions_of(c)[0] for c in found["r"]] == [0, 0, 1, 1]
-    for late in found["r"][2:]:
+        completions.update(engine.step())
+    assert [versions_of(c)[0] for c in completions["r"]] == [0, 0, 1, 1]
+    for late in completions["r"][2:]:
         assert set(versions_of(late)) == {1}
         expected = subject.reference(1, request.prompt_tokens, late.tokens, request.sampling)
         assert late.logprobs == pytest.approx(expected, abs=1e-4)
@@ -134,14 +134,14 @@ def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Su
 def one_switched_after(steps: int, engine: EngineCore, weights: Mapping[str, Any]) -> Completion:
     """Run one completion of 20 tokens, with new weights after some of its tokens."""
     engine.add(request_of(seeds=1, length=20))
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for _ in range(steps):
-        found.update(engine.step())
+        completions.update(engine.step())
     engine.load_weights(weights, version=1)
     while engine.has_work():
-        found.update(engine.step())
+        completions.update(engine.step())
     assert engine.version == 1
-    return found["r"][0]
+    return completions["r"][0]
 
 
 def test_drained_completions_have_one_version(subject: Subject) -> None:
@@ -180,18 +180,18 @@ def test_importance_weights_are_one_on_policy_unless_sampling_truncates(
 ) -> None:
     subject = torch_subject()
     request = request_of(seeds=16, **sampling)
-    whole = replace(request.sampling, top_p=1.0)
+    untruncated = replace(request.sampling, top_p=1.0)
     weights = [
         exp(trained - drawn)
         for completion in run_all(subject.make(), request)["r"]
         for trained, drawn in zip(
-            subject.reference(0, request.prompt_tokens, completion.tokens, whole),
+            subject.reference(0, request.prompt_tokens, completion.tokens, untruncated),
             completion.logprobs,
             strict=True,
         )
     ]
-    found = sum(weights) / len(weights)
-    assert found == pytest.approx(mean, abs=1e-4) if mean else found < 0.96
+    mean_weight = sum(weights) / len(weights)
+    assert mean_weight == pytest.approx(mean, abs=1e-4) if mean else mean_weight < 0.96
 
 
 def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
@@ -202,10 +202,10 @@ def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
         (subject.make(), crowd[::-1]),
         (subject.make(max_num_seqs=5), crowd),
     ):
-        found = run_all(engine, *requests)["r1"]
-        assert [plain(c.tokens) for c in found] == [plain(c.tokens) for c in alone]
-        for one, other in zip(found, alone, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        completions = run_all(engine, *requests)["r1"]
+        assert [plain(c.tokens) for c in completions] == [plain(c.tokens) for c in alone]
+        for left, right in zip(completions, alone, strict=True):
+            assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
 def test_batch_invariant_completions_have_the_same_bits_whatever_the_company() -> None:
@@ -221,8 +221,10 @@ def test_batch_invariant_completions_have_the_same_bits_whatever_the_company() -
 
 def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
     stops = (2, 3, 4)
-    found = run_all(subject.make(), request_of(seeds=8, length=60 - 5, stop_token_ids=stops))["r"]
-    stopped = [c for c in found if c.finish_reason == "stop"]
+    completions = run_all(subject.make(), request_of(seeds=8, length=60 - 5, stop_token_ids=stops))[
+        "r"
+    ]
+    stopped = [c for c in completions if c.finish_reason == "stop"]
     assert stopped
     for completion in stopped:
         assert completion.tokens[-1] in stops
@@ -232,50 +234,52 @@ def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
 def test_stop_token_comes_after_the_fewest_tokens(subject: Subject) -> None:
     """As likely as not otherwise, so that a tenth token is the first that can be one."""
     stops = {"stop_token_ids": tuple(range(6)), "length": 50}
-    found = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
-    assert all(c.finish_reason == "stop" and len(c.tokens) > 9 for c in found)
-    assert 10 in {len(c.tokens) for c in found}
+    completions = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
+    assert all(c.finish_reason == "stop" and len(c.tokens) > 9 for c in completions)
+    assert 10 in {len(c.tokens) for c in completions}
     free = run_all(subject.make(), request_of(seeds=8, **stops))["r"]
     assert min(len(c.tokens) for c in free) < 10
 
 
-@pytest.mark.parametrize("fewest", [0, 12])
+@pytest.mark.parametrize("min_tokens", [0, 12])
 def test_stop_string_ends_a_completion_where_a_token_completes_it(
-    subject: Subject, fewest: int
+    subject: Subject, min_tokens: int
 ) -> None:
     """Its tokens and log-probabilities are those without the string, up to there."""
-    whole = request_of(seeds=16, length=40)
-    completions = run_all(subject.make(max_num_seqs=16), whole)["r"]
+    unstopped = request_of(seeds=16, length=40)
+    completions = run_all(subject.make(max_num_seqs=16), unstopped)["r"]
     texts = [letters().decode(c.tokens.tolist()) for c in completions]
     strings = (texts[0][13:15], texts[1][3:6], texts[2][20])
-    ends = [min_end(text, strings, fewest) for text in texts]
+    ends = [min_end(text, strings, min_tokens) for text in texts]
     assert len({*ends}) > 2
-    stopping = replace(whole.sampling, stop_strings=strings, min_new_tokens=fewest)
-    requests = [replace(whole, sampling=stopping), request_of("s")]
-    found = run_all(subject.make(max_num_seqs=16), *requests)["r"]
-    for one, other, end in zip(found, completions, ends, strict=True):
-        assert one.finish_reason == ("stop" if end else "length")
-        assert plain(one.tokens) == plain(other.tokens[:end])
-        assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
-        assert len(versions_of(one)) == len(one.tokens)
+    stopping = replace(unstopped.sampling, stop_strings=strings, min_new_tokens=min_tokens)
+    requests = [replace(unstopped, sampling=stopping), request_of("s")]
+    stopped = run_all(subject.make(max_num_seqs=16), *requests)["r"]
+    for actual, full, end in zip(stopped, completions, ends, strict=True):
+        assert actual.finish_reason == ("stop" if end else "length")
+        assert plain(actual.tokens) == plain(full.tokens[:end])
+        assert actual.logprobs == pytest.approx(full.logprobs[:end], abs=1e-5)
+        assert len(versions_of(actual)) == len(actual.tokens)
 
 
-def min_end(text: str, strings: Sequence[str], fewest: int) -> int | None:
+def min_end(text: str, strings: Sequence[str], min_length: int) -> int | None:
     """Return where the first string ends that ends beyond so many characters."""
-    ends = range(fewest + 1, len(text) + 1)
+    ends = range(min_length + 1, len(text) + 1)
     return next((end for end in ends if text[:end].endswith(tuple(strings))), None)
 
 
 def test_length_limit_is_exact(subject: Subject) -> None:
     for length in (1, 2, 17):
-        found = run_all(subject.make(), request_of(length=length))["r"]
-        assert [len(c.tokens) for c in found] == [length] * 4
-        assert {c.finish_reason for c in found} == {"length"}
+        completions = run_all(subject.make(), request_of(length=length))["r"]
+        assert [len(c.tokens) for c in completions] == [length] * 4
+        assert {c.finish_reason for c in completions} == {"length"}
 
 
 def test_more_members_than_slots_all_finish(subject: Subject) -> None:
-    found = run_all(subject.make(max_num_seqs=4), request_of(seeds=11), request_of("q", seeds=3))
-    assert [len(found[name]) for name in ("r", "q")] == [11, 3]
+    completions = run_all(
+        subject.make(max_num_seqs=4), request_of(seeds=11), request_of("q", seeds=3)
+    )
+    assert [len(completions[name]) for name in ("r", "q")] == [11, 3]
 
 
 def test_cancelled_request_frees_its_slots(subject: Subject) -> None:
@@ -286,10 +290,10 @@ def test_cancelled_request_frees_its_slots(subject: Subject) -> None:
         assert engine.step() == []
     engine.cancel("gone")
     engine.cancel("never was")
-    found: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for _ in range(12):
-        found.update(engine.step())
-    assert list(found) == ["stays"]
+        completions.update(engine.step())
+    assert list(completions) == ["stays"]
     assert not engine.has_work()
 
 

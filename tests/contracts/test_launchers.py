@@ -129,12 +129,12 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
             await pool.start_until_joined([generator(settings, AREAL_FLOW_TEST="a b'c")])
             process = await process_of(pool)
             async with client_of(pool) as client:
-                found = await client.submit(
+                received = await client.submit(
                     os.getenv, "AREAL_FLOW_TEST", resources={"generator": 2}
                 )
                 threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
                 group = await client.submit(os.getpgrp)
-            assert (found, threads) == ("a b'c", "1")
+            assert (received, threads) == ("a b'c", "1")
             assert group != os.getpgrp()
             (record,) = pool.registry.all()
             assert pool.pid(record) in (None, process.pid)
@@ -164,10 +164,10 @@ def test_file_of_the_working_directory_is_found_and_shadows_no_module(
             await pool.start_until_joined([generator(settings)])
             async with client_of(pool) as client:
                 names = "random", "of_a_user"
-                found = await client.submit(
+                received = await client.submit(
                     lambda: [import_module(name).__file__ for name in names]
                 )
-            assert found == [random.__file__, str(tmp_path / "of_a_user.py")]
+            assert received == [random.__file__, str(tmp_path / "of_a_user.py")]
 
     run(live)
 

@@ -90,7 +90,7 @@ class AskedJudge:
     """The reward `judge`, asking a service that is there while it is open."""
 
     def open(self) -> None:
-        self._serving = running_judge(lambda asked: asked["completion"] == asked["answer"])
+        self._serving = running_judge(lambda request: request["completion"] == request["answer"])
         self._reward = JudgeReward(url=self._serving.__enter__())
         self._reward.open()
 
@@ -114,7 +114,7 @@ class ScoredByModel:
         scores = await self._reward.score([*inputs, *right])
         rewards = [score.reward or 0.0 for score in scores]
         both = zip(rewards[: len(inputs)], rewards[len(inputs) :], strict=True)
-        return [Score(float(abs(found - wanted) < 1e-4)) for found, wanted in both]
+        return [Score(float(abs(actual - target) < 1e-4)) for actual, target in both]
 
 
 SUBJECTS: dict[str, Callable[[Path], Reward]] = {
@@ -152,9 +152,9 @@ def inputs_of(*completions: str) -> list[RewardInput]:
 
 def test_scores_come_in_the_order_of_the_inputs(reward: Reward) -> None:
     reward.open()
-    found = asyncio.run(reward.score(inputs_of("3", "2", "44444", "2", "5")))
+    scores = asyncio.run(reward.score(inputs_of("3", "2", "44444", "2", "5")))
     reward.close()
-    assert [score.reward for score in found] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_batches_that_overlap_do_not_disturb_each_other(reward: Reward) -> None:
@@ -164,9 +164,9 @@ def test_batches_that_overlap_do_not_disturb_each_other(reward: Reward) -> None:
         )
 
     reward.open()
-    found = asyncio.run(both())
+    batches = asyncio.run(both())
     reward.close()
-    assert [[score.reward for score in batch] for batch in found] == [[1.0, 0.0], [0.0, 1.0, 1.0]]
+    assert [[score.reward for score in batch] for batch in batches] == [[1.0, 0.0], [0.0, 1.0, 1.0]]
 
 
 def test_no_input_is_no_score(reward: Reward) -> None:

@@ -125,8 +125,8 @@ def test_retired_version_is_written_again_in_its_own_pages_once_no_reader_has_it
 def test_version_that_is_retired_while_it_is_opened_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write(file, policy(0))
-    another = tmp_path / "another"
-    file.rename(another)
+    moved = tmp_path / "another"
+    file.rename(moved)
     with pytest.raises(FileNotFoundError):
         map_tensors(file)
 

@@ -84,6 +84,6 @@ def test_packing_changes_no_loss(objective: Any, tmp_path: Path) -> None:
 def test_loss_takes_no_token(objective: Any) -> None:
     real_T, integer_T = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, 0)
-    found = OBJECTIVES[objective].loss(inputs, SftSettings(objective=objective))
-    assert found.losses_T.shape == (0,)
-    assert {*found.metrics} <= {*OBJECTIVES[objective].metrics}
+    loss = OBJECTIVES[objective].loss(inputs, SftSettings(objective=objective))
+    assert loss.losses_T.shape == (0,)
+    assert {*loss.metrics} <= {*OBJECTIVES[objective].metrics}

@@ -112,7 +112,7 @@ async def test_decoding_goes_on_while_weights_are_read_and_verified(subject: Sub
         loading = asyncio.create_task(engine.load_weights(3, reader))
         await asyncio.sleep(0)
         meanwhile = await engine.generate(request_of("meanwhile", length=10))
-        assert {version for found in meanwhile for version in versions_of(found)} == {0}
+        assert {version for completion in meanwhile for version in versions_of(completion)} == {0}
         reader.may_end.set()
         await loading
         assert engine.version == 3
@@ -128,8 +128,8 @@ async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        found = await asyncio.wait_for(engine.generate(request_of("short", length=2)), 20)
-        assert len(found) == 4
+        completions = await asyncio.wait_for(engine.generate(request_of("short", length=2)), 20)
+        assert len(completions) == 4
     finally:
         engine.close()
 

@@ -54,14 +54,14 @@ def test_long_prompts_in_chunks_equal_whole_ones_and_delay_nobody() -> None:
     engine.prefill.tokens_a_step = 16
     engine.add(short)
     engine.add(long)
-    found: dict[str, list[Completion]] = {}
-    while "short" not in found:
-        found.update(engine.step())
+    completions: dict[str, list[Completion]] = {}
+    while "short" not in completions:
+        completions.update(engine.step())
     assert not [m for m in engine._scheduler.running.values() if m.tokens]
-    found |= run_all(engine)
-    check_exact(long, found["long"])
-    whole = run_all(engine_of(), long)["long"]
-    assert [plain(c.tokens) for c in found["long"]] == [plain(c.tokens) for c in whole]
+    completions |= run_all(engine)
+    check_exact(long, completions["long"])
+    unchunked = run_all(engine_of(), long)["long"]
+    assert [plain(c.tokens) for c in completions["long"]] == [plain(c.tokens) for c in unchunked]
 
 
 @pytest.mark.parametrize(("interruption", "version"), [("interrupt", 1), ("keep", 1), ("drain", 0)])
@@ -110,12 +110,14 @@ def test_sequences_that_give_up_their_pages_lose_no_token(interruption: str) -> 
     preempted = []
     preempt = engine._scheduler.preempt
     engine._scheduler.preempt = lambda slot: (preempted.append(slot), preempt(slot))[1]  # type: ignore[assignment,func-returns-value]
-    found = run_all(engine, *requests)
+    completions = run_all(engine, *requests)
     assert preempted
     for request in requests:
         name = request.request_id
-        check_exact(request, found[name])
-        assert [plain(c.tokens) for c in found[name]] == [plain(c.tokens) for c in roomy[name]]
+        check_exact(request, completions[name])
+        assert [plain(c.tokens) for c in completions[name]] == [
+            plain(c.tokens) for c in roomy[name]
+        ]
 
 
 def test_one_sequence_of_the_longest_context_fits_the_smallest_memory() -> None:
@@ -157,10 +159,10 @@ def completions_in_bfloat16(
     engine = TorchEngine(policy, GenerationSettings(batch_invariant=True, **sizes), version=1)
     if loaded:
         engine.load_weights(torch_subject().weights(1), version=1)
-    found = run_all(engine, *requests)
+    completions = run_all(engine, *requests)
     return {
         name: [(plain(each.tokens), plain(each.logprobs)) for each in group]
-        for name, group in found.items()
+        for name, group in completions.items()
     }
 
 
@@ -179,9 +181,9 @@ def test_bfloat16_log_probabilities_are_those_of_a_full_forward_in_the_mean() ->
     request = request_with_prompt("r", 33, seeds=16, length=40)
     completions = run_all(TorchEngine(policy, settings, version=0), request)["r"]
     differences = [
-        abs(found - expected)
+        abs(actual - expected)
         for completion in completions
-        for found, expected in zip(
+        for actual, expected in zip(
             completion.logprobs,
             torch_subject().reference(
                 0, request.prompt_tokens, completion.tokens, request.sampling

@@ -203,9 +203,9 @@ def test_evaluations_are_read_and_delivered_once_each(
             versions.append(policy_version)
 
     def evaluations(run: Run, *arguments: Any, **options: Any) -> Any:
-        found = read(run, *arguments, **options)
-        num_texts.append(len(found) if "completion" in options["columns"] else 0)
-        return found
+        rows = read(run, *arguments, **options)
+        num_texts.append(len(rows) if "completion" in options["columns"] else 0)
+        return rows
 
     read = Run.evaluations
     monkeypatch.setattr(Run, "evaluations", evaluations)
@@ -230,7 +230,9 @@ def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_p
     for settings in (TrackingSettings(), old, chosen):
         sink = make_tracker(layout, settings, uri)
         sink.begin()
-    kinds = {found.name: found.tags.get(KIND_TAG) for found in client.search_experiments()}
+    kinds = {
+        experiment.name: experiment.tags.get(KIND_TAG) for experiment in client.search_experiments()
+    }
     assert kinds["areal-flow"] == kinds["old"] == "custom_model_development"
     assert kinds["chosen"] == "genai_development", "a user's own choice stays"
 
@@ -402,10 +404,10 @@ def test_ledger_that_lost_its_last_rows_is_delivered_again_from_its_head(
 
 def test_metrics_map_is_shown_beside_the_fixed_columns() -> None:
     row = step_row(1, metrics=[("entropy", 0.5), ("tools/calls", 2)], loss=None)
-    found = step_metrics(row)
-    assert found["train/entropy"] == 0.5
-    assert found["tools/calls"] == 2
-    assert "train/loss" not in found
+    metrics = step_metrics(row)
+    assert metrics["train/entropy"] == 0.5
+    assert metrics["tools/calls"] == 2
+    assert "train/loss" not in metrics
     assert step_metrics(step_row(1, metrics={"entropy": 0.5}))["train/entropy"] == 0.5
 
 

@@ -54,9 +54,9 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 def test_published_weights_come_back_exactly(medium: Medium) -> None:
     served_hash = medium.writer.stage(3, weights(0.1))
     medium.writer.publish(3)
-    found = medium.reader.load(3)
+    loaded = medium.reader.load(3)
     assert medium.reader.newest() == 3
-    assert hash_tensors(found) == served_hash == hash_tensors(weights(0.1))
+    assert hash_tensors(loaded) == served_hash == hash_tensors(weights(0.1))
 
 
 def test_driver_knows_the_size_of_published_weights(medium: Medium) -> None:
@@ -118,8 +118,8 @@ def test_streamed_weights_are_read_once_in_order_and_come_back_exactly(
         served_hash = medium.writer.stage(version, gathered.streamed())
         medium.writer.publish(version)
         assert gathered.names_read == sorted(gathered.tensors)
-        found = medium.reader.load(version)
-        assert hash_tensors(found) == served_hash == hash_tensors(weights_of(version))
+        loaded = medium.reader.load(version)
+        assert hash_tensors(loaded) == served_hash == hash_tensors(weights_of(version))
 
 
 @pytest.mark.parametrize("medium", ["directory", "shared_memory"], indirect=True)

@@ -36,8 +36,8 @@ class AsksACalculator:
             await context.generate(prompt.tokens, turn=0)
         )
         result = await context.call_tool("tools:add", context.decode(draft.output_tokens))
-        asked = draft.with_environment(context.encode(f"{self.mark}{result}"))
-        return [asked.with_completion(await context.generate(asked.tokens, turn=1))]
+        extended = draft.with_environment(context.encode(f"{self.mark}{result}"))
+        return [extended.with_completion(await context.generate(extended.tokens, turn=1))]
 
 
 SUBJECTS: dict[str, Workflow] = {

@@ -77,7 +77,7 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
 def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
     """Hold a run's costs to what its file of workers says, counted here by hand; return them."""
     run = areal_flow.open_run(layout.root)
-    (found, of_steps), last = costs_of(run), dict[int, float]()
+    (costs, of_steps), last = costs_of(run), dict[int, float]()
     steps = run.steps("arrow", columns=["writer_epoch", "committed_at", "seconds_step"])
     events = [json.loads(line) for line in layout.workers.read_text().splitlines()]
     moments = [(row["writer_epoch"], row["committed_at"].timestamp()) for row in steps.to_pylist()]
@@ -89,16 +89,16 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
         of = [e for e in events if (e["writer_epoch"], e["worker"]) == (epoch, worker)]
         left = [e["at"] for e in of if e["event"] == "left"]
         total += event["num_devices"] * (min([*left, last[epoch]]) - of[0]["at"])
-    uses = found["by_use"]
+    uses = costs["by_use"]
     assert uses["total"] == pytest.approx(total)
-    assert min(cost for of in found["by_role"].values() for cost in of.values()) > -1e-6
+    assert min(cost for of in costs["by_role"].values() for cost in of.values()) > -1e-6
     seconds = sum(row["seconds_step"] or 0.0 for row in steps.to_pylist())
     charged = sum(sum(each.accounts.values()) for each in of_steps)
     assert seconds < charged < total, "more than one worker was there, and before the first step"
     rows = trajectory_costs(run, of_steps, waiting=uses["waiting"])
     consumed = ("trained", "masked", "discarded", "waiting")
     assert rows["cost"].sum() == pytest.approx(sum(uses[use] for use in consumed))
-    return found, of_steps
+    return costs, of_steps
 
 
 def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> RunLayout:
@@ -187,9 +187,9 @@ def cli(
 def done(folder: Path, *command: str, code: int = 0) -> str:
     """Return what a command printed, once it ended as it should."""
     ended = cli(*command, cwd=folder)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == code, said
-    return said
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == code, output
+    return output
 
 
 def run_script(text: str, *, cwd: Path, timeout: float) -> str:

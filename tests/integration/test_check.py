@@ -52,8 +52,8 @@ def rules(report: dict[str, Any], severity: str) -> set[str]:
 
 def test_every_rule_has_its_damage() -> None:
     """Notes on what a crash left behind have a test of their own."""
-    asked = {rule for rule, _ in DAMAGES.values()}
-    assert {rule for file in RULE_FILES for rule, _, _ in rules_of(file)} <= asked
+    damaged_rules = {rule for rule, _ in DAMAGES.values()}
+    assert {rule for file in RULE_FILES for rule, _, _ in rules_of(file)} <= damaged_rules
 
 
 IN_MEMORY = {name: edit for name, (_, edit) in DAMAGES.items() if isinstance(edit, Edit)}
@@ -74,10 +74,10 @@ def test_damage_of_rows_is_found(
         return iter([Batch(path.name, changed.append_column(COMMIT_ORDER, order))])
 
     monkeypatch.setattr("areal_flow.log.audit.run.scan", scan_changed)
-    found = {
+    rules = {
         finding.rule for finding in check_run(finished).findings if finding.severity == "error"
     }
-    assert DAMAGES[damage][0] in found
+    assert DAMAGES[damage][0] in rules
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def test_job_code_is_killed_resumed_audited_and_replayed(tmp_path: Path) -> None
         os.killpg(process.pid, signal.SIGKILL)
     done(tmp_path, "train", "--resume", "c")
     check_accounting(layout)
-    found = replay_step(layout, step=4, from_checkpoint=0)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 4
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
     details = areal_flow.open_run(layout.root).trajectories().reward_detail.map(json.loads)
     verdicts = {detail["verdict"] for detail in details}
     assert verdicts <= {"right", "wrong", "parse_error", "runtime_error"}

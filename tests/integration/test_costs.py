@@ -18,8 +18,8 @@ from tests.integration.runs import check_costs
 
 
 def test_costs_of_a_run_add_up_to_its_devices_time(finished: RunLayout) -> None:
-    run, (found, _) = areal_flow.open_run(finished.root), check_costs(finished)
-    by_role, uses = found["by_role"], found["by_use"]
+    run, (costs, _) = areal_flow.open_run(finished.root), check_costs(finished)
+    by_role, uses = costs["by_role"], costs["by_use"]
     assert min(by_role[role]["trained"] for role in ("generator", "trainer", "reward")) > 0
     assert uses["discarded"] > 0, "some verdicts failed"
     assert uses["lost"] == 0
@@ -34,19 +34,19 @@ def test_command_reports_amounts_by_use_step_and_trajectory(
     finished: RunLayout, typed: Typed
 ) -> None:
     runs, name = finished.root.parent, finished.name
-    asked = ("--json", "--runs", str(runs), "cost", name, "--price", "cpu=7200", "--steps")
-    done = typed(*asked, "--trajectories", "3", cwd=runs)
+    command = ("--json", "--runs", str(runs), "cost", name, "--price", "cpu=7200", "--steps")
+    done = typed(*command, "--trajectories", "3", cwd=runs)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)["runs"]
-    assert found["unit"] == "money"
-    uses = found["by_use"]
+    (amounts,) = json.loads(done.stdout)["runs"]
+    assert amounts["unit"] == "money"
+    uses = amounts["by_use"]
     assert uses["total"] == pytest.approx(2 * check_costs(finished)[0]["by_use"]["total"])
     assert sum(uses.values()) == pytest.approx(2 * uses["total"])
-    reasons = found["discarded_by_reason"]
+    reasons = amounts["discarded_by_reason"]
     assert sum(reasons.values()) == pytest.approx(uses["discarded"])
     assert "verifier_error" in reasons
-    assert [row["step"] for row in found["steps"]] == [1, 2, 3, 4, 5, 6]
-    costs = [row["cost"] for row in found["trajectories"]]
+    assert [row["step"] for row in amounts["steps"]] == [1, 2, 3, 4, 5, 6]
+    costs = [row["cost"] for row in amounts["trajectories"]]
     assert len(costs) == 3
     assert costs == sorted(costs, reverse=True)
     shown = typed("--runs", str(runs), "cost", name, cwd=runs)

@@ -50,8 +50,8 @@ def test_critic_is_restored_with_its_policy_and_replayed_to_the_bit(tmp_path: Pa
     resumed = cli("train", "--resume", "c", "--num-steps", str(last + 2), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     check_accounting(layout)
-    found = replay_step(layout, step=last + 2, from_checkpoint=0)
-    steps = [*found.before, found.compared]
+    replay = replay_step(layout, step=last + 2, from_checkpoint=0)
+    steps = [*replay.before, replay.compared]
     assert len(steps) == last + 2
     assert all(compared.equal for compared in steps)
     assert all("critic_loss" in compared.recorded.metrics.metrics for compared in steps)

@@ -49,8 +49,8 @@ class Observed:
         return scheduler_of(self.layout.root.parent, self.layout.name)
 
     async def worker(self, name: str) -> WorkerStatus | None:
-        found = [status for status in await list_workers(*self.scheduler) if status.name == name]
-        return found[0] if found else None
+        statuses = [status for status in await list_workers(*self.scheduler) if status.name == name]
+        return statuses[0] if statuses else None
 
     async def process(self, name: str, *, other_than: int = 0) -> int:
         """Return the worker's process once it is registered and is not that one."""

@@ -131,8 +131,8 @@ def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
         row = shown[shown.source == "less"].iloc[-1]
         answer = show_trajectory(run, row.trajectory_id, selection=Selection()).answer
         assert answer == str(row["metadata.answer"])
-        whole = replay_step(layout, step=head + 3, from_checkpoint=0)
-        steps = [*whole.before, whole.compared]
+        replay = replay_step(layout, step=head + 3, from_checkpoint=0)
+        steps = [*replay.before, replay.compared]
         assert [compared.equal for compared in steps] == [True] * (head + 3)
 
 

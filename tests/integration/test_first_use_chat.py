@@ -90,9 +90,9 @@ def run(folder: Path) -> areal_flow.Run:
             assert process.poll() is None, process.communicate()[0]
             sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
-        said = process.communicate()[0]
-    assert "The first prompt by the chat template" in said
-    assert "".join(f"  {line}\n" for line in FIRST.splitlines()) in said
+        output = process.communicate()[0]
+    assert "The first prompt by the chat template" in output
+    assert "".join(f"  {line}\n" for line in FIRST.splitlines()) in output
     done(folder, "train", "--resume", "chat")
     check_accounting(layout)
     return areal_flow.open_run(layout.root)
@@ -108,9 +108,11 @@ def test_rows_with_messages_are_asked_as_chats_and_judged_with_every_column(
     assert set(run.evaluations().answer) <= {str(n + 1) for n in range(40)}
     shown = typed("trajectories", "chat", "--show", "1", cwd=folder)
     assert f"  {FIRST.splitlines()[0]}\n  Be brief.<|im_end|>" in shown.stdout
-    found = json.loads(typed("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout)
-    assert found["prompt"].startswith(FIRST)
-    assert found["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    trajectory = json.loads(
+        typed("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout
+    )
+    assert trajectory["prompt"].startswith(FIRST)
+    assert trajectory["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
     record = json.loads(run.layout.chat_template.read_text())
     assert record["template"] == CHATML
     lineage = typed("lineage", "chat", cwd=folder).stdout

@@ -85,7 +85,7 @@ def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("verifier", "said"),
+    ("verifier", "message"),
     [
         ("needs_tests", "asks for 'tests'; it may ask, by name, for prompt, completion, answer,"),
         ("exits", "exits (status 3) on the first prompt row, instead of returning a reward"),
@@ -100,12 +100,12 @@ def test_what_is_wrong_with_a_verifier_is_named(
     prepared: RunLayout,
     monkeypatch: pytest.MonkeyPatch,
     verifier: str,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr("pipelines.jobs.preflight.START_TIMEOUT_S", 6.0)
     with pytest.raises(RewardError) as raised:
         tried(tmp_path, prepared, monkeypatch, verifier)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_verifier_that_works_is_shown_with_its_rewards_and_its_time(
@@ -219,7 +219,7 @@ def test_context_and_chat_template_that_are_left_open_are_settled(chatting: RunL
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "message"),
     [
         ("works", r"1 answer, .* s; reward 1"),
         pytest.param("reads_json", ", then JSONDecodeError: ", marks=pytest.mark.slow),
@@ -227,15 +227,15 @@ def test_context_and_chat_template_that_are_left_open_are_settled(chatting: RunL
     ],
 )
 def test_agent_is_tried_on_the_first_row(
-    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, said: str
+    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, message: str
 ) -> None:
     (line,) = tried_agent(chatting, agent, monkeypatch)
     assert line.startswith(f"Workflow agents:{agent}, tried on the first row")
-    assert re.search(said, line)
+    assert re.search(message, line)
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "message"),
     [
         ("raises", "KeyError: 'nothing' (at raises, agents.py, line 21)"),
         *(
@@ -250,11 +250,11 @@ def test_agent_is_tried_on_the_first_row(
     ],
 )
 def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
-    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, said: str
+    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^workflow.path = 'agents:{agent}' ") as refused:
         tried_agent(chatting, agent, monkeypatch)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.walk
@@ -298,8 +298,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 
 @pytest.mark.walk
 def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]) -> None:
-    _, said, warned = trained
-    assert "Verifier own:fails_at_times, tried on the first row: " in said
+    _, output, warned = trained
+    assert "Verifier own:fails_at_times, tried on the first row: " in output
     assert warned.count('raise ValueError("no verdict")') == 1
     assert "a verifier failed 10 times so far: ValueError in fails_at_times, own.py, line" in warned
     assert len(warned.splitlines()) < 30, warned
@@ -309,10 +309,10 @@ def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]
 def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
     trained: tuple[Path, str, str],
 ) -> None:
-    _, said, warned = trained
-    assert "Loading weights" not in said + warned
-    assert "fine-tuning" not in said
-    assert "2 steps in " in said
+    _, output, warned = trained
+    assert "Loading weights" not in output + warned
+    assert "fine-tuning" not in output
+    assert "2 steps in " in output
 
 
 @pytest.mark.walk

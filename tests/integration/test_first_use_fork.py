@@ -45,10 +45,10 @@ def hashes(folder: Path, name: str) -> list[str]:
 def test_fork_of_a_step_without_a_checkpoint_trains_on_with_other_settings(folder: Path) -> None:
     assert list_checkpoints(run(folder, "parent").checkpoints) == [0, 2, 3]
     given = ("--num-steps", "2", "--controller.group-size", "8", "--algorithm.name", "gspo")
-    said = done(folder, "train", "--from", "parent@1", "--name", "child", *given)
-    assert "run parent: replaying step 1/1" in said
-    assert "Forked from step 1 of run parent: its weights; optimizer kept" in said
-    assert "supervised fine-tuning" not in said
+    output = done(folder, "train", "--from", "parent@1", "--name", "child", *given)
+    assert "run parent: replaying step 1/1" in output
+    assert "Forked from step 1 of run parent: its weights; optimizer kept" in output
+    assert "supervised fine-tuning" not in output
     assert "Forked from step 1 of run parent" in run(folder, "child").log.read_text()
     assert hashes(folder, "child")[0] == hashes(folder, "parent")[1]
     check_accounting(run(folder, "child"))
@@ -58,19 +58,19 @@ def test_fork_of_a_step_without_a_checkpoint_trains_on_with_other_settings(folde
 
 
 def test_child_is_replayed_from_its_step_0_bit_for_bit(folder: Path) -> None:
-    said = done(folder, "replay", "child", "--step", "2", "--from", "0")
-    assert "step 2, from checkpoint 0; step 1 on the way: 1 of 1 equal" in said
-    assert "equal to its record, bit for bit" in said
+    output = done(folder, "replay", "child", "--step", "2", "--from", "0")
+    assert "step 2, from checkpoint 0; step 1 on the way: 1 of 1 equal" in output
+    assert "equal to its record, bit for bit" in output
 
 
 def test_lineage_shows_the_parent_and_its_chain(folder: Path) -> None:
     of_parent = hashes(folder, "parent")
-    said = json.loads(done(folder, "lineage", "child", "--json"))
-    (link,) = said["forked_from"]
+    lineage = json.loads(done(folder, "lineage", "child", "--json"))
+    (link,) = lineage["forked_from"]
     assert (link["name"], link["step"], link["weights_hash"]) == ("parent", 1, of_parent[1])
     assert link["ledger"]["genesis_hash"] == of_parent[0]
-    assert said["genesis_hash"] == of_parent[1]
-    assert all(check["holds"] for check in said["checks"])
+    assert lineage["genesis_hash"] == of_parent[1]
+    assert all(check["holds"] for check in lineage["checks"])
     shown = " ".join(done(folder, "lineage", "child").split())
     assert "forked from step 1 of run parent, optimizer kept" in shown
     assert f"chain from the genesis {of_parent[0]}, unbroken" in shown
@@ -89,9 +89,9 @@ def test_fork_that_was_killed_before_its_version_0_goes_on(folder: Path) -> None
             sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    said = done(folder, "check", "killed")
-    assert "not begun to train" in said
-    assert "killed: clean" in said
+    output = done(folder, "check", "killed")
+    assert "not begun to train" in output
+    assert "killed: clean" in output
     done(folder, "train", "--resume", "killed")
     check_accounting(killed)
     assert hashes(folder, "killed")[0] == hashes(folder, "child")[2]
@@ -105,15 +105,15 @@ def test_schedule_keeps_its_horizon_when_a_resume_goes_on_beyond_it(folder: Path
     done(folder, "train", "--resume", "parent", "--num-steps", str(NUM_STEPS + 1))
     steps = areal_flow.open_run(run(folder, "parent").root).steps().sort_values("step")
     assert steps.learning_rate.tolist()[1:] == pytest.approx([1e-3, 7.575e-4, 2.725e-4, 3e-5])
-    said = done(folder, "replay", "parent", "--step", str(NUM_STEPS + 1), "--from", "0")
-    assert "steps 1 to 3 on the way: 3 of 3 equal" in said
-    assert "equal to its record, bit for bit" in said
+    output = done(folder, "replay", "parent", "--step", str(NUM_STEPS + 1), "--from", "0")
+    assert "steps 1 to 3 on the way: 3 of 3 equal" in output
+    assert "equal to its record, bit for bit" in output
     of_child = areal_flow.open_run(run(folder, "child").root).steps().sort_values("step")
     assert of_child.learning_rate.tolist()[1:] == pytest.approx([1e-3, 5.15e-4])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--from", "parent@9"], "run parent has no step 9: expected a step from 0 to"),
         (["--from", "nobody"], "expected a run named 'nobody'"),
@@ -127,10 +127,10 @@ def test_schedule_keeps_its_horizon_when_a_resume_goes_on_beyond_it(folder: Path
     ],
 )
 def test_mistakes_are_found_before_anything_starts_and_leave_nothing(
-    folder: Path, typed: Typed, arguments: list[str], said: str
+    folder: Path, typed: Typed, arguments: list[str], message: str
 ) -> None:
     ended = typed("train", "--name", "wrong", *arguments, cwd=folder)
     assert ended.returncode in (1, 2)
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert "Dask dashboard" not in ended.stdout
     assert not (folder / "runs" / "wrong").exists()

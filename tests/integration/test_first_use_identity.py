@@ -64,11 +64,11 @@ def test_run_that_was_killed_in_its_warm_start_goes_on(folder: Path, run: RunLay
         process.wait()
     taken = list_checkpoints(run.sft_checkpoints)[-1]
     assert taken < NUM_FINE_TUNING
-    said = done(folder, "check", "mine")
-    assert f"fine-tuning at step {taken} of {NUM_FINE_TUNING}; not begun to train" in said
-    assert "mine: clean" in said
-    said = done(folder, "train", "--resume", "mine")
-    first = next(line for line in said.splitlines() if "supervised fine-tuning" in line)
+    output = done(folder, "check", "mine")
+    assert f"fine-tuning at step {taken} of {NUM_FINE_TUNING}; not begun to train" in output
+    assert "mine: clean" in output
+    output = done(folder, "train", "--resume", "mine")
+    first = next(line for line in output.splitlines() if "supervised fine-tuning" in line)
     assert int(first.split("fine-tuning ")[1].split("/")[0]) > taken, "it began again"
     assert "mine: clean. Checked: 1 steps" in done(folder, "check", "mine")
 
@@ -84,10 +84,10 @@ def test_verifier_that_changed_is_refused_before_a_cluster_starts(
 ) -> None:
     state = run.state.read_text()
     (folder / "graders.py").write_text(GRADER.format(rest=1))
-    said = done(folder, "train", "--resume", "mine", "--num-steps", "2", code=1)
-    assert "the verifier: expected graders:grade@" in said
-    assert "graders.py; restore it, or go on with --accept-verifier" in said
-    assert "Dask dashboard" not in said
+    output = done(folder, "train", "--resume", "mine", "--num-steps", "2", code=1)
+    assert "the verifier: expected graders:grade@" in output
+    assert "graders.py; restore it, or go on with --accept-verifier" in output
+    assert "Dask dashboard" not in output
     assert run.state.read_text() == state
 
 
@@ -96,15 +96,15 @@ def test_accepted_verifier_is_marked_and_nothing_is_compared_across_it(
 ) -> None:
     write_rows(folder / "prompts.jsonl", [{"question": "1 + 1 =", "answer": 2}])
     done_again = ("train", "--resume", "mine", "--num-steps", "2", "--accept-verifier")
-    said = done(folder, *done_again)
-    assert "prompts.jsonl changed since run mine was prepared" in said
-    assert "The verifier changed, and nothing is compared across it:" in said
-    assert "Held-out prompts" not in said
+    output = done(folder, *done_again)
+    assert "prompts.jsonl changed since run mine was prepared" in output
+    assert "The verifier changed, and nothing is compared across it:" in output
+    assert "Held-out prompts" not in output
     assert json.loads(run.summary.read_text())["held_out_before"] is None
-    found = areal_flow.open_run(run.root)
-    by_step = found.steps().sort_values("step").verifier.tolist()
+    opened = areal_flow.open_run(run.root)
+    by_step = opened.steps().sort_values("step").verifier.tolist()
     assert by_step[0] == by_step[1] != by_step[2]
-    evaluations = found.evaluations().groupby("policy_version").verifier.unique()
+    evaluations = opened.evaluations().groupby("policy_version").verifier.unique()
     assert [*evaluations[0]] == [by_step[0]]
     assert [*evaluations[2]] == [by_step[2]]
     assert "mine: clean. Checked: 3 steps" in done(folder, "check", "mine")
@@ -116,9 +116,9 @@ def test_accepted_verifier_is_marked_and_nothing_is_compared_across_it(
 def test_prompts_of_the_run_that_changed_are_refused(folder: Path, run: RunLayout) -> None:
     kept = run.train_prompts.read_bytes()
     run.train_prompts.write_bytes(run.held_out_prompts.read_bytes())
-    said = done(folder, "train", "--resume", "mine", "--num-steps", "3", code=1)
-    assert "train.arrow: expected the content" in said
-    assert "Dask dashboard" not in said
+    output = done(folder, "train", "--resume", "mine", "--num-steps", "3", code=1)
+    assert "train.arrow: expected the content" in output
+    assert "Dask dashboard" not in output
     assert "input-changed" in done(folder, "check", "mine", code=1)
     run.train_prompts.write_bytes(kept)
 
@@ -131,11 +131,11 @@ def test_run_is_removed_with_its_registry_entries_after_asking(
     uri = f"sqlite:///{folder / 'runs' / 'mlflow.db'}"
     client = MlflowClient(uri, uri)
     assert client.get_model_version_by_alias("areal-flow", "mine").tags["step"] == "2"
-    said = done(folder, "runs", "remove", "mine", code=2)
-    assert "expected --yes" in said
+    output = done(folder, "runs", "remove", "mine", code=2)
+    assert "expected --yes" in output
     with hold_lease(run.writers):
-        said = done(folder, "runs", "remove", "mine", "--yes", code=1)
-        assert f"held by process {os.getpid()}" in said
+        output = done(folder, "runs", "remove", "mine", "--yes", code=1)
+        assert f"held by process {os.getpid()}" in output
     assert run.steps.is_dir()
     assert "removed run mine and its model versions: " in done(
         folder, "runs", "remove", "mine", "--yes"

@@ -61,8 +61,8 @@ def test_metrics_of_a_step_are_those_of_its_trajectories(run: areal_flow.Run) ->
     )
     rates = {(step, f"pass_rate/difficulty_{d}"): r for step, d, r in with_difficulty.fetchall()}
     for row in steps:
-        found = run.database().sql(RECOUNTED, params={"step": row["step"]})
-        (recounted,) = found.to_arrow_table().to_pylist()
+        relation = run.database().sql(RECOUNTED, params={"step": row["step"]})
+        (recounted,) = relation.to_arrow_table().to_pylist()
         recounted |= {name: rate for (step, name), rate in rates.items() if step == row["step"]}
         assert {name: row[name] for name in recounted} == pytest.approx(recounted)
         assert row["entropy_mean"] > 0
@@ -76,13 +76,13 @@ def test_metrics_of_a_step_are_those_of_its_trajectories(run: areal_flow.Run) ->
 def test_replay_in_one_process_finds_what_two_ranks_recorded(workspace: Path, typed: Typed) -> None:
     done = typed("replay", "two", "--step", "2", "--json", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["within_tolerance"], "sums of two ranks have another order than those of one"
-    assert found["recorded"].keys() == found["replayed"].keys()
+    replay = json.loads(done.stdout)
+    assert replay["within_tolerance"], "sums of two ranks have another order than those of one"
+    assert replay["recorded"].keys() == replay["replayed"].keys()
     assert {"entropy_mean", "rollout/reward_std", "reward/batched_digits_mean"} <= set(
-        found["replayed"]
+        replay["replayed"]
     )
-    assert not [name for name in found["recorded"] if name.startswith(("speed/", "system/"))]
+    assert not [name for name in replay["recorded"] if name.startswith(("speed/", "system/"))]
 
 
 def tracked(uri: str) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def test_log_has_every_line_of_both_drivers(journey: Journey) -> None:
 
 
 def test_each_phase_says_how_far_it_is(journey: Journey) -> None:
-    for said in ("Starting 3 workers", "supervised fine-tuning 20/20", "answered 64/64"):
-        assert said in journey.before
+    for line in ("Starting 3 workers", "supervised fine-tuning 20/20", "answered 64/64"):
+        assert line in journey.before
     assert re.search(r"replayed (\d+)/\1\n", journey.after)
     assert f"Training from version 0 to {NUM_STEPS}" in journey.before
 
@@ -116,18 +116,18 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(journey: Jour
 def test_evaluation_says_what_it_evaluates_and_how_far_it_is(journey: Journey) -> None:
     ended = cli("evaluate", "r", "--num-prompts", "40", "--json", cwd=journey.folder)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    result = json.loads(ended.stdout)
     title = f"r (step {NUM_STEPS} of run r)"
-    assert (found["model"], found["overall"]["n"]) == (title, 40)
-    for said in ("Starting 3 workers", f"Evaluating {title} on 40 held-out pro", "answered 40/40"):
-        assert ended.stderr.count(said) == 1
+    assert (result["model"], result["overall"]["n"]) == (title, 40)
+    for line in ("Starting 3 workers", f"Evaluating {title} on 40 held-out pro", "answered 40/40"):
+        assert ended.stderr.count(line) == 1
 
 
 def test_verdicts_are_those_of_the_threshold(journey: Journey) -> None:
     query = "SELECT DISTINCT reward, verdict, passed FROM trajectories ORDER BY reward"
-    found = journey.run.database().sql(query).fetchall()
-    assert {0.25, 0.5, 0.75} <= {reward for reward, *_ in found}
-    for reward, verdict, passed in found:
+    rows = journey.run.database().sql(query).fetchall()
+    assert {0.25, 0.5, 0.75} <= {reward for reward, *_ in rows}
+    for reward, verdict, passed in rows:
         assert (verdict, passed) == (("right", True) if reward > 0.5 else ("wrong", False))
 
 
@@ -145,8 +145,8 @@ def test_pass_rate_of_a_step_is_not_its_mean_reward(journey: Journey) -> None:
 
 def test_output_labels_reward_and_pass(journey: Journey) -> None:
     first = journey.run.steps(where="step = 1").iloc[0]
-    said = f"step 1/{NUM_STEPS}  reward {first.reward_mean:.3f}  pass {first[PASS_RATE]:.3f}"
-    assert said in journey.before
+    line = f"step 1/{NUM_STEPS}  reward {first.reward_mean:.3f}  pass {first[PASS_RATE]:.3f}"
+    assert line in journey.before
     interval = r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]"
     for label, kind in (("pass rate  ", "Wilson"), ("mean reward", "normal")):
         assert re.search(rf"{label} {interval} -> {interval} \(95%, {kind}\)", journey.after)
@@ -156,10 +156,10 @@ def test_summary_has_both_with_their_intervals(journey: Journey) -> None:
     answers = journey.run.evaluations()
     for moment in ("before", "after"):
         rewards = answers[answers.evaluation == moment].reward
-        found = journey.run.summary()[f"held_out_{moment}"]
-        assert found["reward_mean"] == pytest.approx(rewards.mean())
-        assert found["pass_rate"] == pytest.approx((rewards > 0.5).mean())
-        assert found["reward_mean_low"] < found["reward_mean"] < found["reward_mean_high"]
+        scores = journey.run.summary()[f"held_out_{moment}"]
+        assert scores["reward_mean"] == pytest.approx(rewards.mean())
+        assert scores["pass_rate"] == pytest.approx((rewards > 0.5).mean())
+        assert scores["reward_mean_low"] < scores["reward_mean"] < scores["reward_mean_high"]
     assert set(answers.verifier) == set(journey.run.trajectories(columns=["verifier"]).verifier)
 
 
@@ -191,16 +191,16 @@ def test_several_samples_give_pass_at_k_from_the_command_line(journey: Journey) 
     settings = ["--num-steps", "1", "--prompts.num-held-out", "16"]
     evaluation = ["--evaluation.num-samples", "4", "--evaluation.temperature", "0.8"]
     given = [*small_arguments(), *settings, *evaluation]
-    said = done(journey.folder, "train", "--name", "sampled", *given)
-    assert "Held-out prompts, 4 samples each: pass@2 0." in said
+    output = done(journey.folder, "train", "--name", "sampled", *given)
+    assert "Held-out prompts, 4 samples each: pass@2 0." in output
     run = areal_flow.open_run(journey.folder / "runs" / "sampled")
     answers = run.evaluations()
     after = answers[answers.evaluation == "after"].assign(passed=lambda rows: rows.reward > 0.5)
     by_prompt = after.groupby("prompt_id").passed
-    found = run.summary()["held_out_after"]
-    assert (found["n"], found["num_samples"], len(after)) == (16, 4, 64)
-    assert found["pass_rate"] == pytest.approx(by_prompt.mean().mean())
-    assert found["pass_at_4"] == pytest.approx(by_prompt.any().mean())
+    scores = run.summary()["held_out_after"]
+    assert (scores["n"], scores["num_samples"], len(after)) == (16, 4, 64)
+    assert scores["pass_rate"] == pytest.approx(by_prompt.mean().mean())
+    assert scores["pass_at_4"] == pytest.approx(by_prompt.any().mean())
 
 
 def test_training_ends_on_a_plateau_and_so_does_its_resumption(journey: Journey) -> None:
@@ -208,8 +208,8 @@ def test_training_ends_on_a_plateau_and_so_does_its_resumption(journey: Journey)
     plateau = ["--evaluation.every-steps", "1", "--evaluation.early-stopping-patience", "1"]
     few = ["--num-steps", "500", "--pass-threshold", "2", "--prompts.num-held-out", "16"]
     given = [*small_arguments(), *few, *plateau, "--evaluation.temperature", "0"]
-    said = done(journey.folder, "train", "--name", "flat", *given)
-    assert "No better pass rate in 1 evaluations: training ends" in said
+    output = done(journey.folder, "train", "--name", "flat", *given)
+    assert "No better pass rate in 1 evaluations: training ends" in output
     run = areal_flow.open_run(journey.folder / "runs" / "flat")
     num_steps = run.summary()["num_steps"]
     assert 1 <= num_steps < 500

@@ -27,9 +27,9 @@ def test_every_step_of_an_adapter_is_replayed_and_what_was_served_is_what_is_exp
     )
     layout = run_small(tmp_path / "r", recipe)
     assert check_run(layout).clean
-    found = replay_step(layout, step=3, from_checkpoint=0)
-    steps = [*found.before, found.compared]
+    replay = replay_step(layout, step=3, from_checkpoint=0)
+    steps = [*replay.before, replay.compared]
     assert [compared.equal for compared in steps] == [True] * 3
     assert len({compared.recorded.hashes.weights_hash for compared in steps}) == 3
     served = policy_tensors(load_policy(checkpoint_path(layout.checkpoints, 3)))
-    assert hash_tensors(served) == found.recorded.hashes.served_hash
+    assert hash_tensors(served) == replay.recorded.hashes.served_hash

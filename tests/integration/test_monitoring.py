@@ -69,13 +69,13 @@ class Prometheus:
 
     async def get(self, path: str, **query: str) -> Any:
         async with self._session.get(f"{self._at}/{path}", params=query) as answer:
-            found = await answer.json()
-            assert found["status"] == "success", found
-            return found["data"]
+            content = await answer.json()
+            assert content["status"] == "success", content
+            return content["data"]
 
     async def values(self, expression: str) -> list[float]:
-        found = await self.get("query", query=expression)
-        return [float(each["value"][1]) for each in found["result"]]
+        result = await self.get("query", query=expression)
+        return [float(each["value"][1]) for each in result["result"]]
 
     async def until(self, expression: str) -> None:
         """Return once the expression has a value."""
@@ -123,8 +123,8 @@ async def scraped(layout: RunLayout) -> dict[str, float]:
     url = urljoin(dashboard, "/metrics")
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         text = await answer.text()
-    found = (sample for each in text_string_to_metric_families(text) for sample in each.samples)
-    return {each.name: each.value for each in found if each.labels == {"run": layout.name}}
+    samples = (sample for each in text_string_to_metric_families(text) for sample in each.samples)
+    return {each.name: each.value for each in samples if each.labels == {"run": layout.name}}
 
 
 def totals(layout: RunLayout, column: str) -> dict[int, float]:
@@ -137,15 +137,15 @@ def totals(layout: RunLayout, column: str) -> dict[int, float]:
 async def check_totals(layout: RunLayout) -> None:
     """Compare the driver's totals with its ledger, between two steps."""
     for _ in range(50):
-        found = await scraped(layout)
-        step = int(found["areal_flow_steps_total"])
+        metrics = await scraped(layout)
+        step = int(metrics["areal_flow_steps_total"])
         trained, masked = (totals(layout, f"num_{fate}_tokens") for fate in ("trained", "masked"))
-        assert found["areal_flow_staleness_versions_count"] == trained[step]
-        if found["areal_flow_trained_tokens_total"] == trained[step]:
-            assert found["areal_flow_masked_tokens_total"] == masked[step]
+        assert metrics["areal_flow_staleness_versions_count"] == trained[step]
+        if metrics["areal_flow_trained_tokens_total"] == trained[step]:
+            assert metrics["areal_flow_masked_tokens_total"] == masked[step]
             return
         await asyncio.sleep(0.05)  # a step is computed, and its row is not in the ledger yet
-    raise AssertionError(f"trained tokens of {found} are never those of the ledger: {trained}")
+    raise AssertionError(f"trained tokens of {metrics} are never those of the ledger: {trained}")
 
 
 @pytest.mark.slow
@@ -171,18 +171,18 @@ def test_prometheus_has_what_alerts_panels_and_the_guide_name_also_after_a_resum
             names = set(await server.get("label/__name__/values"))
             for title, expressions in panels().items():
                 for expression in expressions:
-                    asked = expression.replace("$run", "scraped")
-                    asked = asked.replace("$__rate_interval", "1m")
-                    assert set(SERIES.findall(asked)) <= names, title
-                    await server.until(asked)
+                    query = expression.replace("$run", "scraped")
+                    query = query.replace("$__rate_interval", "1m")
+                    assert set(SERIES.findall(query)) <= names, title
+                    await server.until(query)
             for name, expression in alerts().items():
                 assert set(SERIES.findall(expression)) <= names, name
                 without_bound = re.sub(r" (==|>|<) [\d.]+$", "", expression)
                 assert without_bound != expression
                 assert await server.values(without_bound), name
             rules = await server.get("rules")
-            found = {rule["name"]: rule["health"] for rule in rules["groups"][0]["rules"]}
-            assert found == dict.fromkeys(alerts(), "ok")
+            health = {rule["name"]: rule["health"] for rule in rules["groups"][0]["rules"]}
+            assert health == dict.fromkeys(alerts(), "ok")
             own = {re.sub("_(bucket|sum|count)$", "", n) for n in names if "areal_flow_" in n}
             guide = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
             assert set(re.findall(r"`(areal_flow_\w+)`", guide)) == own

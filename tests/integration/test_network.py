@@ -76,8 +76,8 @@ def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
                     autoscaler.after_step(row(demand, before))
                 assert await asyncio.wait_for(numbers.get(), 60) == after
                 await asyncio.sleep(0.1)
-            asked = "import sys; print(2 if sys.argv[1:] == ['3', '1'] else sys.exit('no plan'))"
-            planned = Autoscaler(cluster.pool, (1, 2), planner=(sys.executable, "-c", asked))
+            script = "import sys; print(2 if sys.argv[1:] == ['3', '1'] else sys.exit('no plan'))"
+            planned = Autoscaler(cluster.pool, (1, 2), planner=(sys.executable, "-c", script))
             for first in (1, 3):
                 for step in range(first, first + PLANNED_STEPS + SETTLING_STEPS):
                     planned.after_step({"step": step - SETTLING_STEPS})

@@ -80,10 +80,10 @@ class Kernel:
     def run(self, code: str, *, interrupt_at: Sequence[str] = ()) -> Cell:
         """Run a cell; interrupt the kernel each time that the next of some texts is shown."""
         cell, waiting = Cell(), list(interrupt_at)
-        asked = self._client.execute(code)
+        request = self._client.execute(code)
         while True:
             message = self._client.get_iopub_msg(timeout=120)
-            if message["parent_header"].get("msg_id") != asked:
+            if message["parent_header"].get("msg_id") != request:
                 continue
             text = take(cell, message["msg_type"], message["content"])
             if waiting and waiting[0] in " ".join(text.split()):  # a cell breaks long lines
@@ -182,8 +182,8 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     assert max(map(len, text.splitlines())) <= 76, "it fits a cell"
     changed = "print(sorted(dict(around().items() ^ before.items())))"
     assert notebook.run(changed).printed == "[]\n"
-    asked = notebook.run("!{sys.executable} -m areal_flow --version")
-    assert asked.printed.split() == [areal_flow.__version__], "a warning of a fork"
+    version = notebook.run("!{sys.executable} -m areal_flow --version")
+    assert version.printed.split() == [areal_flow.__version__], "a warning of a fork"
 
 
 @pytest.mark.slow

@@ -32,11 +32,11 @@ async def test_tasks_that_wait_beside_those_that_kill_their_worker_get_their_res
     async with launch_cluster([REWARD], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
         executions: Executions = cluster.pool.executions
         tasks = [run_reward_task(cluster.client, executions, judge, n) for n in range(8)]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         (record,) = cluster.pool.registry.all()
         # One that only waited when the other one killed is tried again, and kills once more.
         assert 2 * len(POISONED) <= len(record.deaths) <= 3 * len(POISONED)
         assert not record.is_quarantined
-    for number, result in enumerate(found):
+    for number, result in enumerate(results):
         assert isinstance(result, KillsWorkers) if number in POISONED else result == number
     assert not list((tmp_path / "processes").iterdir()), "keys and notes end with their driver"

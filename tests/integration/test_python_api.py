@@ -62,6 +62,6 @@ async def test_fine_tuned_trained_and_evaluated_in_a_running_event_loop(tmp_path
     assert len(run.steps()) == 3
     assert set(run.trajectories().difficulty) <= {0, 1, 2}
     check_accounting(run.layout)
-    found = areal_flow.evaluate(run, prompts=ROWS, num_prompts=8)
-    assert found.table.overall.passed.n == 8
-    assert len(found.answers) == 8
+    result = areal_flow.evaluate(run, prompts=ROWS, num_prompts=8)
+    assert result.table.overall.passed.n == 8
+    assert len(result.answers) == 8

@@ -43,9 +43,9 @@ def ask(
     monkeypatch.setattr("pipelines.console.tables.PIPE_WIDTH", COLUMNS)
 
     def run_command(*arguments: str | Path, code: int = 0) -> str:
-        found = main(["--runs", str(layout.root.parent), *map(str, arguments)])
+        exit_code = main(["--runs", str(layout.root.parent), *map(str, arguments)])
         captured = capsys.readouterr()
-        assert found == code, captured.out + captured.err
+        assert exit_code == code, captured.out + captured.err
         return captured.out or captured.err
 
     return run_command
@@ -104,7 +104,7 @@ def test_listing_travels_in_time(ask: Ask, run: areal_flow.Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--where", "nope = 3"], 'column "nope" not found'),
         (["--where", "reward = = 3"], "syntax error"),
@@ -114,9 +114,9 @@ def test_listing_travels_in_time(ask: Ask, run: areal_flow.Run) -> None:
         (["--tokens"], "goes with --show"),
     ],
 )
-def test_wrong_question_is_one_clear_message(ask: Ask, arguments: list[str], said: str) -> None:
+def test_wrong_question_is_one_clear_message(ask: Ask, arguments: list[str], expected: str) -> None:
     message = ask("trajectories", "small", *arguments, code=2)
-    assert said in message
+    assert expected in message
     if "--where" in arguments or "nope" in arguments:
         assert "Columns are: attempt," in message
 
@@ -129,15 +129,15 @@ def test_shown_trajectory_has_everything(ask: Ask, run: areal_flow.Run) -> None:
     )
     trajectory = row = run.trajectory(plain.fetchall()[0][0])
     page = ask("trajectories", "small", "--show", row["trajectory_id"], "--tokens")
-    for said in (trajectory["prompt"], trajectory["completion"], "length_that_raises", "seed"):
-        assert said in page
+    for part in (trajectory["prompt"], trajectory["completion"], "length_that_raises", "seed"):
+        assert part in page
     assert f"version {trajectory['token_versions'][0]}: " in page
     assert page.count(f"{row['behavior_logprobs'][0]:.3f}") >= 1
     assert "trained +" in page
-    said = " ".join(page.split())
+    part = " ".join(page.split())
     limit = load_recipe(run.layout.config).controller.max_staleness
-    assert f"mean staleness {row['staleness']:.2f} of at most {limit}" in said
-    assert "driver 1 of the run" in said
+    assert f"mean staleness {row['staleness']:.2f} of at most {limit}" in part
+    assert "driver 1 of the run" in part
 
 
 def test_shown_trajectory_can_be_a_line_of_the_listing(ask: Ask) -> None:
@@ -191,12 +191,12 @@ def test_export_reads_back_as_it_was(
 
 def test_export_refuses_what_is_there_and_what_it_does_not_know(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("mine")
-    for name, said in (
+    for name, message in (
         ("there.jsonl", "such a file already"),
         ("all.txt", "ends in .parquet or .jsonl or .csv"),
         ("nowhere/all.jsonl", "no folder"),
     ):
-        assert said in ask("trajectories", "small", "--to", tmp_path / name, code=2)
+        assert message in ask("trajectories", "small", "--to", tmp_path / name, code=2)
     assert (tmp_path / "there.jsonl").read_text() == "mine"
 
 
@@ -248,10 +248,10 @@ def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> 
     assert "version 6 of run small" in printed
     assert "the last 5 of 6 steps" in printed
     assert printed.count("✓") == 2
-    found = json.loads(ask("lineage", "models:/areal-flow@small", "--json"))
-    assert found["registered"]["tags"]["weights_hash"] == found["weights_hash"]
-    assert found["weights_hash"] == run.steps(where="step = 6").weights_hash[0]
-    assert [check["holds"] for check in found["checks"]] == [True, True]
+    lineage = json.loads(ask("lineage", "models:/areal-flow@small", "--json"))
+    assert lineage["registered"]["tags"]["weights_hash"] == lineage["weights_hash"]
+    assert lineage["weights_hash"] == run.steps(where="step = 6").weights_hash[0]
+    assert [check["holds"] for check in lineage["checks"]] == [True, True]
     second = json.loads(ask("lineage", "models:/areal-flow/2", "--json"))
     assert second["version"] == 2
     assert "is step 2 already" in ask("lineage", "models:/areal-flow/2", "--step", "1", code=2)

@@ -31,8 +31,8 @@ def copied(layout: RunLayout, tmp_path: Path) -> RunLayout:
 
 
 def recorded_hashes(layout: RunLayout, step: int) -> dict[str, str]:
-    found = areal_flow.open_run(layout.root).steps("arrow", where=f"step = {step}")
-    (row,) = found.select(HASHES).to_pylist()
+    steps = areal_flow.open_run(layout.root).steps("arrow", where=f"step = {step}")
+    (row,) = steps.select(HASHES).to_pylist()
     return dict(row)
 
 
@@ -58,23 +58,23 @@ def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
     before = listing(layout)
     changed = set()
     for step, checkpoint in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (6, 4)):
-        found = replay_step(layout, step=step)
-        assert (found.checkpoint, len(found.before)) == (checkpoint, step - checkpoint - 1)
-        assert all(compared.equal for compared in (*found.before, found.compared))
-        assert asdict(found.replayed.hashes) == recorded_hashes(layout, step)
-        assert found.replayed.metrics.grad_norm > 0
-        assert found.compared.environment_differences == {}
-        changed.add(found.replayed.hashes.weights_hash)
+        replay = replay_step(layout, step=step)
+        assert (replay.checkpoint, len(replay.before)) == (checkpoint, step - checkpoint - 1)
+        assert all(compared.equal for compared in (*replay.before, replay.compared))
+        assert asdict(replay.replayed.hashes) == recorded_hashes(layout, step)
+        assert replay.replayed.metrics.grad_norm > 0
+        assert replay.compared.environment_differences == {}
+        changed.add(replay.replayed.hashes.weights_hash)
     assert len(changed) == NUM_STEPS
     assert listing(layout) == before
 
 
 @pytest.mark.slow
 def test_whole_run_is_equal_from_the_genesis(layout: RunLayout) -> None:
-    whole = replay_step(layout, step=NUM_STEPS, from_checkpoint=0)
-    assert asdict(whole.replayed.hashes) == recorded_hashes(layout, NUM_STEPS)
-    assert [compared.step for compared in whole.before] == [*range(1, NUM_STEPS)]
-    assert all(compared.equal for compared in whole.before)
+    replay = replay_step(layout, step=NUM_STEPS, from_checkpoint=0)
+    assert asdict(replay.replayed.hashes) == recorded_hashes(layout, NUM_STEPS)
+    assert [compared.step for compared in replay.before] == [*range(1, NUM_STEPS)]
+    assert all(compared.equal for compared in replay.before)
 
 
 def test_command_prints_recorded_replayed_and_changed(
@@ -96,22 +96,22 @@ def test_command_prints_recorded_replayed_and_changed(
 
 
 def test_a_change_to_the_same_value_changes_nothing(layout: RunLayout) -> None:
-    found = replay_step(layout, step=3, changes={"algorithm": {"epsilon": 0.2}})
-    assert found.changed is not None
-    assert found.changed.hashes == found.replayed.hashes
-    assert all(t.changed == t.replayed for t in found.trajectories)
+    replay = replay_step(layout, step=3, changes={"algorithm": {"epsilon": 0.2}})
+    assert replay.changed is not None
+    assert replay.changed.hashes == replay.replayed.hashes
+    assert all(t.changed == t.replayed for t in replay.trajectories)
 
 
 def test_stricter_staleness_masks_tokens_of_the_changed_step_alone(layout: RunLayout) -> None:
-    found = replay_step(layout, step=3, changes={"controller": {"max_staleness": 0}})
-    assert found.changed is not None
-    assert found.compared.equal
-    for trajectory in found.trajectories:
+    replay = replay_step(layout, step=3, changes={"controller": {"max_staleness": 0}})
+    assert replay.changed is not None
+    assert replay.compared.equal
+    for trajectory in replay.trajectories:
         assert trajectory.changed is not None
         assert trajectory.changed.trained == tuple(v == 2 for v in trajectory.versions)
-    num_trained = sum(t.changed.num_trained for t in found.trajectories if t.changed)
-    assert num_trained == found.changed.metrics.num_trained_tokens
-    assert num_trained < found.replayed.metrics.num_trained_tokens
+    num_trained = sum(t.changed.num_trained for t in replay.trajectories if t.changed)
+    assert num_trained == replay.changed.metrics.num_trained_tokens
+    assert num_trained < replay.replayed.metrics.num_trained_tokens
 
 
 def test_own_loss_by_import_path(
@@ -129,29 +129,31 @@ def test_own_loss_by_import_path(
     )
     monkeypatch.chdir(tmp_path)
     assert replay(layout, "--step", "4", "--loss", "my_loss:unweighted", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"]
-    assert found["changes"] == {"loss": ["decoupled_ppo", "unweighted"]}
-    assert found["changed"]["importance_weight_max"] == 1
-    assert found["replayed"]["importance_weight_max"] > 1
-    assert found["changed"]["weights_hash"] != found["replayed"]["weights_hash"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["equal"]
+    assert output["changes"] == {"loss": ["decoupled_ppo", "unweighted"]}
+    assert output["changed"]["importance_weight_max"] == 1
+    assert output["replayed"]["importance_weight_max"] > 1
+    assert output["changed"]["weights_hash"] != output["replayed"]["weights_hash"]
 
 
 @pytest.mark.slow
 def test_token_table_agrees_with_what_was_sampled_and_counted(layout: RunLayout) -> None:
     num_fresh = 0
     for step in (1, 2, 3, 4):
-        found = replay_step(layout, step=step)
-        metrics = found.recorded.metrics
-        for trajectory in found.trajectories:
+        replay = replay_step(layout, step=step)
+        metrics = replay.recorded.metrics
+        for trajectory in replay.trajectories:
             for index, version in enumerate(trajectory.versions):
                 if version == step - 1:
                     num_fresh += 1
                     assert trajectory.proximal_logprobs[index] == pytest.approx(
                         trajectory.behavior_logprobs[index], abs=1e-4
                     )
-        assert sum(t.replayed.num_trained for t in found.trajectories) == metrics.num_trained_tokens
-        num_clipped = sum(sum(t.replayed.clipped) for t in found.trajectories)
+        assert (
+            sum(t.replayed.num_trained for t in replay.trajectories) == metrics.num_trained_tokens
+        )
+        num_clipped = sum(sum(t.replayed.clipped) for t in replay.trajectories)
         assert num_clipped == round(metrics.metrics["clip_fraction"] * metrics.num_trained_tokens)
     assert num_fresh
 

@@ -143,9 +143,9 @@ def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     likeliest = ("--num-prompts", "40", "--temperature", "0", "--json")
     done = cli("evaluate", "models:/areal-flow@best", *likeliest, cwd=workspace)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["overall"]
-    assert found["n"] == 40 + 8, "the first ones of each set"
-    assert found["pass_rate_low"] <= found["pass_rate"] <= found["pass_rate_high"]
+    scores = json.loads(done.stdout)["overall"]
+    assert scores["n"] == 40 + 8, "the first ones of each set"
+    assert scores["pass_rate_low"] <= scores["pass_rate"] <= scores["pass_rate_high"]
 
 
 @pytest.mark.slow
@@ -155,14 +155,14 @@ def test_run_can_be_evaluated_on_a_file(workspace: Path) -> None:
     to = ("--against", "first@0", "--to", "answers.lance", "--json")
     done = cli("evaluate", "first", "--data", "p.jsonl", *to, cwd=workspace)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [model["n"] for model in found["models"]] == [20, 20]
-    assert found["comparison"]["num_prompts"] == 20
-    before, after = (model["pass_rate"] for model in found["models"])
-    assert found["comparison"]["difference"] == pytest.approx(after - before)
+    result = json.loads(done.stdout)
+    assert [model["n"] for model in result["models"]] == [20, 20]
+    assert result["comparison"]["num_prompts"] == 20
+    before, after = (model["pass_rate"] for model in result["models"])
+    assert result["comparison"]["difference"] == pytest.approx(after - before)
     answers = lance.dataset(str(workspace / "answers.lance")).to_table().to_pylist()
     assert len(answers) == 40
-    assert {row["model"] for row in answers} == {model["model"] for model in found["models"]}
+    assert {row["model"] for row in answers} == {model["model"] for model in result["models"]}
     assert all(json.loads(row["reward_detail"]) for row in answers)
 
 

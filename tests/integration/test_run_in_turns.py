@@ -121,8 +121,8 @@ def test_run_in_turns_survives_kills_in_mid_turn(run: StruckRun) -> None:
     run.audit()
     by_process = {pid: [what for p, what in turns(run) if p == pid] for pid, _ in turns(run)}
     assert len(by_process) == 3
-    for found in by_process.values():  # of one after the other, as far as it came
-        assert found == ["sleeps", "wakes"] * (len(found) // 2) + ["sleeps"] * (len(found) % 2)
+    for events in by_process.values():  # of one after the other, as far as it came
+        assert events == ["sleeps", "wakes"] * (len(events) // 2) + ["sleeps"] * (len(events) % 2)
     assert sum(map(len, by_process.values())) >= 2 * run.head() - 2
     steps = areal_flow.open_run(run.layout.root).steps("arrow").sort_by("step")["weights_hash"]
     last = replay_step(run.layout, step=len(steps) - 1, from_checkpoint=0)

@@ -59,9 +59,9 @@ def test_resumed_epochs_are_those_of_one_run_to_the_bit(tmp_path: Path) -> None:
         )
         return run_small(tmp_path / "runs" / name, recipe).root
 
-    whole, resumed = trained("whole", 8), trained("resumed", 4)
+    uninterrupted, resumed = trained("whole", 8), trained("resumed", 4)
     done(tmp_path, "train", "--resume", "resumed", "--num-steps", "8")
-    of_whole, of_resumed = (areal_flow.open_run(root) for root in (whole, resumed))
+    of_whole, of_resumed = (areal_flow.open_run(root) for root in (uninterrupted, resumed))
     columns = ["step", "weights_hash", "trajectory_ids"]
     steps = [sorted_rows(run, columns) for run in (of_whole, of_resumed)]
     assert steps[0] == steps[1]

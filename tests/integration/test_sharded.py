@@ -112,18 +112,20 @@ def test_ranks_of_two_copies_write_each_row_once_for_any_number_of_ranks(
 
 
 def check_equal(ranks: MicroBatchMetrics, training: Training) -> None:
-    one = train(training, num_ranks=len(ranks))
+    expected = train(training, num_ranks=len(ranks))
     tolerance = TOLERANCE[training.settings.dtype]
-    for found in ranks:
+    for rank in ranks:
         for numbers in ("losses", "grad_norms"):
-            assert found[numbers] == pytest.approx(one[numbers], rel=tolerance, abs=tolerance)
+            assert rank[numbers] == pytest.approx(expected[numbers], rel=tolerance, abs=tolerance)
         # Of the last step, the greatest weight among them.
-        assert found["metrics"] == pytest.approx(one["metrics"], rel=10 * tolerance, abs=tolerance)
-        assert found["weights"].keys() == one["weights"].keys()
-        for tensor, values in one["weights"].items():
-            difference = torch.tensor(found["weights"][tensor]) - torch.tensor(values)
+        assert rank["metrics"] == pytest.approx(
+            expected["metrics"], rel=10 * tolerance, abs=tolerance
+        )
+        assert rank["weights"].keys() == expected["weights"].keys()
+        for tensor, values in expected["weights"].items():
+            difference = torch.tensor(rank["weights"][tensor]) - torch.tensor(values)
             assert float(difference.abs().max()) < tolerance
-        assert found == ranks[0], "all ranks know the same"
+        assert rank == ranks[0], "all ranks know the same"
 
 
 @pytest.mark.parametrize("objective", SUPERVISED)
@@ -131,12 +133,12 @@ def test_ranks_fine_tune_as_one_process_does(
     two_ranks: tuple[MicroBatchMetrics, Path], objective: SupervisedObjective
 ) -> None:
     ranks, directory = two_ranks
-    one = fine_tuned(objective, None, directory)
+    expected = fine_tuned(objective, None, directory)
     for rank in ranks:
-        found = rank[objective]
-        assert found == ranks[0][objective]
-        assert found["resumed"] == found["straight"], "from ranks to ranks to the bit"
-        for here, there in zip(found["metrics"], one["metrics"], strict=True):
+        result = rank[objective]
+        assert result == ranks[0][objective]
+        assert result["resumed"] == result["straight"], "from ranks to ranks to the bit"
+        for here, there in zip(result["metrics"], expected["metrics"], strict=True):
             assert here == pytest.approx(there, rel=1e-3, abs=1e-5)
 
 
@@ -144,9 +146,9 @@ def test_ranks_read_their_rows_of_a_directory_and_draw_the_same_adapter(
     two_ranks: tuple[MicroBatchMetrics, Path],
 ) -> None:
     ranks, directory = two_ranks
-    one = pretrained(None, directory)
+    expected = pretrained(None, directory)
     for rank in ranks:
-        for name, (weights_hash, served_hash, logprobs) in one.items():
+        for name, (weights_hash, served_hash, logprobs) in expected.items():
             assert rank["pretrained"][name][:2] == [weights_hash, served_hash]
             torch.testing.assert_close(
                 torch.tensor(rank["pretrained"][name][2]), torch.tensor(logprobs)
@@ -166,9 +168,9 @@ def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
     """The ranks themselves, three others, and a process that holds the policy whole."""
     ranks, directory = two_ranks
     for rank in ranks:
-        found = rank["written"]
-        assert found["loaded"] == found["expected"]
-        assert found["again"] == found["after"]
+        written = rank["written"]
+        assert written["loaded"] == written["expected"]
+        assert written["again"] == written["after"]
     check_read_by_others(directory, expected=ranks[0]["written"]["expected"], num_ranks=3)
 
 
@@ -182,9 +184,9 @@ def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
     four_ranks: tuple[MicroBatchMetrics, Path],
 ) -> None:
     """Else the step would not have ended: the rank waits until it sees so."""
-    found = [rank["behind"] for rank in four_ranks[0]]
-    assert found[0]["losses"]
-    assert all(each == found[0] for each in found)
+    behind = [rank["behind"] for rank in four_ranks[0]]
+    assert behind[0]["losses"]
+    assert all(each == behind[0] for each in behind)
 
 
 def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(
@@ -198,10 +200,10 @@ def check_read_by_others(directory: Path, *, expected: str, num_ranks: int) -> N
     path = directory / "checkpoints" / "00000001"
     assert hash_files(path / "model.safetensors") == expected
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    whole = TrainerBackend(small_policy(seed=5), TRAININGS["plain"].settings, ReplicaGroup(2))
-    assert read_checkpoint(path, whole).next_submission_index == 7
-    assert whole.fingerprint() == expected
-    take_step(whole, 2, TRAININGS["plain"])
+    backend = TrainerBackend(small_policy(seed=5), TRAININGS["plain"].settings, ReplicaGroup(2))
+    assert read_checkpoint(path, backend).next_submission_index == 7
+    assert backend.fingerprint() == expected
+    take_step(backend, 2, TRAININGS["plain"])
     for rank in run_ranks(directory, num_ranks, "read"):
         assert rank["read"]["loaded"] == expected
 
@@ -253,8 +255,8 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     )
     layout = run_small(tmp_path / "c", recipe)
     check_accounting(layout)
-    found = replay_step(layout, step=3, from_checkpoint=0)
-    assert all(c.tolerance and c.within_tolerance for c in (*found.before, found.compared))
+    replay = replay_step(layout, step=3, from_checkpoint=0)
+    assert all(c.tolerance and c.within_tolerance for c in (*replay.before, replay.compared))
 
 
 def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_for_slow_ones(
@@ -305,11 +307,11 @@ def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_f
     check_accounting(layout)
     assert not layout.forks.exists(), "ranks that replayed the log made the same bits"
     head = observed.head()
-    found = replay_step(layout, step=head, from_checkpoint=0)
-    steps = [*found.before, found.compared]
+    replay = replay_step(layout, step=head, from_checkpoint=0)
+    steps = [*replay.before, replay.compared]
     assert len(steps) == head
     assert all(compared.tolerance > 0 for compared in steps)
     assert all(compared.within_tolerance for compared in steps)
-    assert not found.refused
+    assert not replay.refused
     written = load_policy(checkpoint_path(layout.checkpoints, head))
-    assert hash_tensors(policy_tensors(written)) == found.recorded.hashes.weights_hash
+    assert hash_tensors(policy_tensors(written)) == replay.recorded.hashes.weights_hash

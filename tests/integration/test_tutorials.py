@@ -33,7 +33,7 @@ def starts_cluster(command: str) -> bool:
 
 
 def commands_of_all_pages() -> list[Any]:
-    found = []
+    parameters = []
     for page in (QUICKSTART, *TUTORIALS):
         marks: list[Any] = []
         typed = [*typed_commands(page)]
@@ -43,8 +43,8 @@ def commands_of_all_pages() -> list[Any]:
             if page == QUICKSTART or place in starts or is_needed:
                 marks = [pytest.mark.walk]
             name = f"{page.stem}: {command}"
-            found.append(pytest.param(page, command, expected, id=name, marks=marks))
-    return found
+            parameters.append(pytest.param(page, command, expected, id=name, marks=marks))
+    return parameters
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +84,15 @@ def test_command_prints_what_the_page_shows(
         command += " --num-steps 2 --prompts.num-held-out 8"
     capsys.readouterr()
     if set(command) & set("|;>") or {"train", "-m"} & {*arguments}:
-        found = typed_in_a_shell(command, cwd=folder)
+        output = typed_in_a_shell(command, cwd=folder)
     elif program == "python":
         runpy.run_path(arguments[0], run_name="__main__")
-        found = capsys.readouterr().out
+        output = capsys.readouterr().out
     else:
         code = main(arguments)
-        found = "".join(reversed(capsys.readouterr()))
-        assert (code == 0) != found.startswith("areal-flow: "), found
-    assert not difference(expected, found.replace(str(folder), READERS_FOLDER))
+        output = "".join(reversed(capsys.readouterr()))
+        assert (code == 0) != output.startswith("areal-flow: "), output
+    assert not difference(expected, output.replace(str(folder), READERS_FOLDER))
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)

@@ -103,8 +103,8 @@ def test_parts_of_rewards_can_be_queried(conversations: RunLayout) -> None:
 
 @pytest.mark.slow
 def test_conversations_are_replayed_bit_for_bit(conversations: RunLayout) -> None:
-    found = replay_step(conversations, step=6, from_checkpoint=0)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 6
+    replay = replay_step(conversations, step=6, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 6
 
 
 @pytest.mark.slow
@@ -180,8 +180,8 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
     assert all(row["loss_mask"].count(True) <= 12 for row in rows)
     text = tokenizer_of(layout.model).decode(rows[0]["output_tokens"], skip_special_tokens=False)
     assert "<|im_start|>user\nBetter?<|im_end|>\n<|im_start|>assistant\n" in text
-    found = replay_step(layout, step=4, from_checkpoint=0)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 4
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
 
 
 @pytest.mark.slow
@@ -209,9 +209,9 @@ def test_rows_for_which_a_workflow_fails_are_found_after_a_kill_and_a_resume(
     assert set(counted.values()) == {1}, "also where a group was tried three times"
     sizes = Counter(index for index, _ in counted)
     for row in failed:
-        whole = str(eval(row["prompt"].rstrip("= "))).endswith("7")
-        assert not whole or (sizes[row["submission_index"]], row["attempt"]) == (4, 2)
-        error = f"LookupError: {'no' if whole else 'half a'} page about"
+        fails = str(eval(row["prompt"].rstrip("= "))).endswith("7")
+        assert not fails or (sizes[row["submission_index"]], row["attempt"]) == (4, 2)
+        error = f"LookupError: {'no' if fails else 'half a'} page about"
         assert json.loads(row["reward_detail"])["error"].startswith(error)
         assert (row["verdict"], row["num_tokens"], row["passed"]) == ("error", 0, False)
     assert min(sizes.values()) < 4, "of other groups some members failed"
@@ -236,8 +236,8 @@ def test_rows_for_which_a_workflow_fails_are_found_after_a_kill_and_a_resume(
         answer in detail
         for answer, detail in zip(of_failed.answer, of_failed.reward_detail, strict=True)
     )
-    found = replay_step(layout, step=head + 4, from_checkpoint=0)
-    assert all(compared.equal for compared in (*found.before, found.compared))
+    replay = replay_step(layout, step=head + 4, from_checkpoint=0)
+    assert all(compared.equal for compared in (*replay.before, replay.compared))
 
 
 def failed_rows(layout: RunLayout) -> list[dict[str, Any]]:
@@ -265,8 +265,8 @@ def test_shipped_job_with_tools_is_killed_resumed_audited_and_replayed(tmp_path:
         os.killpg(process.pid, signal.SIGKILL)
     done(tmp_path, "train", "--resume", "tools")
     check_accounting(layout)
-    found = replay_step(layout, step=4, from_checkpoint=0)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 4
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
 
     rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
     decode = tokenizer_of(layout.model).decode

@@ -27,8 +27,8 @@ class CountsWords:
         number = await context.call_tool(
             "tests.integration.verifiers:count_words", text, self.least
         )
-        asked = draft.with_environment(context.encode(f" {number}"))
-        return [asked.with_completion(await context.generate(asked.tokens, turn=1))]
+        extended = draft.with_environment(context.encode(f" {number}"))
+        return [extended.with_completion(await context.generate(extended.tokens, turn=1))]
 
 
 class FailsForSome(SingleTurn):
@@ -49,9 +49,9 @@ async def asks_twice(question: str, base_url: str, api_key: str) -> float:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages: list[Any] = [{"role": "user", "content": question}]
         for _ in range(2):
-            found = await client.chat.completions.create(
+            completion = await client.chat.completions.create(
                 model="policy", messages=messages, max_tokens=6
             )
-            said = found.choices[0].message
-            messages += [said.model_dump(), {"role": "user", "content": "Better?"}]
-    return len(said.content or "") / 50
+            message = completion.choices[0].message
+            messages += [message.model_dump(), {"role": "user", "content": "Better?"}]
+    return len(message.content or "") / 50

@@ -35,7 +35,7 @@ def chat(model: Path) -> ChatTemplate:
     return template
 
 
-def said(*contents: str, second: str = "user") -> list[Message]:
+def conversation(*contents: str, second: str = "user") -> list[Message]:
     """Return messages of a user and the policy in turns; of the user's second one, the role."""
     roles = ("user", "assistant", second, "assistant", "user")
     return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
@@ -77,11 +77,11 @@ def test_questions_and_answers_to_learn_are_rendered_as_apply_chat_template_does
 ) -> None:
     render = partial(auto.apply_chat_template, tokenize=False, add_generation_prompt=True)
     for row in SAMPLE:
-        messages = said(row["question"], row["answer"])
+        messages = conversation(row["question"], row["answer"])
         for system in ([], [{"role": "system", "content": "Be brief."}]):
             for tools in ([], [tool_schema("add", "Add numbers.")]):
-                asked = [*system, *messages[:1]]
-                assert chat.render(asked, tools=tools) == render(asked, tools=tools or None)
+                prompt = [*system, *messages[:1]]
+                assert chat.render(prompt, tools=tools) == render(prompt, tools=tools or None)
         answer, after = chat.answer(messages)
         assert answer == row["answer"]
         assert render(messages[:1]) + answer + after == render(messages)
@@ -95,13 +95,13 @@ def test_turns_appended_one_by_one_are_the_conversation_rendered_at_once(
     encode = tokenizer_of(model).encode
     for at, wrong in WRONG:
         question, answer = SAMPLE[at]["question"], SAMPLE[at]["answer"]
-        messages = said(question, wrong, "72 / 2 = 36", answer, "Is that all?", second=role)
+        messages = conversation(question, wrong, "72 / 2 = 36", answer, "Is that all?", second=role)
         turns = [chat.render(messages[:1]), wrong + END]
         turns += [chat.next_turn("72 / 2 = 36", ended_by=END, role=role), answer + END]
         turns += [chat.next_turn("Is that all?", ended_by=END)]
-        whole = auto.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = auto.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens = [token for turn in turns for token in encode(turn).ids]
-        assert tokens == auto(whole, add_special_tokens=False)["input_ids"]
+        assert tokens == auto(rendered, add_special_tokens=False)["input_ids"]
 
 
 def test_template_that_tells_of_no_tools_is_refused_for_their_calls(chat: ChatTemplate) -> None:

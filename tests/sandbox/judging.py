@@ -49,12 +49,12 @@ class Surroundings:
 
     def fill(self, source: str) -> str:
         """Name what a program is after, in its source."""
-        known = {
+        values = {
             "SECRET_FILE": str(self.folder / "secret"), "FOLDER": str(self.folder),
             "PORT": str(self.port), "OWNER": str(os.getpid()), "SOCKET": self.socket_name,
             "SECRET": self.secret,
         }  # fmt: skip
-        for name, value in known.items():
+        for name, value in values.items():
             source = source.replace(name, value)
         return source
 

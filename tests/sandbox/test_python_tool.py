@@ -18,7 +18,7 @@ def _sandboxes_end() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "output"),
     [
         ("import numpy as np\nprint(np.arange(4).sum())", "6"),
         ("print(1)\nprint(1 / 0)", "ZeroDivisionError: division by zero"),
@@ -28,8 +28,8 @@ def _sandboxes_end() -> Iterator[None]:
         ("import os; os.listdir('/home')", "Error"),
     ],
 )
-def test_answer_is_what_a_program_prints_or_how_it_fails(program: str, said: str) -> None:
-    assert said in run_python(program)
+def test_answer_is_what_a_program_prints_or_how_it_fails(program: str, output: str) -> None:
+    assert output in run_python(program)
 
 
 def test_nothing_is_kept_from_the_call_before() -> None:

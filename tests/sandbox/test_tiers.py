@@ -48,9 +48,9 @@ def test_strongest_tier_that_is_left_is_chosen_or_none(missing: tuple[str, ...])
     done = subprocess.run(
         [sys.executable, "-c", CHOOSE, *numbers], capture_output=True, text=True, check=True
     )
-    said = done.stdout.strip()
+    output = done.stdout.strip()
     if left:
-        assert said == left[0]
+        assert output == left[0]
     else:
-        assert said.startswith("refused: model-written code is not run here")
-        assert all(tier in said for tier in available_tiers())
+        assert output.startswith("refused: model-written code is not run here")
+        assert all(tier in output for tier in available_tiers())

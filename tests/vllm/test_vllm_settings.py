@@ -16,9 +16,9 @@ from tests.vllm.models import SETTINGS
 
 
 def test_vllm_knows_each_argument_that_it_is_given(tmp_path: Path) -> None:
-    asked = EngineArgs(**engine_arguments(tmp_path, GenerationSettings(device="cuda")))
-    assert (asked.async_scheduling, asked.enforce_eager) == (True, False)
-    assert asked.kv_cache_memory_bytes is None, "a GPU's is vLLM's own choice"
+    arguments = EngineArgs(**engine_arguments(tmp_path, GenerationSettings(device="cuda")))
+    assert (arguments.async_scheduling, arguments.enforce_eager) == (True, False)
+    assert arguments.kv_cache_memory_bytes is None, "a GPU's is vLLM's own choice"
 
 
 def block_bytes(config: VllmConfig) -> int:

@@ -96,7 +96,9 @@ def test_tokens_after_an_interruption_come_from_the_new_weights(subject: Subject
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_tokens_are_told_as_they_are_sampled_also_through_an_interruption(subject: Subject) -> None:
+def test_tokens_are_streamed_as_they_are_sampled_also_through_an_interruption(
+    subject: Subject,
+) -> None:
     streamed: dict[int, list[int]] = {0: [], 1: []}
     request = request_of(seeds=2, length=12)
     quiet = run_all(subject.make(), request)["r"]
@@ -231,7 +233,7 @@ def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
         assert not {*completion.tokens[:-1]} & {*stops}
 
 
-def test_stop_token_comes_after_the_fewest_tokens(subject: Subject) -> None:
+def test_stop_token_comes_after_the_minimum_of_tokens(subject: Subject) -> None:
     """As likely as not otherwise, so that a tenth token is the first that can be one."""
     stops = {"stop_token_ids": tuple(range(6)), "length": 50}
     completions = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
@@ -328,7 +330,7 @@ def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
 @pytest.mark.parametrize(
     "changed", [{}, {"min_p": 0.05, "top_p": 0.95, "repetition_penalty": 1.3}], ids=["whole", "cut"]
 )
-def test_group_distribution_is_the_one_that_was_asked_for(
+def test_group_distribution_is_the_requested_one(
     subject: Subject, changed: dict[str, float]
 ) -> None:
     """Chi-square of 4,000 sampled pairs against the exact probability of each pair."""

@@ -78,7 +78,7 @@ def test_killed_and_stopped_forks_are_noticed_and_forked_again(fork_server: Star
     run(die_twice)
 
 
-def test_workers_of_a_killed_template_end_and_start_without_it() -> None:
+def test_workers_of_a_killed_fork_server_end_and_start_without_it() -> None:
     async def lose() -> None:
         before = children()
         with start_fork_server([PLACEMENT]) as fork_server:
@@ -160,7 +160,7 @@ def test_other_environments_gpus_and_hosts_are_not_forked(
 
 
 @pytest.mark.parametrize("changes", [{"role": "reward"}, {"num_gpus": 1}, {"host": "me@10.0.0.7"}])
-def test_template_starts_only_if_it_is_of_use(changes: dict[str, object]) -> None:
+def test_fork_server_starts_only_if_it_is_useful(changes: dict[str, object]) -> None:
     before = children()
     with start_fork_server([replace(PLACEMENT, **changes)]):  # type: ignore[arg-type]
         assert children() == before
@@ -172,14 +172,14 @@ from areal_flow.cluster.launchers.fork_server import start_fork_server
 from areal_flow.config.cluster import ClusterSettings
 from tests.contracts.test_fork_server import PLACEMENT, empty_pool, process_of
 
-async def live(template):
-    async with empty_pool(ClusterSettings(), template) as pool:
+async def live(fork_server):
+    async with empty_pool(ClusterSettings(), fork_server) as pool:
         await pool.start_until_joined([PLACEMENT])
         print((await process_of(pool)).pid, flush=True)
         await asyncio.sleep(600)
 
-with start_fork_server([PLACEMENT]) as template:
-    asyncio.run(live(template))
+with start_fork_server([PLACEMENT]) as fork_server:
+    asyncio.run(live(fork_server))
 """
 
 

@@ -149,7 +149,7 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
     run(live)
 
 
-def test_file_of_the_working_directory_is_found_and_shadows_no_module(
+def test_file_of_the_working_directory_is_imported_and_shadows_no_module(
     settings: ClusterSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if settings.launcher == "ssh":

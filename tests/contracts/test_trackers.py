@@ -293,7 +293,7 @@ def test_page_of_a_run_is_kept_and_replaced(layout: RunLayout, database: str) ->
     assert Path(kept).read_text() == "second"
 
 
-def test_full_disk_is_told_in_one_line_without_the_statement(
+def test_full_disk_is_reported_in_one_line_without_the_sql_statement(
     layout: RunLayout, database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink = MlflowTracker(layout, TrackingSettings(), database)
@@ -516,7 +516,7 @@ def test_run_that_was_never_tracked_makes_no_database(layout: RunLayout, tmp_pat
         untrack(layout, away)
 
 
-def test_short_timeouts_are_in_the_environment_only_while_mlflow_is_asked(
+def test_short_timeouts_are_set_only_during_a_request_to_mlflow(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeout, retries = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"

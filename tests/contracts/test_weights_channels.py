@@ -161,7 +161,7 @@ def test_failed_read_takes_the_place_of_what_was_staged_before(medium: Medium) -
         medium.writer.publish(0)
 
 
-def test_names_types_and_sizes_of_streamed_weights_are_known_without_a_read() -> None:
+def test_names_types_and_sizes_of_streamed_weights_need_no_read() -> None:
     gathered = GatheredTensors(weights(1))
     streamed = converted(gathered.streamed(), dtype=torch.float16)
     assert (set(streamed), len(streamed)) == ({"a", "b"}, 2)
@@ -229,7 +229,7 @@ def test_another_policy_may_follow_in_the_place_of_a_retired_one(medium: Medium)
         assert hash_tensors(medium.reader.load(version)) == hash_tensors(tensors)
 
 
-def test_changed_file_is_found_at_load(tmp_path: Path) -> None:
+def test_changed_file_is_detected_at_load(tmp_path: Path) -> None:
     writer, reader = DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     writer.stage(0, weights(1))
     writer.publish(0)

@@ -84,7 +84,7 @@ def test_a_long_row_has_no_scores_in_memory() -> None:
         assert torch.cuda.max_memory_allocated() - before < 16 * query.nbytes
 
 
-def test_gradients_have_the_same_bits_again_where_that_is_asked_for() -> None:
+def test_gradients_repeat_their_bits_with_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         for rule in (AttentionRule(0.1), AttentionRule(0.1, softcap=2.0)):

@@ -61,7 +61,7 @@ ON_DISK = [name for name in DAMAGES if name not in IN_MEMORY]
 
 
 @pytest.mark.parametrize("damage", IN_MEMORY)
-def test_damage_of_rows_is_found(
+def test_damaged_rows_are_detected(
     damage: str, finished: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The audit is given other rows than are stored; nothing is written."""
@@ -87,7 +87,7 @@ def test_damage_of_rows_is_found(
         *(pytest.param(damage, marks=pytest.mark.slow) for damage in ON_DISK),
     ],
 )
-def test_damage_is_found(
+def test_damage_is_detected(
     damage: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rule, do = DAMAGES[damage]

@@ -99,7 +99,7 @@ def run(folder: Path) -> areal_flow.Run:
 
 
 @pytest.mark.slow
-def test_rows_with_messages_are_asked_as_chats_and_judged_with_every_column(
+def test_rows_with_messages_are_sent_as_chats_and_judged_with_every_column(
     run: areal_flow.Run, folder: Path, typed: Typed
 ) -> None:
     stored = run.trajectories()
@@ -145,7 +145,7 @@ def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
         (["--model", "forgets"], "model 'forgets': the chat template rewrites earlier answers"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_and_leaves_nothing_behind(
+def test_invalid_request_is_refused_and_leaves_nothing_behind(
     folder: Path, typed: Typed, arguments: list[str], expected: str
 ) -> None:
     if "forgets" in arguments and not (folder / "forgets").exists():

@@ -212,7 +212,7 @@ def tried_agent(layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch) -
     return try_workflow(layout, recipe)
 
 
-def test_context_and_chat_template_that_are_left_open_are_settled(chatting: RunLayout) -> None:
+def test_context_length_and_chat_template_left_open_are_decided(chatting: RunLayout) -> None:
     recipe = load_recipe(chatting.config)
     assert recipe.generation.max_model_len == 2048, "the model's"
     assert recipe.prompts.chat_template is True

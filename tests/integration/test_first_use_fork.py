@@ -126,7 +126,7 @@ def test_schedule_keeps_its_horizon_when_a_resume_goes_on_beyond_it(folder: Path
         (["--reset-optimizer"], "--reset-optimizer goes with --from"),
     ],
 )
-def test_mistakes_are_found_before_anything_starts_and_leave_nothing(
+def test_mistakes_are_reported_before_anything_starts_and_leave_no_run(
     folder: Path, typed: Typed, arguments: list[str], message: str
 ) -> None:
     ended = typed("train", "--name", "wrong", *arguments, cwd=folder)

@@ -200,7 +200,7 @@ def test_export_refuses_what_is_there_and_what_it_does_not_know(ask: Ask, tmp_pa
     assert (tmp_path / "there.jsonl").read_text() == "mine"
 
 
-def test_run_is_found_by_its_directory_and_unknown_ones_are_named(
+def test_run_is_opened_by_its_directory_and_unknown_names_are_reported(
     ask: Ask, layout: RunLayout
 ) -> None:
     assert "00000000-0000-00" in ask("trajectories", layout.root)
@@ -267,7 +267,7 @@ def test_lineage_of_a_run_and_of_its_genesis(ask: Ask, tmp_path: Path) -> None:
     assert set(pq.read_table(tmp_path / "used.parquet")["step"].to_pylist()) == {1, 2}
 
 
-def test_broken_chain_and_foreign_weights_are_said(
+def test_broken_chain_and_foreign_weights_are_reported(
     ask: Ask, layout: RunLayout, tmp_path: Path
 ) -> None:
     copy = tmp_path / "broken"

@@ -159,7 +159,7 @@ def test_token_table_agrees_with_what_was_sampled_and_counted(layout: RunLayout)
 
 
 @pytest.mark.slow
-def test_tampered_row_is_found(layout: RunLayout, copied: RunLayout) -> None:
+def test_tampered_row_is_detected(layout: RunLayout, copied: RunLayout) -> None:
     tamper(copied, 3, weights_hash="0" * 32)
     assert replay(copied, "--step", "3") == 1
     assert replay(copied, "--step", "4") == 1
@@ -178,7 +178,7 @@ def test_checkpoint_that_is_not_its_rows_is_passed_over(
 
 
 @pytest.mark.slow
-def test_another_environment_is_said_and_excuses_a_difference(
+def test_another_environment_is_reported_and_excuses_a_difference(
     copied: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (row,) = areal_flow.open_run(copied.root).steps("arrow", where="step = 3").to_pylist()

@@ -185,7 +185,7 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
 
 
 @pytest.mark.slow
-def test_rows_for_which_a_workflow_fails_are_found_after_a_kill_and_a_resume(
+def test_rows_of_failed_workflows_are_logged_also_after_a_kill_and_a_resume(
     tmp_path: Path,
 ) -> None:
     layout = RunLayout((tmp_path / "runs" / "k").resolve())

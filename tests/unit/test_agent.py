@@ -419,7 +419,7 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert len(run_talk(asks_for_it)) == 1
 
 
-def test_policy_that_may_call_no_tool_is_told_of_none() -> None:
+def test_policy_that_may_call_no_tool_sees_none() -> None:
     offered_tools = list[Any]()
 
     class Calling(FakeServices):

@@ -85,7 +85,7 @@ def test_group_belongs_to_one_minibatch() -> None:
     assert len(plans) == 5, "each step draws an order of its own"
 
 
-def test_learning_rate_warms_up_in_as_many_steps_as_asked_for() -> None:
+def test_learning_rate_warms_up_in_the_configured_number_of_steps() -> None:
     trained = state(learning_rate=0.8, num_warmup_steps=3)
     rates = []
     for step in (1, 2, 3, 4, 5):

@@ -100,7 +100,7 @@ class Counting(MemoryTracker):
         raise ConnectionError("away")
 
 
-def test_sink_that_is_away_is_asked_seldom(layout: RunLayout) -> None:
+def test_unreachable_sink_is_tried_seldom(layout: RunLayout) -> None:
     sink = Counting()
     tracking = RunTracking(layout, sink)
     for _ in range(50):

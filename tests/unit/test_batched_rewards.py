@@ -142,7 +142,7 @@ def test_objects_and_partial_functions_are_called_and_awaited(tmp_path: Path) ->
         assert [score.reward for score in scores] == rewards, [score.error for score in scores]
 
 
-def test_a_refusal_names_what_can_be_asked_for_each_once() -> None:
+def test_a_refusal_lists_each_possible_argument_once() -> None:
     def batched(completions: list[str], tests: list[str]) -> list[float]:
         return []
 
@@ -174,7 +174,7 @@ def alone(completion: str, completions: str) -> float:
     return float(completion == completions)
 
 
-def test_functions_are_told_apart_by_what_they_name() -> None:
+def test_functions_are_distinguished_by_the_names_they_use() -> None:
     assert is_batched(lengths)
     assert not is_batched(alone), "a row may have a column `completions`"
     assert not is_batched(lambda completion, **columns: 1.0)

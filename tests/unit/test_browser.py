@@ -40,7 +40,7 @@ def test_a_calm_page_gets_a_picture_at_each_width(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
-def test_everything_that_failed_on_a_page_is_said(tmp_path: Path) -> None:
+def test_everything_that_failed_on_a_page_is_reported(tmp_path: Path) -> None:
     script = "<script>console.error('out of luck'); throw new Error('thrown away')</script>"
     images = "<img src='missing.png'><img src='http://elsewhere.invalid/x.png'>"
     with served(tmp_path, images + script) as url, pytest.raises(AssertionError) as raised:

@@ -185,7 +185,7 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
         ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
     ],
 )
-def test_what_needs_the_chat_template_is_said(given: Any, reason: str) -> None:
+def test_reason_for_using_the_chat_template_is_given(given: Any, reason: str) -> None:
     assert why_chat_template(build_recipe(given, source="test").prompt_plan()) == reason
 
 
@@ -381,7 +381,9 @@ def test_next_turn_of_a_template_that_rewrites_answers_is_refused(layout: RunLay
         chat.next_turn("no", ended_by="<|im_end|>")
 
 
-def test_policy_is_told_of_tools_and_calls_them_as_its_template_does(layout: RunLayout) -> None:
+def test_tools_are_rendered_and_called_in_the_format_of_the_chat_template(
+    layout: RunLayout,
+) -> None:
     give_chat_template(layout.model, HERMES)
     path = layout.root.parent / "rows.jsonl"
     path.write_text(json.dumps({"question": "6 * 7 =", "answer": "42"}) + "\n")

@@ -380,7 +380,7 @@ def closed_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("command", [["runs"], ["train", "--resume", "r"], ["train"]])
-def test_folder_that_cannot_be_read_is_said_in_one_line(
+def test_unreadable_folder_is_reported_in_one_line(
     closed_folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--runs", str(closed_folder / "runs"), *command]) == 1
@@ -396,7 +396,7 @@ def test_folder_that_cannot_be_read_is_said_in_one_line(
         ("FILE", "FILE/r: Not a directory; choose another place"),
     ],
 )
-def test_place_that_cannot_be_written_is_said_in_one_line(
+def test_unwritable_folder_is_reported_in_one_line(
     runs: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -414,7 +414,7 @@ def test_place_that_cannot_be_written_is_said_in_one_line(
         (errno.ENOSPC, "free some, or choose another place"),
     ],
 )
-def test_place_that_cannot_be_used_is_said_in_one_line(
+def test_unusable_folder_is_reported_in_one_line(
     code: int, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> None:

@@ -98,7 +98,7 @@ def test_bits_must_agree_on_one_cpu_environment_only() -> None:
     assert refused(deterministic, {**deterministic, "device_name": "another"}) is False
 
 
-def test_a_gpu_replays_within_a_tolerance_or_to_the_bit_where_that_was_asked_for() -> None:
+def test_a_gpu_replays_within_a_tolerance_or_bit_for_bit_with_deterministic_kernels() -> None:
     gpu = {"device": "cuda", "dtype": "bfloat16"}
     near, far = (
         ComparedStep(result(gpu), result(gpu, weights="x", loss=loss)) for loss in (0.51, 0.6)

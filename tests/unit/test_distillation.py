@@ -89,7 +89,7 @@ def test_student_comes_closer_to_its_teacher() -> None:
     assert np.mean(divergences[-5:]) < 0.6 * np.mean(divergences[:5])
 
 
-def test_teacher_is_known_by_its_content(tmp_path: Path) -> None:
+def test_teacher_is_identified_by_its_content(tmp_path: Path) -> None:
     layout, teacher = RunLayout(tmp_path / "run"), write_model_directory(tmp_path / "teacher")
     write_model_directory(layout.model)
     table = {"algorithm": {**DISTILLATION, "reference": str(teacher)}}

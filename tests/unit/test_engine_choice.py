@@ -113,7 +113,7 @@ ON_A_GPU = VLLMSettings(
     ],
     ids=["a GPU", "reproducible", "a CPU", "of vLLM", "of every engine"],
 )
-def test_vllm_is_asked_for_what_a_recipe_says_on_a_device(
+def test_vllm_arguments_follow_the_recipe_and_the_device(
     settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     chosen = GenerationSettings(**{"engine": "vllm", "max_new_tokens": 8, **settings})
@@ -125,7 +125,7 @@ def test_vllm_is_asked_for_what_a_recipe_says_on_a_device(
     )
 
 
-def test_vllm_is_asked_for_batch_invariant_kernels_where_a_recipe_wants_them() -> None:
+def test_vllm_gets_batch_invariant_kernels_if_the_recipe_says_so() -> None:
     settings = [GenerationSettings(device="cuda", batch_invariant=each) for each in (False, True)]
     values = [vllm_support.environment(each)["VLLM_BATCH_INVARIANT"] for each in settings]
     assert values == ["0", "1"]

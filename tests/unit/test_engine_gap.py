@@ -49,7 +49,7 @@ def test_metrics_are_those_of_all_tokens_together(spread: float) -> None:
     assert metrics["engine_gap/probability_correlation"] == pytest.approx(correlation, abs=1e-12)
 
 
-def test_nothing_is_said_of_no_token_and_damaged_ones_do_not_count() -> None:
+def test_there_are_no_metrics_without_tokens_and_damaged_ones_do_not_count() -> None:
     infinite = torch.tensor([-1.0, -torch.inf, torch.nan, -2.0])
     engine = torch.tensor([-1.5, -1.0, -1.0, -9.0])
     none_T = torch.zeros(4, dtype=torch.bool)

@@ -43,7 +43,7 @@ def test_machine_that_trained_a_run_has_gpus_enough_to_evaluate_it(make_run: Mak
     assert [worker.role for worker in workers if worker.num_gpus] == ["generator"]
 
 
-def test_models_on_a_cpu_are_evaluated_by_two_generators_unless_asked(make_run: MakeRun) -> None:
+def test_models_on_a_cpu_are_evaluated_by_two_generators_by_default(make_run: MakeRun) -> None:
     run = make_run("r", cluster={"num_generators": 1})
     assert _recipe(run, (), {}).cluster.num_generators == 2
     assert _recipe(run, (), {"cluster": {"num_generators": 1}}).cluster.num_generators == 1
@@ -76,7 +76,7 @@ def test_models_that_sample_otherwise_are_compared_at_one_sampling(make_run: Mak
     _require_alike(runs, (), {"evaluation": {"temperature": 0}})
 
 
-def test_model_of_no_run_is_asked_for_prompts_as_the_caller_gives_them(tmp_path: Path) -> None:
+def test_model_outside_a_run_needs_prompts_from_the_caller(tmp_path: Path) -> None:
     write_model_directory(tmp_path)
     with pytest.raises(ModelError, match=r"lies in no run: give --data FILE, in Python prompts="):
         evaluate_all([tmp_path], ["m"])

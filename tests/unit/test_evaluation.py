@@ -90,7 +90,7 @@ def answers_of(
 
 
 @pytest.mark.parametrize("workflow", [SingleTurn(), MultiTurn(num_branches=3)])
-def test_each_prompt_has_one_answer_in_the_order_asked(workflow: Workflow) -> None:
+def test_each_prompt_has_one_answer_in_the_order_of_the_request(workflow: Workflow) -> None:
     answering = Answering(workflow)
     rows = answers_of(answering)
     assert [row["prompt_id"] for row in rows] == [prompt.prompt_id for prompt in PROMPTS]
@@ -137,7 +137,7 @@ class FailsAlone(SingleTurn):
         return await super().run(prompt, context)
 
 
-def test_answer_that_failed_in_a_task_of_its_own_counts_as_not_passed_and_is_said(
+def test_answer_that_failed_in_its_own_task_counts_as_not_passed_and_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = answers_of(Answering(FailsAlone()), prompts=PROMPTS[:65])
@@ -247,7 +247,7 @@ def test_held_out_answers_are_sampled_as_the_evaluation_says(own: dict[str, floa
     assert own.items() <= episode.sampling.items()
 
 
-def test_fewest_tokens_of_a_held_out_answer_are_not_those_of_training() -> None:
+def test_held_out_answers_have_their_own_minimum_of_tokens() -> None:
     rows = answers_of(Answering(SingleTurn()), min_new_tokens=5)
     assert min(row["num_output_tokens"] for row in rows) > 5
     assert min(row["num_output_tokens"] for row in answers_of(Answering(SingleTurn()))) < 5

@@ -48,7 +48,7 @@ def test_step_that_follows_a_fork_differs_in_the_same_environment(tmp_path: Path
     [(CPU, {**CPU, "torch": "2.14.0"}), ({"device": "cuda"}, {"device": "cuda"})],
     ids=["another torch", "a GPU"],
 )
-def test_elsewhere_a_difference_is_recorded_and_said(
+def test_elsewhere_a_difference_is_recorded_and_reported(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     there: dict[str, Any],

@@ -243,7 +243,7 @@ def test_new_generator_starts_once_the_trainers_turn_is_over(driver: Driver) -> 
     assert driver.happened == ["trained", "start"]
 
 
-def test_trainer_that_is_lost_is_restored_and_asked_again_in_its_turns(driver: Driver) -> None:
+def test_lost_trainer_is_restored_and_retried_in_its_turns(driver: Driver) -> None:
     async def train() -> None:
         await driver.role.serve(0)
         await driver.trainer(TrainerLost("killed"), "1").step(REQUEST)

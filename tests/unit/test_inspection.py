@@ -24,7 +24,7 @@ from areal_flow.training.updates import StepSettings, UpdateNumbers
 from tests.unit.test_trainer import make_sequences, settings, state
 
 
-def test_every_completion_token_is_looked_at_masked_or_not() -> None:
+def test_every_completion_token_is_inspected_masked_or_not() -> None:
     before, sequences = state(), make_sequences(5)
     logprobs_by_sequence = completion_logprobs(before, sequences, temperature=0.7)
     policy = before.policy
@@ -139,7 +139,7 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     assert changed.mean_difference == pytest.approx(1 / 3)
 
 
-def test_tokens_that_the_bound_of_staleness_leaves_out_are_known() -> None:
+def test_tokens_beyond_the_bound_of_staleness_are_marked() -> None:
     (sequence,) = make_sequences(1)
     spans = (VersionSpan(2, 1), VersionSpan(3, 2))
     outcome = TrajectoryOutcome(0.0, (False, True, False), (False,) * 3, (0.0,) * 3)

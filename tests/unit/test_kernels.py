@@ -41,7 +41,7 @@ def test_layers_are_compiled_on_a_gpu_unless_it_is_switched_off(
     assert compiles_layers(TrainerSettings(device=device, kernels=kernels)) is compiled
 
 
-def test_float32_is_multiplied_in_tf32_where_that_was_asked_for() -> None:
+def test_float32_is_multiplied_in_tf32_if_the_recipe_says_so() -> None:
     for dtype, allowed in (("tf32", True), ("float32", False), ("tf32", True), ("bfloat16", False)):
         set_precision(TrainerSettings(dtype=dtype))  # type: ignore[arg-type]
         assert torch.backends.cuda.matmul.allow_tf32 is allowed

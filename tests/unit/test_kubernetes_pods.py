@@ -227,7 +227,7 @@ DELETED = "2026-01-01T00:00:00Z"
         (None, "Pod a ended, and is no longer listed"),
     ],
 )
-def test_end_of_a_pod_is_told_in_words(state: JobState | None, cause: str) -> None:
+def test_end_of_a_pod_is_explained(state: JobState | None, cause: str) -> None:
     assert state is None or state.has_ended
     line = "" if cause.endswith("no file") else "no module"
     assert cause_of_end("Pod a", state, line) == cause
@@ -252,6 +252,6 @@ def test_end_of_a_pod_is_told_in_words(state: JobState | None, cause: str) -> No
         ({}, "not scheduled yet"),
     ],
 )
-def test_reason_why_a_pod_waits_is_told(status: dict[str, Any], reason: str) -> None:
+def test_reason_why_a_pod_waits_is_reported(status: dict[str, Any], reason: str) -> None:
     assert seen({"phase": "Pending", **status}) == JobState(is_waiting=True, reason=reason)
     assert seen({"phase": "Running", **status}) == JobState()

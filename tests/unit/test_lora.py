@@ -158,7 +158,7 @@ def test_export_is_a_plain_model_and_an_adapter_that_peft_loads(
     assert hash_tensors(policy_tensors(plain)) == hash_tensors(served_weights(backend))
 
 
-def test_mistakes_are_found_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"target_modules = 'q_proj_x'.*not found"):

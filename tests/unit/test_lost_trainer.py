@@ -258,7 +258,7 @@ def restored_over(losses: int) -> int:
 
 
 @pytest.mark.parametrize("losses", [0, 1, 2, 3])
-def test_lost_trainer_is_restored_and_asked_again(losses: int) -> None:
+def test_lost_trainer_is_restored_and_the_step_is_retried(losses: int) -> None:
     assert restored_over(losses) == losses
 
 

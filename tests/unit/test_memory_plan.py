@@ -183,7 +183,7 @@ def test_a_gpu_that_offloads_activations_does_not_have_them() -> None:
         ("DeepSeek-R1-Distill-Qwen-14B", 14.770),
     ],
 )
-def test_shapes_known_by_name_have_as_many_weights_as_is_published(
+def test_shapes_of_named_models_have_the_published_number_of_weights(
     name: str, billions: float
 ) -> None:
     with torch.device("meta"):
@@ -262,7 +262,7 @@ def test_the_command_prints_what_a_rank_takes_and_fails_where_it_does_not_fit(
         (["--model", "Qwen2.5-7B", "--gpu", "A100"], "expected one of RTX4080-16GB"),
     ],
 )
-def test_an_unknown_model_or_gpu_is_refused_with_those_that_are_known(
+def test_an_unknown_model_or_gpu_is_refused_with_a_list_of_known_ones(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--memory", "arithmetic", *arguments]) == 2

@@ -94,7 +94,7 @@ def test_critic_has_no_noise_either() -> None:
     torch.testing.assert_close(first, second, atol=0, rtol=0)
 
 
-def test_reward_model_is_known_by_its_kind() -> None:
+def test_reward_model_is_recognised_by_its_kind() -> None:
     policy = small_policy()
     assert is_reward_model(critic_of(policy))
     policy.score = torch.nn.Linear(2, 2)

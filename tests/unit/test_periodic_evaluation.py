@@ -64,7 +64,7 @@ async def test_evaluation_is_due_every_so_many_steps_but_not_before_or_after_tra
     assert evaluating.made == names(3, 6)
 
 
-async def test_none_is_due_unless_asked_for() -> None:
+async def test_no_evaluation_is_due_by_default() -> None:
     evaluating = Evaluating()
     evaluations = periodic(evaluating, every_steps=0)
     evaluations.reached(4)

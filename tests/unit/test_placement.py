@@ -159,7 +159,7 @@ def test_what_could_not_be_launched_is_refused_early(cluster: dict[str, Any], ru
         check_cluster(recipe(**{"num_gpus": 2} | cluster))
 
 
-def test_gpus_of_other_machines_are_stated_not_found() -> None:
+def test_gpus_of_other_machines_are_stated_not_detected() -> None:
     remote = {"hosts": ["127.0.0.1", "localhost"]}
     stated = place_workers(recipe(launcher="ssh", remote=remote, num_gpus=1))
     assert {worker.host for worker in stated if worker.gpus} == {"127.0.0.1", "localhost"}

@@ -70,7 +70,7 @@ def job_of(policy: Policy, num_gpus: int = 8, **sections: Any) -> Job:
     return Job(recipe_of(**sections), policy, GPUS["H100-80GB"], num_gpus, LENGTHS)
 
 
-def test_a_split_is_the_recipes_unless_the_best_one_is_asked_for(policy: Policy) -> None:
+def test_the_split_is_the_recipes_unless_the_best_one_is_requested(policy: Policy) -> None:
     job = job_of(policy)
     plan = make_plan(job)
     assert (plan.num_generator_gpus, plan.recipe.cluster.num_trainers) == (6, 2)
@@ -80,7 +80,7 @@ def test_a_split_is_the_recipes_unless_the_best_one_is_asked_for(policy: Policy)
     assert steps[best.num_generator_gpus] == min(steps.values())
 
 
-def test_the_fastest_of_many_splits_is_found_among_few(policy: Policy) -> None:
+def test_the_fastest_of_many_splits_is_among_the_few_that_are_tried(policy: Policy) -> None:
     job = job_of(policy, 48)
     splits = list(job.splits())
     step_s = job.steady(fastest_split(job, splits)).step_s
@@ -132,7 +132,7 @@ def test_a_gpu_is_named_by_any_part_that_no_other_has() -> None:
         gpu_named("A100")
 
 
-def test_calibration_finds_what_a_run_reached(policy: Policy) -> None:
+def test_calibration_recovers_the_efficiency_of_a_run(policy: Policy) -> None:
     made = replace(job_of(policy, controller={"batch_size": 128}), efficiency=REACHED)
     row = ledger_row(made)
     calibrated = calibrate(replace(made, efficiency=ASSUMED), [row] * 12, commit_s=REACHED.commit_s)
@@ -203,7 +203,7 @@ def test_the_model_has_the_papers_hours(eta: int) -> None:
 
 
 @pytest.mark.parametrize("size", ["1.5B", "7B", "14B", "32B"])
-def test_shapes_of_the_distilled_family_are_known_by_name(size: str) -> None:
+def test_shapes_of_the_distilled_family_are_built_in(size: str) -> None:
     policy = Policy.of(model_config(f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}"))
     billions = {"1.5B": 1.78, "7B": 7.62, "14B": 14.8, "32B": 32.8}[size]
     assert policy.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)

@@ -165,7 +165,7 @@ def test_worker_with_other_versions_than_the_driver_is_refused_with_the_reason()
     with_pool(test)
 
 
-def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers() -> None:
+def test_process_that_exits_is_restarted_and_subscribers_get_the_numbers() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([*TWO, TRAINER])
         numbers: list[int] = []
@@ -300,7 +300,7 @@ def test_task_that_kills_reward_workers_is_given_up_at_the_second_death_and_cond
     with_pool(test)
 
 
-def test_worker_whose_host_cannot_be_reached_is_tried_again_for_as_long_as_it_takes(
+def test_worker_on_an_unreachable_host_is_retried_without_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:

@@ -53,7 +53,7 @@ def on_terminal(file: StringIO) -> Progress:
     return Progress(4, 1, screen=Terminal(console))
 
 
-def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_appear_above_a_live_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     file, terminal = StringIO(), StringIO()
     monkeypatch.setattr(sys, "stdout", terminal)
     live = on_terminal(file)
@@ -64,7 +64,7 @@ def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.Monke
     assert terminal.getvalue() == "", "a picture would be drawn over it"
 
 
-def test_skipped_updates_are_said_as_long_as_they_are_among_the_last_steps() -> None:
+def test_skipped_updates_are_shown_while_they_are_among_the_last_steps() -> None:
     file = StringIO()
     progress = Progress(4, 1, screen=Lines(Console(file=file, width=300)))
     progress.step(ROW)

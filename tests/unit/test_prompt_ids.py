@@ -87,7 +87,7 @@ def test_equal_rows_may_repeat_their_id(tmp_path: Path, layout: RunLayout) -> No
     assert (len(train), ids(train)) == (15, {"0", "1", "2", "3", "4"})
 
 
-def test_id_of_zero_stays_and_rows_without_ids_are_told_apart_by_content(
+def test_id_of_zero_stays_and_rows_without_ids_are_distinguished_by_content(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     question = {"question": "1 + 1 ="}

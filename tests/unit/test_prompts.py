@@ -464,9 +464,7 @@ def test_rows_of_messages_are_not_bad_before_the_chat_template_is_chosen(tmp_pat
     check_first_rows(recipe(path).prompt_plan())
 
 
-def test_held_out_rows_that_are_fewer_than_asked_for_are_said(
-    tmp_path: Path, layout: RunLayout
-) -> None:
+def test_fewer_held_out_rows_than_requested_are_reported(tmp_path: Path, layout: RunLayout) -> None:
     path = write_rows(tmp_path / "p.jsonl", [*map(good, range(20))])
     prepared = prepare_prompts(recipe(path, num_held_out=9).prompt_plan(), layout)
     assert prepared.num_held_out == 4

@@ -43,7 +43,7 @@ def layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLayout]
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_run_step_and_model_are_found_by_any_reference(layout: RunLayout, reference: str) -> None:
+def test_any_reference_resolves_to_run_step_and_model(layout: RunLayout, reference: str) -> None:
     resolved = find_reference(Path("runs"), reference)
     assert resolved.run == layout
     assert resolved.step == (None if reference.endswith("x") else 0)

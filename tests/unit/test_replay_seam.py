@@ -76,7 +76,7 @@ def test_divergence_can_be_tried_on_a_step_that_was_recorded_without(layout: Run
     assert "kl_policy_reference" in replay.changed.metrics.metrics
 
 
-def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path) -> None:
+def test_recorded_rates_are_replayed_whatever_num_steps_became(tmp_path: Path) -> None:
     trainer = {"learning_rate": 1e-3, "learning_rate_schedule": "linear"}
     layout = make_recorded_run(tmp_path / "falling", num_steps=1, trainer=trainer)
     layout.config.write_text(

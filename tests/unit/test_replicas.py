@@ -188,14 +188,14 @@ def test_ranks_with_different_weights_are_lost() -> None:
     assert replaced == []
 
 
-def test_failure_that_caused_the_others_is_told() -> None:
+def test_failure_that_caused_the_others_is_raised() -> None:
     full = StorageError("the disk is full")
     outcome, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, full))
     assert outcome is full
     assert replaced == []
 
 
-def test_gpu_that_failed_is_told_before_the_ranks_that_noticed_it() -> None:
+def test_failed_gpu_is_reported_before_the_ranks_that_noticed_it() -> None:
     failed = DeviceError("out of memory")
     outcome, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, failed))
     assert outcome is failed

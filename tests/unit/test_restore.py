@@ -157,7 +157,7 @@ async def test_checkpoint_of_a_recorded_fork_is_restored_and_its_next_row_compar
     assert (compared.equal, compared.after_fork) == (True, False)
 
 
-async def test_checkpoint_beyond_the_wanted_step_is_not_used() -> None:
+async def test_checkpoint_beyond_the_requested_step_is_not_used() -> None:
     replay = await restored(FakeTrainer(), Rows(), 0, 2, 4, at_most=3)
     assert replay is not None
     assert replay.checkpoint == 2

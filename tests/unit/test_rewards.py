@@ -234,7 +234,7 @@ def test_identity_is_the_same_in_every_process(tmp_path: Path) -> None:
         assert load_reward(name, tmp_path).identity == identity_elsewhere(name, tmp_path)
 
 
-def test_function_without_source_is_told_from_another_by_its_code() -> None:
+def test_functions_without_source_are_distinguished_by_their_code() -> None:
     def compiled(text: str) -> Any:
         names: dict[str, Any] = {"__name__": "nowhere"}
         exec(compile(f"def reward(completion):\n    return {text}", "nowhere", "exec"), names)
@@ -243,7 +243,7 @@ def test_function_without_source_is_told_from_another_by_its_code() -> None:
     assert code_hash(compiled("1.0")) == code_hash(compiled("1.0")) != code_hash(compiled("2.0"))
 
 
-def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
+def test_verifier_that_exits_hangs_or_returns_nothing_is_reported() -> None:
     def exits(completion: str) -> float:
         sys.exit(3)
 
@@ -351,7 +351,7 @@ def test_time_out_of_a_verifiers_own_is_not_taken_for_the_limit() -> None:
     assert "TimeoutError: no answer from the judge" in score.error
 
 
-def test_failure_is_said_once_with_the_users_frames_and_then_counted(
+def test_failure_is_logged_once_with_the_users_frames_and_then_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def inner(completion: str) -> float:

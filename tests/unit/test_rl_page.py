@@ -129,7 +129,7 @@ async def test_only_new_steps_are_read_again(tmp_path: Path) -> None:
     await with_feed(layout, use)
 
 
-def test_an_ssh_session_is_told_how_to_reach_the_dashboard() -> None:
+def test_an_ssh_session_is_shown_how_to_reach_the_dashboard() -> None:
     url = "http://127.0.0.1:8787/rl"
     assert dashboard_text(url, {}) == f"Dask dashboard: {url}"
     first, tunnel = dashboard_text(url, {"SSH_CONNECTION": "10.0.0.5 51234 10.0.0.9 22"}).split(

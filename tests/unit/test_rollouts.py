@@ -111,7 +111,7 @@ def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
     assert workers.sizes == [1] * 5
 
 
-def test_groups_of_a_judge_that_waits_are_scored_as_many_together_as_it_is_asked_at_once() -> None:
+def test_groups_for_a_judge_are_scored_together_up_to_its_max_concurrency() -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=3.0, max_concurrency=4)
     receipts_of(workers, "abcdefghijklmnop")
     assert workers.sizes == [1, 4, 4, 4, 3]

@@ -58,7 +58,7 @@ def test_at_most_one_batch_is_kept() -> None:
     assert log.reads == [["a", "b"], ["b", "c"], ["a"]]
 
 
-def test_damage_that_is_found_ahead_is_found_again_by_the_step_that_needs_the_row() -> None:
+def test_damage_met_while_reading_ahead_is_raised_by_the_step_that_needs_the_row() -> None:
     rows = RowsAhead(log := Log())
     log.damaged = True
     with pytest.raises(StorageError):

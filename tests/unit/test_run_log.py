@@ -146,7 +146,7 @@ def test_log_of_a_run_has_its_drivers_and_workers(
 
 
 @pytest.mark.parametrize("follow", [(), ("--follow",)], ids=["once", "until the run ends"])
-def test_log_of_a_worker_has_what_it_printed_and_what_was_said_of_it(
+def test_log_of_a_worker_has_its_output_and_messages_about_it(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], follow: tuple[str, ...]
 ) -> None:
     assert logs(layout, "--worker", "generator-1", *follow) == 0
@@ -157,7 +157,7 @@ def test_log_of_a_worker_has_what_it_printed_and_what_was_said_of_it(
     ]
 
 
-def test_wrong_name_of_a_worker_is_told(
+def test_wrong_name_of_a_worker_is_reported(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert logs(layout, "--worker", "generator1") == 2

@@ -176,7 +176,9 @@ def test_judge_is_sent_the_whole_row() -> None:
     assert (seen[0]["prompt"], seen[0]["completion"], seen[0]["answer"]) == ("1 + 1 =", "so 2", "2")
 
 
-def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_model_gets_a_prompt_and_its_last_score_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen: list[Any] = []
 
@@ -257,7 +259,7 @@ def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> Non
     assert seen == ["say {completion}|{completion}|{answer} {prompt}|{x}"]
 
 
-def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_retried_until_the_service_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
     statuses = [503, 429]
 

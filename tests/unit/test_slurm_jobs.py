@@ -148,12 +148,12 @@ def test_states_are_read_with_reasons_of_several_words() -> None:
         ("PREEMPTED", 0, "Slurm job 7: PREEMPTED"),
     ],
 )
-def test_end_of_a_job_is_told_in_words(state: str, wait_status: int, cause: str) -> None:
+def test_end_of_a_job_is_explained(state: str, wait_status: int, cause: str) -> None:
     state_of_job = job_states(f"7 {state} {wait_status} None")["7"]
     assert cause_of_end("Slurm job 7", state_of_job, "no module") == cause
 
 
-async def test_list_of_jobs_that_cannot_be_read_is_asked_for_again(
+async def test_unreadable_list_of_jobs_is_requested_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = "if [ -e asked ]; then echo 7 FAILED 256 None; else touch asked; echo broken; fi"

@@ -129,7 +129,7 @@ def test_speed_is_by_time_and_by_generator() -> None:
     assert metrics["speed/generators_busy_fraction"] == 0.8, "of the time in which they worked"
 
 
-def test_updates_are_told_by_their_means_and_their_longest() -> None:
+def test_updates_are_reported_by_mean_and_maximum() -> None:
     served = [ServedWeights(3, "h", 0.2, 0.01), ServedWeights(3, "h", 0.4, 0.03)]
     assert update_metrics(served) == pytest.approx(
         {

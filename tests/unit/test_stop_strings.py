@@ -60,7 +60,7 @@ def end_of(tokenizer: Tokenizer, text: str, *strings: str, min_tokens: int = 0) 
         ("bcd", ("abc",), None),
     ],
 )
-def test_string_is_found_with_the_token_that_completes_it(
+def test_stop_string_is_detected_at_the_token_that_completes_it(
     text: str, strings: tuple[str, ...], end: int | None
 ) -> None:
     """Across tokens and within one, of characters of two bytes, of special tokens; and never with

@@ -145,7 +145,7 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(
 
 
 @pytest.mark.parametrize("newest_fragments", [1, 2, 64])
-def test_reader_returns_the_rows_asked_for_in_that_order(
+def test_reader_returns_the_requested_rows_in_order(
     layout: RunLayout,
     path: Path,
     log: RunLog,
@@ -203,7 +203,7 @@ def test_reading_survives_compaction(layout: RunLayout, path: Path, log: RunLog)
     assert log.watermark == 42
 
 
-def test_dataset_that_is_being_created_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_dataset_that_is_being_created_is_complete_or_absent(tmp_path: Path) -> None:
     paths = [tmp_path / f"{index}.lance" for index in range(20)]
     with ThreadPoolExecutor(1) as beside:
         creating = [beside.submit(create_dataset, path, STEPS) for path in paths]

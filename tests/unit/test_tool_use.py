@@ -81,7 +81,7 @@ def tool_result(tool: str, text: str, *, max_characters: int = 100) -> str:
     return tool_result(path, text, 0.2, max_characters)
 
 
-def test_policy_is_told_what_goes_wrong_in_a_tool() -> None:
+def test_policy_sees_the_error_of_a_tool() -> None:
     assert tool_result("calculate", "1/0").startswith("Error: ZeroDivisionError")
     assert tool_result("fails_by", "hang") == "Error: no result within 0.2 s"
     assert tool_result("fails_by", "exit") == "Error: SystemExit: 3"
@@ -169,7 +169,7 @@ def test_calls_of_one_answer_in_a_chat_are_answered_together() -> None:
     assert draft.score.parts[0].reward == 2
 
 
-def test_unknown_tool_is_told_to_the_policy_and_called_by_nobody() -> None:
+def test_unknown_tool_is_an_error_that_the_policy_sees() -> None:
     services = ScriptedServices(UNKNOWN, ANSWER, max_model_len=200)
     roll_out(services)
     assert "expected one of the tools calculator, found 'unknown'" in services.shown[0]
@@ -213,13 +213,13 @@ def test_failure_of_the_infrastructure_is_the_members() -> None:
         ({"call_end": "</call>"}, r'needs generation.stop.strings = \["</call>"\]'),
     ],
 )
-def test_mistake_in_settings_is_found_before_a_run(workflow: dict[str, Any], rule: str) -> None:
+def test_mistake_in_settings_is_reported_before_a_run(workflow: dict[str, Any], rule: str) -> None:
     stop = {"generation": {"stop": {"strings": ["</tool>"]}}}
     with pytest.raises(ConfigError, match=rule):
         build_recipe({**stop, "workflow": {"name": "tool_use", **workflow}}, source="test")
 
 
-def test_tool_that_cannot_be_imported_is_found_before_a_run() -> None:
+def test_tool_that_cannot_be_imported_is_reported_before_a_run() -> None:
     stop = {"generation": {"stop": {"strings": ["</tool>"]}}}
     workflow = {"name": "tool_use", "tools": ["nowhere:search"]}
     plan = build_recipe({**stop, "workflow": workflow}, source="test").prompt_plan()

@@ -36,7 +36,7 @@ def test_pass_rate_moved_only_where_its_intervals_are_apart(
     assert f"{first.low:.3f} to {first.high:.3f}" in verdict.detail
 
 
-def test_groups_that_teach_nothing_are_said_and_are_a_reason_where_nothing_was_learned() -> None:
+def test_groups_that_teach_nothing_are_reported_and_explain_a_lack_of_progress() -> None:
     reason = "60% of groups taught nothing"
     for last, mark in ((MIDDLE, "look"), (HIGH, "good")):
         verdict = judge_pass_rate([LOW, last], subject="Pass rate", equal_groups=0.6)

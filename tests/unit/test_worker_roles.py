@@ -146,7 +146,7 @@ def test_generator_says_what_it_serves_and_what_its_update_cost(
     assert [report["served_hash"] for report in heard] == hashes
 
 
-def test_generator_serves_what_it_was_asked_for_although_the_listing_is_older(
+def test_generator_serves_the_requested_version_although_the_listing_is_older(
     run_directory: Path, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def serve() -> list[int]:

@@ -158,7 +158,7 @@ def test_a_completion_of_no_tokens_is_refused() -> None:
     assert all("max_new_tokens of at least 1, found 0" in error for error in group.errors)
 
 
-def test_answer_that_was_cut_off_is_not_asked_again() -> None:
+def test_truncated_answer_is_not_requested_again() -> None:
     services = FakeServices(wrong, max_new_tokens=1)
     group = asyncio.run(run_group(MultiTurn(), episode_of(group_size=40), services))
     cut_off = [draft for _, draft in group.drafts if draft.finish_reason == "length"]

@@ -113,8 +113,8 @@ def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
     changed = replace(efficiency, decode_step_s=efficiency.decode_step_s + change)
     step_s, more = (setting.step_s(each) for each in (efficiency, changed))
     slope = (more - step_s) / change
-    wanted = efficiency.decode_step_s + (step_s_of(THROUGHPUT[1]) - step_s) / slope
-    return replace(efficiency, decode_step_s=wanted)
+    decode_step_s = efficiency.decode_step_s + (step_s_of(THROUGHPUT[1]) - step_s) / slope
+    return replace(efficiency, decode_step_s=decode_step_s)
 
 
 def step_s_of(k_tokens_per_s: float) -> float:

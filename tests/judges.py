@@ -20,11 +20,11 @@ def running_judge(judge: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
-            asked = json.loads(self.rfile.read(length))
-            asked["authorization"], asked["path"] = self.headers["Authorization"], self.path
+            request = json.loads(self.rfile.read(length))
+            request["authorization"], request["path"] = self.headers["Authorization"], self.path
             status, reply = 200, None
             try:
-                reply = judge(asked)
+                reply = judge(request)
             except Refused as refused:
                 status = refused.status
             body = json.dumps(reply if isinstance(reply, dict) else {"score": reply}).encode()

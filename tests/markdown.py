@@ -50,11 +50,11 @@ def typed_commands(page: Path) -> list[tuple[str, str]]:
 def difference(expected: str, actual: str) -> str:
     """Return how an output differs from what a page shows; empty if it does not."""
     maybe_no_line = re.sub(r"^\.\.\.\n *", "...", expected, flags=re.MULTILINE)
-    wanted, got = _alike(maybe_no_line), _alike(actual)
+    expected_text, got = _alike(maybe_no_line), _alike(actual)
     checker = OutputChecker()
-    if checker.check_output(wanted, got, ELLIPSIS):
+    if checker.check_output(expected_text, got, ELLIPSIS):
         return ""
-    return checker.output_difference(Example("", wanted), got, ELLIPSIS)
+    return checker.output_difference(Example("", expected_text), got, ELLIPSIS)
 
 
 def _alike(text: str) -> str:

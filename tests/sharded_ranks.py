@@ -400,17 +400,17 @@ def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> 
     equal = []
     for shape in [(64, 96), (96, 64), (5, 7), (1, 8)]:
         start, *gradients = torch.randn(4, *shape)
-        whole = nn.Parameter(start.clone())
+        full = nn.Parameter(start.clone())
         rows = nn.Parameter(distribute_tensor(start, mesh, rows_only))
-        of_whole, of_rows = (make_optimizer([("layers.0", p)], MUON) for p in (whole, rows))
+        of_whole, of_rows = (make_optimizer([("layers.0", p)], MUON) for p in (full, rows))
         for gradient in gradients:
-            whole.grad, rows.grad = gradient, distribute_tensor(gradient, mesh, rows_only)
+            full.grad, rows.grad = gradient, distribute_tensor(gradient, mesh, rows_only)
             of_whole.update(learning_rate=1e-2)
             of_rows.update(learning_rate=1e-2)
             state = of_rows.named_state()
             of_rows.load_named_state(state)
         momentum, expected = state["layers.0.momentum_buffer"], of_whole.named_state()
-        equal.append(torch.equal(rows.full_tensor(), whole) and not torch.equal(whole, start))
+        equal.append(torch.equal(rows.full_tensor(), full) and not torch.equal(full, start))
         equal.append(torch.equal(momentum.full_tensor(), *expected.values()))
         equal.append(momentum.placements == rows.placements)
     return {"equal": equal}

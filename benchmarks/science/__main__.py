@@ -45,7 +45,7 @@ def write_page(
         after = rest.partition(END)[2]
     lines = [f"- {fact}: {value}" for fact, value in facts.items()]
     lines += ["", f"![{title}]({plot.name})", "", "## What may be concluded", ""]
-    lines += [f"- {said}" for said in finding.conclusions]
+    lines += [f"- {conclusion}" for conclusion in finding.conclusions]
     for heading, rows in finding.tables.items():
         lines += ["", f"## {heading}", "", *_table(rows)]
     page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")

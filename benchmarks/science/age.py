@@ -60,7 +60,7 @@ def run(chosen: Any) -> Finding:
         }
         for sigma, eta in keys
     ]
-    said = [
+    conclusions = [
         conclude(
             f"sigma {sigma:g}, eta {eta}: share of tokens older than eta",
             shares[sigma, eta],
@@ -77,4 +77,4 @@ def run(chosen: Any) -> Finding:
     }
     draw = partial(draw_estimates, lines, x="eta", y="% of tokens older than eta")
     title = f"Tokens that were given to the trainer, steps {chosen.skip + 1} to {chosen.steps}"
-    return Finding({title: rows}, said, draw)
+    return Finding({title: rows}, conclusions, draw)

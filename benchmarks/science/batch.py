@@ -43,7 +43,7 @@ def run(chosen: Any) -> Finding:
     }
     first, *_, last = chosen.lags
     smallest, *_, largest = chosen.batches
-    said = [
+    conclusions = [
         conclude(
             f"{lag} samples behind: batch {largest} (eta {lag / largest:g}) less batch {smallest} "
             f"(eta {lag / smallest:g})",
@@ -58,4 +58,6 @@ def run(chosen: Any) -> Finding:
         for batch in chosen.batches
     ]
     draw = partial(draw_estimates, lines, x="batch, trajectories", y="held-out pass rate")
-    return Finding({f"Held-out pass rate after {chosen.samples:,} samples": rows}, said, draw)
+    return Finding(
+        {f"Held-out pass rate after {chosen.samples:,} samples": rows}, conclusions, draw
+    )

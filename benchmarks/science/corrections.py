@@ -57,7 +57,7 @@ def run(chosen: Any) -> Finding:
         }
         for name, estimate in estimates.items()
     ]
-    said = [conclude(f"{name} less {FRESH}", of) for name, of in lost.items()]
+    conclusions = [conclude(f"{name} less {FRESH}", of) for name, of in lost.items()]
     draw = partial(
         draw_bars,
         {name: (of.mean, of.half) for name, of in lost.items()},
@@ -65,4 +65,4 @@ def run(chosen: Any) -> Finding:
         none=0.0,
     )
     title = f"Held-out pass rate after {chosen.samples:,} samples at eta {chosen.eta:g}"
-    return Finding({title: rows}, said, draw)
+    return Finding({title: rows}, conclusions, draw)

@@ -94,10 +94,12 @@ def run(chosen: Any) -> Finding:
         for rule, measured in turns.items()
     ]
     others = {rule: ratio for rule, ratio in ratios.items() if rule != DRAIN}
-    said = [
+    conclusions = [
         conclude(f"{rule}: speed over drain", ratio, nothing=1.0, num_decimals=2)
         for rule, ratio in others.items()
     ]
     bars: dict[str, tuple[float, float]] = {r: (x.mean, x.half) for r, x in others.items()}
     draw = partial(draw_bars, bars, x="tokens a processor second, over those of drain", none=1.0)
-    return Finding({"One engine, one thread, new weights after each batch": rows}, said, draw)
+    return Finding(
+        {"One engine, one thread, new weights after each batch": rows}, conclusions, draw
+    )

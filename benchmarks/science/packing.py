@@ -104,7 +104,7 @@ def run(chosen: Any) -> Finding:
         ratios[profile] = Estimate.of(
             [each[PACKED][SPEED] / each[FIXED][SPEED] for each in comparisons]
         )
-    said = [
+    conclusions = [
         conclude(f"{profile}: speed, by lengths over fixed", of, nothing=1.0, num_decimals=2)
         for profile, of in ratios.items()
     ]
@@ -113,4 +113,4 @@ def run(chosen: Any) -> Finding:
         draw_bars, bars, x="trained tokens a processor second, by lengths over fixed", none=1.0
     )
     title = f"0.6M parameters, one thread, {BUDGET:,} tokens a micro-batch at most"
-    return Finding({title: rows}, said, draw)
+    return Finding({title: rows}, conclusions, draw)

@@ -61,11 +61,11 @@ def run(chosen: Any) -> Finding:
         }
         for num in chosen.gpus
     ]
-    said = [
+    conclusions = [
         conclude(f"{num} GPUs: time of sync over async", ratio, nothing=1.0, num_decimals=2)
         for num, ratio in ratios.items()
     ]
     lines = {"sync over async": {f"{num}": (of.mean, of.half) for num, of in ratios.items()}}
     draw = partial(draw_estimates, lines, x="GPUs", y="time of sync over async")
     title = f"Virtual seconds a step, steps {chosen.skip + 1} to {chosen.steps}"
-    return Finding({title: rows}, said, draw)
+    return Finding({title: rows}, conclusions, draw)

@@ -37,7 +37,7 @@ def run(chosen: Any) -> Finding:
         for eta in chosen.etas
     ]
     first = chosen.etas[0]
-    said = [
+    conclusions = [
         conclude(
             f"{objective}, pass rate at eta {eta:g} less that at eta {first:g}",
             difference(pass_rates[f"{objective}, {first:g}"], pass_rates[f"{objective}, {eta:g}"]),
@@ -57,4 +57,6 @@ def run(chosen: Any) -> Finding:
         x="eta, versions between sampling and training",
         y="held-out pass rate",
     )
-    return Finding({f"Held-out pass rate after {chosen.samples:,} samples": rows}, said, draw)
+    return Finding(
+        {f"Held-out pass rate after {chosen.samples:,} samples": rows}, conclusions, draw
+    )

@@ -65,8 +65,8 @@ def test_values_and_gradients_are_those_of_the_cpu(
     )
     expected = attended("cpu", torch.float64, width, rule)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    for one, other in zip(on_gpu, expected, strict=True):
-        assert (one - other).norm() <= tolerance * other.norm()
+    for left, right in zip(on_gpu, expected, strict=True):
+        assert (left - right).norm() <= tolerance * right.norm()
 
 
 def test_a_long_row_has_no_scores_in_memory() -> None:

@@ -33,11 +33,11 @@ def test_logprobs_and_gradients_of_bfloat16_are_those_of_float64() -> None:
         results.append(
             [each.detach().double().cpu() for each in (*numbers, halves.grad, weight.grad)]
         )
-    (logprobs, entropies, *gradients), (wanted, wanted_entropies, *wanted_gradients) = results
-    torch.testing.assert_close(logprobs, wanted, atol=0, rtol=1e-5)
-    torch.testing.assert_close(entropies, wanted_entropies, atol=1e-4, rtol=1e-5)
-    for one, other in zip(gradients, wanted_gradients, strict=True):
-        assert (one - other).norm() < 1e-2 * other.norm()
+    (logprobs, entropies, *gradients), (expected, expected_entropies, *expected_gradients) = results
+    torch.testing.assert_close(logprobs, expected, atol=0, rtol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies, atol=1e-4, rtol=1e-5)
+    for left, right in zip(gradients, expected_gradients, strict=True):
+        assert (left - right).norm() < 1e-2 * right.norm()
 
 
 def test_memory_is_a_few_chunks_and_one_gradient() -> None:
@@ -60,5 +60,5 @@ def test_a_policy_has_the_numbers_and_gradients_of_the_cpu(name: str) -> None:
         policy = sharp_policy(config_of(name, SUPPORTED[name])).to(device)
         micro = pack_sequences(make_sequences(), device=device)
         results.append([each.cpu() for each in numbers_and_gradients(policy, micro)])
-    for one, other in zip(*results, strict=True):
-        assert (one - other).norm() <= 1e-3 * other.norm() + 1e-4
+    for left, right in zip(*results, strict=True):
+        assert (left - right).norm() <= 1e-3 * right.norm() + 1e-4

@@ -101,8 +101,8 @@ def measure_limits(tests_of: dict[str, list[str]], files: set[str]) -> dict[str,
         if tests in seconds:
             continue
         began = time.monotonic()
-        whole = Mutant("", file, 0, "", Path(file).read_text())
-        if run_tests(whole, tests_of[file], limit_s=300) != "survived":
+        unchanged = Mutant("", file, 0, "", Path(file).read_text())
+        if run_tests(unchanged, tests_of[file], limit_s=300) != "survived":
             raise SystemExit(f"expected tests that pass, found a failure in {tests}")
         seconds[tests] = time.monotonic() - began
     return {file: 5 + 2 * seconds[tuple(tests_of[file])] for file in files}
@@ -132,7 +132,7 @@ def main() -> None:
     everything = [mutant for file in tests_of for mutant in mutants_of(file)]
     sample = sorted(everything, key=lambda mutant: mutant.identifier)[: options.size]
     outcomes = json.loads(options.results.read_text()) if options.results.exists() else {}
-    killed = {name for name, known in outcomes.items() if known["outcome"] != "survived"}
+    killed = {name for name, result in outcomes.items() if result["outcome"] != "survived"}
     due = [mutant for mutant in sample if not (options.again and mutant.identifier in killed)]
     for library in LIBRARIES:
         importlib.import_module(library)

@@ -26,11 +26,11 @@ def test_exported_policy_answers_greedily_as_it_was_evaluated(
     areal_flow.sft(model=str(model), rows=learnt, name="tuned", sft=tuning, **sizes)
     assert main(["export", "tuned", "exported"]) == 0
 
-    asked = [
+    prompts = [
         {"question": row["question"], "answer": row["answer"]} for row in SAMPLE[-NUM_PROMPTS:]
     ]
     evaluation = areal_flow.evaluate(
-        "tuned", prompts=asked, temperature=0, chat_template=True, rewards=["math"], **sizes
+        "tuned", prompts=prompts, temperature=0, chat_template=True, rewards=["math"], **sizes
     )
     assert len(evaluation.answers) == NUM_PROMPTS
 
@@ -44,7 +44,7 @@ def test_exported_policy_answers_greedily_as_it_was_evaluated(
                 tokenize=False,
                 add_generation_prompt=True,
             )
-            for row in asked
+            for row in prompts
         )
     }
     assert {each["prompt"]: each["completion"] for each in evaluation.answers} == answers

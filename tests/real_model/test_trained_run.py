@@ -90,6 +90,6 @@ def test_lineage_leads_from_the_last_weights_to_the_rows(
     texts = run.trajectories(text=True).set_index("trajectory_id").prompt[used.trajectory_id]
     assert all(any(row["question"] in text for row in SAMPLE) for text in texts)
     assert main(["--runs", str(run.layout.root.parent), "lineage", "real"]) == 0
-    said = capsys.readouterr().out
-    assert "unbroken" in said
-    assert "the checkpoint has the weights hash of the ledger" in said
+    output = capsys.readouterr().out
+    assert "unbroken" in output
+    assert "the checkpoint has the weights hash of the ledger" in output

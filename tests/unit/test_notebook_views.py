@@ -72,18 +72,18 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = areal_flow.open_run(layout.root)
-    found = run.trajectory(run.trajectories().trajectory_id[0])
-    assert found["status"] == "trained"
-    shown = found._repr_html_()
+    trajectory = run.trajectory(run.trajectories().trajectory_id[0])
+    assert trajectory["status"] == "trained"
+    shown = trajectory._repr_html_()
     tokens = re.findall(r'<span title="version 0, log-probability -?\d\.\d{3}, id \d+"', shown)
-    assert len(tokens) == found["num_tokens"]
+    assert len(tokens) == trajectory["num_tokens"]
     from areal_flow.log import browse
 
     def hostile(*_: object) -> tuple[ShownToken, ...]:
         return (ShownToken(HOSTILE, 1, 3, -0.5, 1, False, True),)
 
     monkeypatch.setattr(browse, "_tokens", hostile)
-    shown = found._repr_html_()
+    shown = trajectory._repr_html_()
     assert "&lt;script&gt;alert(1)" in shown
     assert "<script" not in shown
     assert "<img" not in shown

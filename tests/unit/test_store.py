@@ -140,8 +140,8 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
     assert commit(log, *again) == 8
     assert commit(log, *again) == log.watermark == commit(log)
-    found = TrainingRows(layout)(["00000000-0000-00", "00000000-0001-00"])
-    assert [row["reward"] for row in found] == [1.0, 0.0]
+    rows = TrainingRows(layout)(["00000000-0000-00", "00000000-0001-00"])
+    assert [row["reward"] for row in rows] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("newest_fragments", [1, 2, 64])
@@ -198,8 +198,8 @@ def test_reading_survives_compaction(layout: RunLayout, path: Path, log: RunLog)
     Maintenance(path, num_fragments=0).run()
     commit(log, written_group(path, 20))
     assert len(open_dataset(path).get_fragments()) <= 2
-    wanted = ["00000020-0000-00", "00000003-0001-00"]
-    assert [row["trajectory_id"] for row in read_rows(wanted)] == wanted
+    ids = ["00000020-0000-00", "00000003-0001-00"]
+    assert [row["trajectory_id"] for row in read_rows(ids)] == ids
     assert log.watermark == 42
 
 
@@ -249,11 +249,11 @@ def test_error_that_is_no_text_leaves_the_log_readable() -> None:
 
 def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
     table = group_table(3, version=5, rewards=(1.0, None))
-    found = receipts(table)
-    assert [r.trajectory_id for r in found] == ["00000003-0000-00", "00000003-0001-00"]
-    assert [r.num_tokens for r in found] == [3, 3]
-    assert [r.newest_version for r in found] == [5, 5]
-    assert [r.reward for r in found] == [1.0, None]
+    read = receipts(table)
+    assert [r.trajectory_id for r in read] == ["00000003-0000-00", "00000003-0001-00"]
+    assert [r.num_tokens for r in read] == [3, 3]
+    assert [r.newest_version for r in read] == [5, 5]
+    assert [r.reward for r in read] == [1.0, None]
     assert member_errors(table) == ("raised",)
 
 
@@ -327,8 +327,8 @@ def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, log: RunLog) ->
     frame = run.steps(columns=["step", "entropy"], where="step = 1")
     assert frame.values.tolist() == [[1, 0.1]]
     with closing(run.database()) as database:
-        (found,) = database.sql("SELECT max(importance_weight_max) FROM steps").fetchall()
-    assert found == (2.5,)
+        (row,) = database.sql("SELECT max(importance_weight_max) FROM steps").fetchall()
+    assert row == (2.5,)
     with pytest.raises(RunError, match="found entropies"):
         run.steps(columns=["entropies"])
     assert log.rows()[1]["metrics"] == {"importance_weight_max": 2.5, "entropy": 0.1}

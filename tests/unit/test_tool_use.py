@@ -76,21 +76,21 @@ def fails_by(text: str) -> str:
     raise KeyError(text)
 
 
-def tool_result(tool: str, text: str, *, max_characters: int = 100) -> str:
+def shown_result(tool: str, text: str, *, max_characters: int = 100) -> str:
     path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.rollout.tools:{tool}"
     return tool_result(path, text, 0.2, max_characters)
 
 
 def test_policy_sees_the_error_of_a_tool() -> None:
-    assert tool_result("calculate", "1/0").startswith("Error: ZeroDivisionError")
-    assert tool_result("fails_by", "hang") == "Error: no result within 0.2 s"
-    assert tool_result("fails_by", "exit") == "Error: SystemExit: 3"
-    assert tool_result("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
+    assert shown_result("calculate", "1/0").startswith("Error: ZeroDivisionError")
+    assert shown_result("fails_by", "hang") == "Error: no result within 0.2 s"
+    assert shown_result("fails_by", "exit") == "Error: SystemExit: 3"
+    assert shown_result("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
 
 
 def test_failure_of_the_infrastructure_is_raised() -> None:
     with pytest.raises(RewardError, match="no sandbox"):
-        tool_result("fails_by", "sandbox")
+        shown_result("fails_by", "sandbox")
 
 
 WORDS = ["<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"]
@@ -116,7 +116,7 @@ class ScriptedServices(FakeServices):
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         self.tool_calls += [(path, arguments) for arguments in calls]
-        return [self.failure or tool_result(*arguments) for arguments in calls]
+        return [self.failure or shown_result(*arguments) for arguments in calls]
 
     def encode(self, text: str) -> Tokens:
         self.shown.append(text)

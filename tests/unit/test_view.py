@@ -131,14 +131,16 @@ def test_a_wrong_condition_is_an_error_in_words(
     assert groups(run) == [4, 3, 2, 1]
 
 
-def test_a_condition_that_takes_too_long_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_condition_that_takes_too_long_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(browse, "MAX_QUERY_S", 0.2)
     endless = "(SELECT sum(a.range * b.range) FROM range(10000000) a, range(1000000) b) > 0"
     with pytest.raises(ConfigError, match=r"takes longer than 0\.2 s"):
         select_groups(run, GroupSelection(endless))
 
 
-def test_a_step_that_is_not_there_is_said(run: Run) -> None:
+def test_a_missing_step_is_reported(run: Run) -> None:
     with pytest.raises(RunError, match="has no step 9"):
         select_groups(run, GroupSelection(step=9))
 
@@ -152,7 +154,7 @@ def test_a_group_is_its_trajectories_as_the_command_shows_them(run: Run) -> None
     assert [member.batch and member.batch.advantage for member in group] == [0.5, -0.5]
 
 
-def test_curves_go_on_after_the_steps_that_are_known(run: Run) -> None:
+def test_curves_are_extended_by_new_steps_only(run: Run) -> None:
     points = read_points(run, since=2)
     assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
     assert [point["step"] for point in points] == [3, 4]
@@ -265,7 +267,7 @@ def test_a_step_is_looked_for_in_the_runs_that_have_it(run: Run, tmp_path: Path)
     assert "run has no step 9" in page.error.object
 
 
-def test_a_prompt_is_found_in_its_other_groups(run: Run) -> None:
+def test_other_groups_of_a_prompt_are_listed(run: Run) -> None:
     page = Page([run])
     page._open(1)
     assert "Group 3 of run" in page.shown.object

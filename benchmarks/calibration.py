@@ -20,7 +20,7 @@ from typing import Any
 from areal_flow.log.queries import Run
 from areal_flow.planning.planner import Job, simulate_steps, steady
 from benchmarks import harness, schedule, tails
-from pipelines.jobs.run_plan import calibrate_run, job_of_run
+from pipelines.planning import calibrate_run, job_of_run
 
 LOADS = {
     "default": (schedule.make_warm_model, {}),

@@ -19,15 +19,23 @@ from typing import Any
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.layout import RunLayout, run_layout
+from areal_flow.core.layout import RunLayout
 from areal_flow.core.settings import merge, nest
 from areal_flow.log.queries import Run
 from areal_flow.rewards.shipping import ship_function
-from pipelines import arguments
-from pipelines.arguments import Rewards, Rows
+from pipelines.arguments import (
+    NOT_OF_TRAINING,
+    Rewards,
+    Rows,
+    bad_rows_numbered,
+    file_of,
+    name_of,
+    placed,
+    reward_tables,
+)
 from pipelines.jobs import job as jobs
 from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
-from pipelines.jobs.forking import Fork, fork_of
+from pipelines.jobs.job import Fork, fork_of
 from pipelines.models import Reference, find_reference, newest_checkpoint
 from pipelines.notebook import Run as ShownRun
 from pipelines.notebook import open_run
@@ -69,18 +77,46 @@ def train(
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
         KeyboardInterrupt: it was interrupted twice, or where there was no step to finish.
     """
+    began, runs = monotonic(), Path(runs)
     new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
     new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
     new |= {"datasets": datasets or None}
     given = [key for key, value in new.items() if value is not None]
     if resume is not None:
-        return _resume(resume, settings, given, accept_verifier=accept_verifier, runs=Path(runs))
+        if given:
+            raise ConfigError(f"expected resume without {', '.join(given)}: a run keeps its own")
+        reference = _find_run(runs, resume, argument="resume")
+        if reference.step is not None:
+            raise ConfigError(
+                f"expected resume without a step, found {resume!r}: a run goes on from where it "
+                f"stands. To begin a new run with that step's policy: source={resume!r}"
+            )
+        layout, _ = jobs.launch(
+            jobs.TRAINING,
+            None,
+            nest(settings),
+            runs=runs,
+            began=began,
+            resumed=reference.run,
+            accept_verifier=accept_verifier,
+        )
+        return open_run(layout.root)
     if accept_verifier:
         raise ConfigError("accept_verifier goes with resume")
-    begins = _beginning(recipe, source, given, runs=Path(runs))
-    brought = "prompts", prompts, rewards
-    started = _start(jobs.TRAINING, begins, settings, brought, name, Path(runs), datasets=datasets)
-    return open_run(started.root)
+    if reset_optimizer and source is None:
+        raise ConfigError("reset_optimizer goes with source")
+    if source is not None and recipe is not None:
+        raise ConfigError("expected a recipe or a source, found both")
+    start: Recipe | Path | str | Fork | None = recipe
+    if source is not None:
+        parent = _find_run(runs, source, argument="source")
+        start = fork_of(parent, reset_optimizer=reset_optimizer)
+    elif recipe is None and prompts is None:
+        start = jobs.DEFAULT_RECIPE
+    overrides = placed(settings, section="prompts", refused=NOT_OF_TRAINING)
+    how: Any = {"name": name, "runs": runs, "datasets": datasets, "began": began}
+    layout = _launch(jobs.TRAINING, start, overrides, "prompts", prompts, rewards, **how)
+    return open_run(layout.root)
 
 
 def evaluate(
@@ -112,11 +148,13 @@ def evaluate(
         title = str(model)
         directory = find_reference(Path(runs), str(model), registry=registry).model()
     scratch = tempfile.TemporaryDirectory(prefix="areal-flow-prompts-")
-    over = arguments.placed(settings, section="evaluation")
-    with scratch, arguments.bad_rows_numbered(prompts):
+    overrides = placed(settings, section="evaluation")
+    with scratch, bad_rows_numbered(prompts):
         path = Path(scratch.name) / "given.jsonl"
-        data = [] if prompts is None else [str(arguments.file_of(prompts, path))]
-        return evaluate_model(directory, data=data, limit=num_prompts, title=title, settings=over)
+        data = [] if prompts is None else [str(file_of(prompts, path))]
+        return evaluate_model(
+            directory, data=data, limit=num_prompts, title=title, settings=overrides
+        )
 
 
 def sft(
@@ -139,8 +177,9 @@ def sft(
     Raises:
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
-    brought = "sft", rows, ()
-    return newest_checkpoint(_start(jobs.SFT, recipe, settings, brought, name, Path(runs)))
+    overrides = placed(settings, section="sft")
+    how: Any = {"name": name, "runs": Path(runs), "began": monotonic()}
+    return newest_checkpoint(_launch(jobs.SFT, recipe, overrides, "sft", rows, **how))
 
 
 def report(
@@ -174,94 +213,40 @@ def report(
     return write_report(layout, path, against=other[0] if other else None, prices=prices)
 
 
-def _resume(
-    run: Run | Path | str,
-    settings: dict[str, Any],
-    given: list[str],
-    *,
-    accept_verifier: bool,
-    runs: Path,
-) -> ShownRun:
-    if given:
-        raise ConfigError(f"expected resume without {', '.join(given)}: a run keeps its own")
-    began = monotonic()
-    reference = _found_run(runs, run, argument="resume")
-    if reference.step is not None:
-        raise ConfigError(
-            f"expected resume without a step, found {run!r}: a run goes on from where it stands. "
-            f"To begin a new run with that step's policy: source={run!r}"
-        )
-    recipe = jobs.recipe_to_resume(reference.run, nest(settings))
-    jobs.resume(jobs.TRAINING, reference.run, recipe, accept_verifier=accept_verifier, began=began)
-    return open_run(reference.run.root)
-
-
-def _beginning(
-    recipe: Recipe | Path | str | None,
-    source: Run | Path | str | None,
-    given: list[str],
-    *,
-    runs: Path,
-) -> Recipe | Path | str | Fork | None:
-    """Return what a new run is made of."""
-    if source is None:
-        if "reset_optimizer" in given:
-            raise ConfigError("reset_optimizer goes with source")
-        return jobs.DEFAULT_RECIPE if recipe is None and "prompts" not in given else recipe
-    if recipe is not None:
-        raise ConfigError("expected a recipe or a source, found both")
-    reference = _found_run(runs, source, argument="source")
-    return fork_of(reference, reset_optimizer="reset_optimizer" in given)
-
-
-def _found_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:
+def _find_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:
     if not isinstance(run, Run | Path | str):
         raise ConfigError(f"expected {argument} as a run or its name, found {run!r:.80}")
     return find_reference(runs, str(run.layout.root if isinstance(run, Run) else run))
 
 
-def _start(
+def _launch(
     job: jobs.Job,
     recipe: Recipe | Path | str | Fork | None,
-    settings: dict[str, Any],
-    brought: tuple[str, Rows | None, Rewards],
-    name: str | None,
-    runs: Path,
-    *,
-    datasets: str = "",
+    overrides: dict[str, Any],
+    section: str,
+    rows: Rows | None,
+    rewards: Rewards = (),
+    **how: Any,
 ) -> RunLayout:
-    """Make a run of a recipe, with settings over it, and drive it to its end.
-
-    Args:
-        brought: what the caller has in memory and a run must have in files: a section of the
-            recipe, the rows that its `path` is to name, and reward functions.
-    """
-    began = monotonic()
-    section, rows, given = brought
-    refused = arguments.NOT_OF_TRAINING if job is jobs.TRAINING else {}
-    over = arguments.placed(settings, section=section, refused=refused)
-    rewards = arguments.reward_tables(given)
-    if rows is not None:  # a recipe is validated before there is a place to write them to
+    """Launch a new run with the caller's rows, as the `path` of a section, and reward functions."""
+    tables = reward_tables(rewards)
+    if rows is not None:  # a recipe is validated before there is a directory to write rows to
         path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
-        over = merge(over, {section: {"path": path}})
-    if rewards:
-        named = [{**each, "verifier": arguments.name_of(each)} for each in rewards]
-        over = merge(over, {"rewards": named})
-    stem, chosen = jobs.chosen_recipe(recipe, over)
+        overrides = merge(overrides, {section: {"path": path}})
+    if tables:
+        named = [{**each, "verifier": name_of(each)} for each in tables]
+        overrides = merge(overrides, {"rewards": named})
 
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
         if rows is not None:
-            path = arguments.file_of(rows, layout.root / f"{section}.jsonl")
+            path = file_of(rows, layout.root / f"{section}.jsonl")
             table[section]["path"] = str(path.resolve())
-        for place, each in enumerate(rewards):
+        for place, each in enumerate(tables):
             if callable(function := each["verifier"]):
                 table["rewards"][place]["verifier"] = ship_function(function, layout.rewards)
         return build_recipe(table, source=str(layout.config))
 
-    layout = run_layout(runs, name or jobs.default_name(stem))
-    fork = recipe if isinstance(recipe, Fork) else None
-    new: Any = {"fill": fill, "fork": fork, "datasets": datasets}
-    with arguments.bad_rows_numbered(rows):
-        jobs.start(job, layout, chosen, began=began, recipe_name=stem, **new)
+    with bad_rows_numbered(rows):
+        layout, _ = jobs.launch(job, recipe, overrides, fill=fill, **how)
     return layout

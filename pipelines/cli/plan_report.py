@@ -12,7 +12,7 @@ from areal_flow.planning.gpus import GIB, gpu_named
 from areal_flow.planning.memory import MemoryPlan, plan_memory, trainer_memory
 from areal_flow.planning.planner import Calibration, Job, Plan, generator_gpus, make_plan
 from pipelines.console.tables import Report, Table
-from pipelines.jobs.run_plan import calibrate_run, job_of_run, lengths_of_run
+from pipelines.planning import calibrate_run, job_of_run, lengths_of_run
 
 
 def report_plan(

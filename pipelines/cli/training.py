@@ -12,19 +12,17 @@ from cyclopts import Parameter
 
 from areal_flow.config.messages import OPTION
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.layout import run_layout
 from areal_flow.core.settings import nest
 from areal_flow.log.directory import find_run
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
-    from pipelines.jobs.forking import Fork
-    from pipelines.jobs.job import Job
+    from pipelines.jobs.job import Fork, Job
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Which:
+class RunChoice:
     """The run to create or resume."""
 
     name: str | None = None
@@ -43,7 +41,7 @@ def train(
     recipe: Path | None = None,
     /,
     *,
-    which: Which | None = None,
+    choice: RunChoice | None = None,
     accept_verifier: Flag = False,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
@@ -66,51 +64,50 @@ def train(
     """
     if reset_optimizer and from_ is None:
         raise ConfigError("--reset-optimizer goes with --from")
-    from pipelines.jobs.forking import fork_of
-    from pipelines.jobs.job import TRAINING
+    from pipelines.jobs.job import TRAINING, fork_of
 
-    which, given = which or Which(), dict(settings or {})
+    choice, given = choice or RunChoice(), dict(settings or {})
     if data is not None:
         given["prompts.path"] = str(data)
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     source: Path | Fork | None = recipe
     if from_ is not None:
-        if recipe or which.resume:
+        if recipe or choice.resume:
             raise ConfigError(
                 "expected one of a recipe, --resume and --from: a fork has the recipe of its "
                 "parent, with the settings given"
             )
         source = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
     how: Any = {"accept_verifier": accept_verifier, "data": data}
-    return _drive(TRAINING, source, which, given, folders, **how)
+    return _launch(TRAINING, source, choice, given, folders, **how)
 
 
 def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
-    """Return a command that learns from rows; of `sft` the recipe says with which objective."""
+    """Return a command that learns from rows; for `sft` the recipe chooses the objective."""
 
     def learn(
         recipe: Path | None = None,
         /,
         *,
         data: Path | None = None,
-        which: Which | None = None,
+        choice: RunChoice | None = None,
         settings: Overrides | None = None,
         folders: Given,
     ) -> int:
         from pipelines.jobs.job import SFT, supervised
 
-        which, given = which or Which(), dict(settings or {})
-        if data is not None and which.resume is not None:
+        choice, given = choice or RunChoice(), dict(settings or {})
+        if data is not None and choice.resume is not None:
             raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
         if data is not None:
             given["sft.path"] = str(data)
         if name == "sft":
-            return _drive(SFT, recipe, which, given, folders, data=data)
-        if which.resume is None:
+            return _launch(SFT, recipe, choice, given, folders, data=data)
+        if choice.resume is None:
             given["sft.objective"] = name
             recipe = recipe or Path(name)
-        return _drive(supervised(name), recipe, which, given, folders)
+        return _launch(supervised(name), recipe, choice, given, folders)
 
     learn.__name__ = name
     learn.__doc__ = f"""{meaning}
@@ -122,40 +119,37 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
     return learn
 
 
-def _drive(
+def _launch(
     job: Job,
-    source: Path | Fork | None,
-    which: Which,
+    recipe: Path | Fork | None,
+    choice: RunChoice,
     settings: dict[str, Any],
     folders: Given,
     *,
     accept_verifier: bool = False,
     data: Path | None = None,
 ) -> int:
-    from pipelines.console.run_log import print_as
-    from pipelines.jobs import job as jobs
-    from pipelines.jobs.forking import Fork
+    from pipelines.jobs.job import DEFAULT_RECIPE, launch
 
-    over, began = nest(settings), folders.began
-    if which.resume is not None:
-        layout = find_run(folders.runs, which.resume)
-        if source or which.name or which.datasets:
-            raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
-        recipe = jobs.recipe_to_resume(layout, over, spelling=OPTION)
-        print_as(which.log_format, layout.name)
-        how = {"take_over": which.take_over, "accept_verifier": accept_verifier}
-        outcome = jobs.resume(job, layout, recipe, began=began, **how)
-    else:
-        if which.take_over or accept_verifier:
-            raise ConfigError("--take-over and --accept-verifier go with --resume")
-        stem, recipe = jobs.chosen_recipe(source or jobs.DEFAULT_RECIPE, over, spelling=OPTION)
-        named = re.sub(r"[^\w.-]+", "-", data.stem) if data and not source else stem
-        layout = run_layout(folders.runs, which.name or jobs.default_name(named))
-        print_as(which.log_format, layout.name)
-        fork = source if isinstance(source, Fork) else None
-        outcome = jobs.start(
-            job, layout, recipe, began=began, recipe_name=stem, fork=fork, datasets=which.datasets
-        )
+    if choice.resume is None and (choice.take_over or accept_verifier):
+        raise ConfigError("--take-over and --accept-verifier go with --resume")
+    if choice.resume is not None and (recipe or choice.name or choice.datasets):
+        raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
+    _, outcome = launch(
+        job,
+        recipe or DEFAULT_RECIPE,
+        nest(settings),
+        runs=folders.runs,
+        began=folders.began,
+        resumed=None if choice.resume is None else find_run(folders.runs, choice.resume),
+        take_over=choice.take_over,
+        accept_verifier=accept_verifier,
+        name=choice.name,
+        default_stem=re.sub(r"[^\w.-]+", "-", data.stem) if data and not recipe else "",
+        datasets=choice.datasets,
+        spelling=OPTION,
+        log_format=choice.log_format,
+    )
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 

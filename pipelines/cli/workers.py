@@ -46,7 +46,7 @@ group = App(name="workers", help="List, add and remove workers of a running job.
 def list_(run: str, /, *, folders: Given) -> Report:
     """List workers: role, process, work, heartbeat."""
     from areal_flow.cluster.control import list_workers
-    from pipelines.workers import scheduler_of
+    from pipelines.cluster_address import scheduler_of
 
     statuses = asyncio.run(list_workers(*scheduler_of(folders.runs, run)))
     data = {"run": run, "workers": [asdict(status) for status in statuses]}
@@ -64,7 +64,7 @@ def add(
 ) -> None:
     """Start more workers."""
     from areal_flow.cluster.control import add_workers
-    from pipelines.workers import scheduler_of
+    from pipelines.cluster_address import scheduler_of
 
     scheduler, network = scheduler_of(folders.runs, run)
     names = asyncio.run(add_workers(scheduler, role, count, network))
@@ -75,7 +75,7 @@ def add(
 def remove(run: str, worker: str, /, *, folders: Given) -> None:
     """Retire a worker by the name that `list` shows; its work is rescheduled."""
     from areal_flow.cluster.control import remove_worker
-    from pipelines.workers import scheduler_of
+    from pipelines.cluster_address import scheduler_of
 
     scheduler, network = scheduler_of(folders.runs, run)
     asyncio.run(remove_worker(scheduler, worker, network))

@@ -49,8 +49,8 @@ from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed
-from pipelines.jobs.open_settings import with_context_length
 from pipelines.jobs.preflight import check_devices
+from pipelines.jobs.prepare import with_context_length
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.models import run_of_checkpoint
 

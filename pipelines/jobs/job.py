@@ -1,7 +1,7 @@
-"""A run driven from its making, or its resumption, to its recorded end.
+"""A run from its creation, fork or resumption to its recorded end.
 
-The command line and the Python API both start runs here. What a job prepares and computes is its
-pipeline's; this module knows how a driver holds a run and how it leaves it.
+The command line and the Python API both call `launch`. What a job prepares and computes is in its
+own module; this one knows how a driver takes hold of a run and how it leaves it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -27,26 +28,40 @@ from areal_flow.core.command import command, from_here
 from areal_flow.core.durable import replace_file
 from areal_flow.core.errors import ConfigError, EpisodeError, RewardError, RunError
 from areal_flow.core.failures import first_line
-from areal_flow.core.layout import RunLayout
+from areal_flow.core.layout import RunLayout, run_layout
 from areal_flow.core.lease import Writer
-from areal_flow.log.directory import State, create_run, hold_run, leave_run, removed_on_failure
+from areal_flow.core.settings import flatten, merge
+from areal_flow.log.dataset import read_errors
+from areal_flow.log.directory import (
+    State,
+    create_run,
+    first_num_steps,
+    hold_run,
+    leave_run,
+    removed_on_failure,
+)
 from areal_flow.log.inputs import Verifier, accept, check_inputs
+from areal_flow.log.ledger import LedgerReader
+from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.tracking.registry import show_report, track
+from areal_flow.training.settings import SftSettings
 from areal_flow.training.supervised import OBJECTIVES
-from pipelines.console.run_log import log, log_kept, say
-from pipelines.jobs.forking import Fork
+from pipelines.console.progress import line_progress
+from pipelines.console.run_log import log, log_kept, print_as, say
 from pipelines.jobs.preflight import check_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
 from pipelines.jobs.train import run_training
-from pipelines.models import newest_checkpoint
+from pipelines.models import Reference, newest_checkpoint
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
 MAY_CHANGE = ("num_steps", "max_minutes")
 """Settings that a resume may change."""
+KIND_OF_OPTIMIZER = ("trainer.optimizer", "trainer.adamw.betas")
+"""Settings on which the meaning of an optimizer's state depends."""
 _BUCKET = re.compile(r"s3://[^/\s]+(/\S+)?")
 _ACCEPT = (
     "\nIf you change the verifier or agent before resuming, add --accept-verifier (in Python "
@@ -67,10 +82,95 @@ def recipe_path(given: Path) -> Path:
     return shipped[str(given)]
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A new run that starts from another run's policy, and from its recipe with overrides."""
+
+    parent: RunLayout
+    step: int | None
+    """None: the newest usable checkpoint."""
+    reset_optimizer: bool = False
+
+    def recipe(self, overrides: dict[str, Any], *, spelling: str = "{}") -> Recipe:
+        fixed = [name for name in flatten(overrides) if name.split(".")[0] in ("model", "sft")]
+        if fixed:
+            raise ConfigError(
+                f"{', '.join(spelling.format(name.replace('_', '-')) for name in fixed)}: a fork "
+                f"keeps the model of run {self.parent.name} and is not fine-tuned again. "
+                "To begin with another model, start a run with --model and without --from"
+            )
+        own = load_recipe(self.parent.config)
+        changed = flatten(overrides.get("trainer", {}).get("lora", {}), "trainer.lora.")
+        if any(flatten(own.model_dump())[name] != value for name, value in changed.items()):
+            raise ConfigError(
+                f"{', '.join(changed)}: a fork has the adapter of run {self.parent.name}, or none "
+                "if it has none. To change it, export a step and give that to --model"
+            )
+        num_steps = first_num_steps(self.parent) or own.num_steps
+        if own.trainer.num_decay_steps == num_steps:
+            overrides = merge({"trainer": {"num_decay_steps": 0}}, overrides)
+        return load_recipe(self.parent.config, overrides, spelling=spelling)
+
+    def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:
+        """Write the new run's checkpoint 0; return the recipe with that as its model."""
+        from areal_flow.flow.recovery.fork import write_version_0  # torch
+
+        own = {each.verifier for each in load_recipe(self.parent.config).rewards}
+        kept = (each.verifier for each in recipe.rewards if each.verifier in own)
+        if executed := what_is_executed(kept):
+            say(executed)
+        model = str(checkpoint_path(layout.checkpoints, 0))
+        recipe = recipe.model_copy(update={"model": model, "sft": SftSettings()})
+        if self.parent.rewards.is_dir():
+            shutil.copytree(self.parent.rewards, layout.rewards, dirs_exist_ok=True)
+        progress, what = line_progress(), f"run {self.parent.name}: replaying step"
+        wait_for(
+            lambda: write_version_0(
+                layout,
+                recipe,
+                writer,
+                parent=self.parent,
+                step=self.step,
+                fresh_optimizer=self._why_fresh(recipe),
+                on_replayed=lambda at, last: progress.count(what, at, last),
+            )
+        )
+        return recipe
+
+    def _why_fresh(self, recipe: Recipe) -> str:
+        """Return why the parent's optimizer state cannot be used; empty if it can."""
+        if self.reset_optimizer:
+            return "fresh, as asked for"
+        before, after = (
+            flatten(of.model_dump()) for of in (load_recipe(self.parent.config), recipe)
+        )
+        changed = [name for name in KIND_OF_OPTIMIZER if before[name] != after[name]]
+        return f"fresh, since {' and '.join(changed)} changed" if changed else ""
+
+
+def fork_of(reference: Reference, *, reset_optimizer: bool = False) -> Fork:
+    parent, step = reference.run, reference.step
+    if not parent.steps.exists():
+        raise RunError(
+            f"run {parent.name} has no ledger: expected one that `areal-flow train` made. What "
+            f"`areal-flow sft` made is a model: give it to --model"
+        )
+    with read_errors(parent.steps):
+        head = LedgerReader(parent).head
+    if head < 0:
+        raise RunError(
+            f"run {parent.name} has no policy yet: it is still before its version 0; "
+            f"wait for it, or go on with it first by --resume {parent.name}"
+        )
+    if step is not None and step > head:
+        raise RunError(f"run {parent.name} has no step {step}: expected a step from 0 to {head}")
+    return Fork(parent, step, reset_optimizer)
+
+
 def chosen_recipe(
     given: Recipe | Path | str | Fork | None, over: dict[str, Any], *, spelling: str = "{}"
 ) -> tuple[str, Recipe]:
-    """Return what a recipe is called, and it with settings over it."""
+    """Return a recipe's name, and the recipe with overrides."""
     match given:
         case Fork():
             return given.parent.name, given.recipe(over, spelling=spelling)
@@ -96,16 +196,16 @@ class Job:
 
     command: str
     prepare: Callable[[RunLayout, Recipe], str]
-    """Writes what a new run needs; returns what there is to say of it."""
+    """Writes what a new run needs; returns a summary to print."""
     drive: Callable[..., Coroutine[Any, Any, Outcome]]
     workers: Callable[[Recipe], list[WorkerPlacement]]
-    """What `drive` starts."""
+    """The workers that `drive` starts."""
     prepared: Callable[[RunLayout], Path]
-    """The last thing that a preparation writes."""
+    """The last file that `prepare` writes."""
     verifier: Callable[[RunLayout, Recipe], Verifier]
-    """Says which code scores, as it is now."""
+    """Returns the identity of the code that scores now."""
     conclude: Callable[[RunLayout], None]
-    """Called with a run that is finished, and recorded as such."""
+    """Called after a run is finished and recorded as such."""
 
 
 def _draw_report(layout: RunLayout) -> None:
@@ -122,10 +222,10 @@ def _draw_report(layout: RunLayout) -> None:
 
 
 def _deliver(layout: RunLayout, deliver: Callable[[], object]) -> None:
-    """Deliver something of a finished run; a tracker that is away gets it later."""
+    """Send a finished run to its tracker; if that is unreachable, say how to do it later."""
     try:
         deliver()
-    except Exception as error:  # noqa: BLE001  the run is finished all the same
+    except Exception as error:  # noqa: BLE001  the run is finished anyway
         again = command("track", layout.name, runs=layout.root.parent)
         logger.warning("the tracker is away; deliver by %s: %s", again, first_line(error))
 
@@ -172,7 +272,7 @@ def recipe_to_resume(
 
 
 def url_of_datasets(folder: str, name: str) -> str:
-    """Return where a run's datasets are made in an object store."""
+    """Return the URL of a run's datasets in an object store."""
     if not _BUCKET.fullmatch(folder):
         raise ConfigError(
             f"--datasets: expected s3://BUCKET/FOLDER, found {folder!r}; credentials and a region "
@@ -185,6 +285,66 @@ def supervised(objective: str) -> Job:
     return replace(SFT, command=objective.replace("_", "-"))
 
 
+def launch(
+    job: Job,
+    recipe: Recipe | Path | str | Fork | None,
+    overrides: dict[str, Any],
+    *,
+    runs: Path,
+    began: float,
+    resumed: RunLayout | None = None,
+    take_over: bool = False,
+    accept_verifier: bool = False,
+    name: str | None = None,
+    default_stem: str = "",
+    datasets: str = "",
+    fill: Callable[[RunLayout, Recipe], Recipe] | None = None,
+    spelling: str = "{}",
+    log_format: str = "text",
+) -> tuple[RunLayout, Outcome]:
+    """Start a new run, or resume one, and drive it to its end.
+
+    Args:
+        recipe: of a new run.
+        overrides: a nested table of settings over the recipe's.
+        runs: the folder of a new run.
+        began: `monotonic()` when the program began.
+        resumed: the run to resume, instead of a new one.
+        take_over: with `resumed`: even if another driver, which hangs, holds the run.
+        accept_verifier: with `resumed`: even if the code that scores changed.
+        name: of a new run; by default `default_stem`, or else the recipe's name, and the time.
+        datasets: the folder of an object store for a new run's datasets; "": its own directory.
+        fill: writes what the caller has in memory into a new run's directory; returns the recipe
+            that names it.
+        spelling: how messages spell a setting.
+    """
+    if resumed is not None:
+        chosen = recipe_to_resume(resumed, overrides, spelling=spelling)
+        print_as(log_format, resumed.name)
+        return resumed, resume(
+            job,
+            resumed,
+            chosen,
+            take_over=take_over,
+            accept_verifier=accept_verifier,
+            began=began,
+        )
+    recipe_name, chosen = chosen_recipe(recipe, overrides, spelling=spelling)
+    layout = run_layout(runs, name or default_name(default_stem or recipe_name))
+    print_as(log_format, layout.name)
+    fork = recipe if isinstance(recipe, Fork) else None
+    return layout, start(
+        job,
+        layout,
+        chosen,
+        recipe_name=recipe_name,
+        fill=fill,
+        fork=fork,
+        datasets=datasets,
+        began=began,
+    )
+
+
 def start(
     job: Job,
     layout: RunLayout,
@@ -192,18 +352,11 @@ def start(
     *,
     began: float,
     recipe_name: str = "",
-    fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
+    fill: Callable[[RunLayout, Recipe], Recipe] | None = None,
     fork: Fork | None = None,
     datasets: str = "",
 ) -> Outcome:
-    """Make a run and drive it to its end; a mistake found in the preparation leaves nothing behind.
-
-    Args:
-        began: `monotonic()` when the program began.
-        fill: writes what a caller brought along into the new run directory; returns the recipe
-            that names it.
-        datasets: the folder of an object store for the run's datasets; "": in its directory.
-    """
+    """Create a run and drive it to its end; an error while it is prepared removes it again."""
     check_devices(recipe)
     url = url_of_datasets(datasets, layout.name) if datasets else ""
     create_run(layout, recipe, recipe_name=recipe_name)
@@ -213,12 +366,13 @@ def start(
                 layout.datasets_url.write_text(url)
             writer = held.enter_context(hold_run(layout))
             fork_server = held.enter_context(start_fork_server(job.workers(recipe)))
-            recipe = fill(layout, recipe)
+            if fill is not None:
+                recipe = fill(layout, recipe)
             if fork is not None:
                 recipe = fork.begin(layout, recipe, writer)
             layout.config.write_text(dump_recipe(recipe))
             prepared = job.prepare(layout, recipe)
-            recipe = load_recipe(layout.config)  # a preparation may settle what it leaves open
+            recipe = load_recipe(layout.config)  # `prepare` may choose what it leaves open
         with log_kept(layout.log):
             say(f"Run {layout.name} in {layout.root}: {prepared}")
             return _drive(job, layout, recipe, writer, fork_server, resume=False, began=began)
@@ -233,12 +387,6 @@ def resume(
     accept_verifier: bool = False,
     began: float,
 ) -> Outcome:
-    """Drive a run that was made before to its end.
-
-    Args:
-        take_over: even if another driver holds the run; it hangs, or it will find itself refused.
-        accept_verifier: even if the code that scores is not that of the run.
-    """
     if not job.prepared(layout).exists():
         raise RunError(
             f"expected a run that `areal-flow {job.command}` prepared in {layout.root}, found none "
@@ -263,7 +411,7 @@ def resume(
 
 
 def _record_num_steps(layout: RunLayout, num_steps: int) -> None:
-    """Let reports, workers and the next resume know how many steps the run has now."""
+    """Record the number of steps for reports, workers and the next resume."""
     recorded = load_recipe(layout.config)
     if recorded.num_steps != num_steps:
         changed = recorded.model_copy(update={"num_steps": num_steps})

@@ -34,10 +34,10 @@ from areal_flow.rollout.prompts.completions import (
     tokenise_completions,
 )
 from areal_flow.training.supervised import OBJECTIVES
+from pipelines.cluster_address import dashboard_text
 from pipelines.console.progress import Progress, make_progress
 from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
 from pipelines.jobs.stop_signals import Outcome, StopSignals
-from pipelines.workers import dashboard_text
 
 MAX_LOST_TRAINERS = 3
 """So many in a row that die without having come further end the run."""

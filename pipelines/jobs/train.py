@@ -47,12 +47,12 @@ from areal_flow.policy.weights.media import ChosenChannel
 from areal_flow.policy.weights.shared_memory import free_segments
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking, start_tracking
+from pipelines.cluster_address import dashboard_text, reachable
 from pipelines.console.progress import Progress, make_progress
 from pipelines.console.summary import print_summary, summarise
 from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
-from pipelines.workers import dashboard_text, reachable
 
 
 async def run_training(
@@ -123,7 +123,7 @@ class Training:
         self.log = RunLog(layout, writer)
         self.gap = GapWatch(partial(self.log.rows, ["metrics"]))
         paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
-        program = (sys.executable, "-P", "-m", "pipelines.jobs.run_plan")
+        program = (sys.executable, "-P", "-m", "pipelines.planning")
         command = ("env", paths, *program, str(layout.root))
         planner = command if recipe.cluster.autoscale_gpu else ()
         self.autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)

@@ -44,11 +44,11 @@ from areal_flow.log.database import compared_answers
 from areal_flow.log.dataset import open_dataset, read_rows
 from areal_flow.log.directory import observed_state
 from areal_flow.log.queries import Run
+from pipelines.cluster_address import tunnel_to
 from pipelines.console.tables import write_table_file
 from pipelines.pages import report
 from pipelines.pages.charts import CHARTS, COLOURS
 from pipelines.pages.report import held_out_rates
-from pipelines.workers import tunnel_to
 
 HOST = "127.0.0.1"
 REFRESH_MS = 3000

@@ -16,7 +16,7 @@ from areal_flow.config import Recipe
 from areal_flow.config.cluster import NetworkSettings
 from areal_flow.core.errors import EngineError
 from areal_flow.core.layout import RunLayout
-from pipelines.workers import scheduler_of
+from pipelines.cluster_address import scheduler_of
 from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
 
 

@@ -19,7 +19,7 @@ from areal_flow.flow.recovery.replay import replay_step
 from areal_flow.log.browse import Selection, show_trajectory
 from areal_flow.policy.checkpoints import list_checkpoints, read_forks
 from areal_flow.policy.weights.shared_memory import available_bytes, segments_of
-from pipelines.workers import scheduler_of
+from pipelines.cluster_address import scheduler_of
 from tests.chaos import SETTINGS
 from tests.integration.conftest import Typed
 from tests.integration.runs import (

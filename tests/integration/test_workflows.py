@@ -20,7 +20,7 @@ from areal_flow.core.types import submission_index_of
 from areal_flow.flow.recovery.replay import replay_step
 from areal_flow.log.browse import GroupSelection, select_groups, show_group
 from areal_flow.policy.tokenizer.directory import tokenizer_of
-from pipelines.jobs.run_plan import lengths_of_run
+from pipelines.planning import lengths_of_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import (
     check_accounting,

@@ -266,7 +266,7 @@ def resumed(
     resumes: list[tuple[RunLayout, Recipe, dict[str, Any]]] = []
 
     def resume(job: Job, layout: RunLayout, recipe: Recipe, **given: Any) -> Outcome:
-        del given["began"]
+        del given["began"], given["take_over"]
         resumes.append((layout, recipe, given))
         return Outcome(True)
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError
-from pipelines.jobs.open_settings import room_by_part, with_context_length
+from pipelines.jobs.prepare import room_by_part, with_context_length
 from tests.policies import write_model_directory
 
 CONFIG = SimpleNamespace(
@@ -51,7 +51,7 @@ def test_memory_of_this_machine_bounds_no_cache_on_a_gpu() -> None:
 
 def test_memory_is_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recipe = write_model_directory(tmp_path / "model"), build_recipe({}, source="test")
-    monkeypatch.setattr("pipelines.jobs.open_settings.usable_bytes", lambda: 2**28)
+    monkeypatch.setattr("pipelines.jobs.prepare.usable_bytes", lambda: 2**28)
     settled, notice = with_context_length(recipe, model)
     config = AutoConfig.from_pretrained(model)
     of_memory = room_by_part(recipe, config, memory_bytes=2**28)

@@ -17,7 +17,7 @@ from areal_flow.rollout.engines.protocol import GenerationSettings, VLLMSettings
 from areal_flow.rollout.engines.registry import choose_engine, require_installed, require_served
 from areal_flow.rollout.engines.vllm import support as vllm_support
 from areal_flow.rollout.engines.vllm.support import BUILDS, VERSION, engine_arguments
-from pipelines.jobs.open_settings import with_engine
+from pipelines.jobs.prepare import with_engine
 
 ROOT = Path(__file__).parents[2]
 

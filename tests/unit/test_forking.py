@@ -38,8 +38,8 @@ from areal_flow.policy.checkpoints import (
     record_fork,
 )
 from areal_flow.policy.tokenizer.directory import copy_model_description
-from pipelines.jobs.forking import Fork, describe_parent, fork_of
-from pipelines.jobs.job import _record_num_steps
+from pipelines.jobs.job import Fork, _record_num_steps, fork_of
+from pipelines.jobs.prepare import describe_parent
 from pipelines.models import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
 from tests.rows import append

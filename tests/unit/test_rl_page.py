@@ -16,7 +16,7 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import Executions
 from areal_flow.cluster.rl_page import RunFeed, add_page
 from areal_flow.core.layout import RunLayout
-from pipelines.workers import dashboard_text, tunnel_to
+from pipelines.cluster_address import dashboard_text, tunnel_to
 from tests.browser import WIDTHS, opened, screenshot
 from tests.finished_runs import make_finished_run
 from tests.flow_parts import Parts

@@ -1,6 +1,6 @@
 """Calibrates the planner to a run, from its ledger and its log alone.
 
-    python -m pipelines.jobs.run_plan RUN FIRST_STEP NUM_GENERATORS
+    python -m pipelines.planning RUN FIRST_STEP NUM_GENERATORS
 
 prints how many generators the run should have, by its steps with so many, from the first one on. It
 is a process of its own: the shapes of a policy need torch, which the driver must not load.

@@ -37,9 +37,8 @@ from areal_flow.policy.models.policy import (
 )
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from benchmarks import harness, tailed_load
 from benchmarks.harness import seconds_of
 from benchmarks.shapes import random_trajectory

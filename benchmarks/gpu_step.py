@@ -20,9 +20,8 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

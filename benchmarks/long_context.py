@@ -21,9 +21,8 @@ from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.core.types import Rendezvous
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.replicas import ReplicaGroup, connect_ranks
-from areal_flow.training.settings import ParallelSettings, TrainerSettings
+from areal_flow.training.settings import ParallelSettings, StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

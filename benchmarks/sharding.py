@@ -24,9 +24,8 @@ from areal_flow.policy.checkpoints import CheckpointState
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.training.replicas import ReplicaGroup, connect_ranks
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

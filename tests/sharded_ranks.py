@@ -48,13 +48,13 @@ from areal_flow.training.sequences import pack_sequences
 from areal_flow.training.settings import (
     AdamWSettings,
     SftSettings,
+    StepSettings,
     SupervisedObjective,
     TrainerSettings,
 )
 from areal_flow.training.sft import SftTrainer
 from areal_flow.training.step import train_step
 from areal_flow.training.supervised import OBJECTIVES
-from areal_flow.training.updates import StepSettings
 from tests.policies import completion_rows, served_weights, small_policy
 from tests.unit.test_trainer import make_sequences
 
@@ -313,8 +313,8 @@ def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]
         rank.load_pretrained(layout.model)
         hashes, _ = rank.stage_initial_policy()
         micro = pack_sequences(make_sequences(3))
-        passes = rank.backend.passes
-        logprobs = [passes.logprobs(micro, 1.0), passes.reference_logprobs(micro, 1.0)]
+        backend = rank.backend
+        logprobs = [backend.trained.logprobs(micro, 1.0), backend.reference_logprobs(micro, 1.0)]
         hashes_by_name[name] = [
             hashes.weights_hash,
             hashes.served_hash,

@@ -50,12 +50,12 @@ def _watch() -> None:
 def _strike(how: str) -> None:
     import torch
 
-    from areal_flow.training.passes import Passes
+    from areal_flow.training.ranked_model import TrainedModel
 
-    backward = Passes.backward
+    backward = TrainedModel.backward
 
     def struck(*arguments: Any) -> Any:
-        Passes.backward = backward  # type: ignore[method-assign]
+        TrainedModel.backward = backward  # type: ignore[method-assign]
         until = time.monotonic() + SLOW_S
         while how == "slow" and time.monotonic() < until:
             pass
@@ -65,4 +65,4 @@ def _strike(how: str) -> None:
             raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         return backward(*arguments)
 
-    Passes.backward = struck  # type: ignore[method-assign]
+    TrainedModel.backward = struck  # type: ignore[method-assign]

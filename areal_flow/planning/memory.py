@@ -48,7 +48,7 @@ from areal_flow.policy.models.policy import DTYPES, policy_from_config
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.rollout.engines.protocol import GenerationSettings
-from areal_flow.training import activations, critic, linear_logprobs, passes
+from areal_flow.training import activations, critic, linear_logprobs, ranked_model
 from areal_flow.training.kernels import RESERVED_BYTES
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup
@@ -157,7 +157,7 @@ def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, in
     backend = rank.backend
     algorithm = rank.config.algorithm.model_copy(update={"num_minibatches": 1})
     settings = replace(rank.settings, algorithm=algorithm)
-    num_batches = backend.passes.num_batches
+    num_batches = backend.trained.num_batches
     # The first step allocates the optimizer's state and the buffers of gathered weights.
     train_step(backend, longest_sequences([8], num_batches), step=1, settings=settings)
     tracker = PassesTracker()
@@ -247,7 +247,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (segments, "has_fused_kernels", lambda device: on_cuda),
-        (passes, "to_host", _zeros_like_on_host),
+        (ranked_model, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
         *([(activations, "MainMemoryCopy", _OffloadedTensor)] if on_cuda else []),
         *([] if all_chunks else [(linear_logprobs, "_chunks", few_chunks)]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -24,14 +24,14 @@ from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faste
 from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
 from areal_flow.training.critic import PREFIX, Critic
+from areal_flow.training.head import token_logprobs
 from areal_flow.training.kernels import set_precision
 from areal_flow.training.optimizers import PolicyOptimizer
-from areal_flow.training.passes import Passes
-from areal_flow.training.ranked_model import RankedModel, TrainedModel, whole
+from areal_flow.training.ranked_model import RankedModel, TrainedModel
 from areal_flow.training.replicas import ReplicaGroup, context_ranks
+from areal_flow.training.sequences import MicroBatch
 from areal_flow.training.settings import RankSettings, TrainerSettings
-from areal_flow.training.tensor_rows import Rows, TensorRows, copied_rows, own_rows
-from areal_flow.training.updates import Minibatch, UpdateNumbers
+from areal_flow.training.tensor_rows import Rows, TensorRows, copied_rows, full_tensor, own_rows
 
 SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
 """This process's rows of the weights, and of the optimizer."""
@@ -49,44 +49,51 @@ class TrainerBackend:
         self.settings = settings
         self.replicas = replicas or ReplicaGroup()
         set_precision(settings)
-        self._trained = TrainedModel(policy, settings, self.replicas)
-        run = self._trained.run
-        self.passes = Passes(run, settings, self.replicas, reference=self._run_without_adapter)
-        self.has_reference = False
-        """Whether a policy was given to `hold_reference`. With an adapter none is needed: the
-        reference is then the policy without it."""
+        self.trained = TrainedModel(policy, settings, self.replicas)
+        self.reference: RankedModel | None = None
+        """None with an adapter: the reference is then the policy without it."""
         self.critic: Critic | None = None
         """What predicts values, for an algorithm that needs it."""
 
     @property
     def policy(self) -> Any:
-        return self._trained.model
+        return self.trained.model
 
     @property
     def optimizer(self) -> PolicyOptimizer:
-        return self._trained.optimizer
+        return self.trained.optimizer
 
     def add_critic(self, algorithm: ActorCriticPPO) -> None:
         self.critic = Critic(self.policy, self.settings, algorithm, self.replicas)
 
     def hold_reference(self, policy: Any, weights: Rows | None = None) -> None:
         """Keep a policy, of any architecture with the same tokens, as the reference."""
-        held = RankedModel(policy.requires_grad_(False), self.settings, self.replicas)
+        self.reference = RankedModel(policy.requires_grad_(False), self.settings, self.replicas)
         if weights is not None:
-            held.load(weights)
-        self.passes.reference = held.run
-        vocabularies = [p.config.get_text_config().vocab_size for p in (self.policy, policy)]
-        self.passes.num_known = min(vocabularies)
-        self.has_reference = True
+            self.reference.load(weights)
 
-    def update(self, minibatch: Minibatch) -> UpdateNumbers:
-        """Make one optimizer update as `TrainedModel.update` does; all ranks make the same."""
-        bound = self.passes.minibatch_bound(minibatch)
-        return self._trained.update(
-            self.passes,
-            lambda rank: self.passes.backward(minibatch, rank, bound),
-            minibatch,
-            name="update",
+    @torch.no_grad()
+    def run_reference(
+        self, function: Callable[..., Any], micro: MicroBatch, **keywords: Any
+    ) -> Any:
+        """Return what `RankedModel.run` does, of the reference."""
+        if self.reference:
+            return self.reference.run(function, micro, **keywords)
+        with without_adapter(self.policy):
+            return self.trained.run(function, micro, **keywords)
+
+    @property
+    def num_common_tokens(self) -> int | None:
+        """The reference's first tokens that the policy has, too; None: all."""
+        if not self.reference:
+            return None
+        models = self.policy, self.reference.model
+        sizes: list[int] = [model.config.get_text_config().vocab_size for model in models]
+        return min(sizes)
+
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        return self.run_reference(  # type: ignore[no-any-return]
+            token_logprobs, micro, temperature=temperature
         )
 
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
@@ -107,7 +114,7 @@ class TrainerBackend:
 
     def free_memory(self) -> None:
         """Give back what the next step does not begin with; what is cached of it, too."""
-        models = [self._trained, *([self.critic.trained] if self.critic else [])]
+        models = [self.trained, *([self.critic.trained] if self.critic else [])]
         for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
             parameter.grad = None
         torch.cuda.empty_cache()  # nothing without CUDA
@@ -118,18 +125,18 @@ class TrainerBackend:
 
     def weights(self) -> Rows:
         """Return this process's rows of the weights, which the next update changes."""
-        return own_rows(self._trained.tensors())
+        return own_rows(self.trained.tensors())
 
     def save(self) -> SavedState:
         """Return a copy of the rows that this process writes; the next update leaves it alone."""
         optimizer = self.optimizer.named_state()
         if self.critic:
             optimizer |= self.critic.named_state()
-        return copied_rows(self._trained.tensors()), copied_rows(optimizer)
+        return copied_rows(self.trained.tensors()), copied_rows(optimizer)
 
     def load_weights(self, weights: Rows) -> None:
         """Begin with weights, and with a critic of their layers."""
-        self._trained.load(weights)
+        self.trained.load(weights)
         if self.critic:
             self.critic.load({})
 
@@ -137,18 +144,13 @@ class TrainerBackend:
         """Continue from what `save` returned on all ranks, however many there were."""
         self.load_weights(weights)
         own = {n: optimizer[n] for n in optimizer if n != RNG_STATE and not n.startswith(PREFIX)}
-        self._trained.load_optimizer(own)
+        self.trained.load_optimizer(own)
         if self.critic:  # a fork from a run with a critic may leave it behind
             self.critic.load(optimizer)
 
-    def _run_without_adapter(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        """A `ForwardRunner` of the policy without its adapter."""
-        with without_adapter(self.policy):
-            return self._trained.run(function, *arguments, **keywords)
-
     def _gathered(self) -> StreamedTensors:
-        tensors = self._trained.tensors()
-        return StreamedTensors(_like(tensors), read=lambda name: whole(tensors[name]))
+        tensors = self.trained.tensors()
+        return StreamedTensors(_like(tensors), read=lambda name: full_tensor(tensors[name]))
 
 
 def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ of a rank's slice, H heads, K key-value heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,52 +24,48 @@ from torch.utils._pytree import tree_map
 from areal_flow.core.errors import ConfigError
 from areal_flow.policy.models.attention import AttentionRule, pass_dtype, to_device
 from areal_flow.policy.models.packed_layout import PackedLayout
-from areal_flow.training.passes import ForwardRunner
-from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import MicroBatch
-from areal_flow.training.settings import TrainerSettings
 
 
-class ContextParallel:
-    """A `ForwardRunner` for functions of a micro-batch with one result per trained token."""
+def run_over_ranks(
+    run: Callable[..., Any],
+    group: Any,
+    function: Callable[..., Any],
+    micro: MicroBatch,
+    **keywords: Any,
+) -> Any:
+    """Return what `run(function, micro, **keywords)` does, of each trained token one rank's entry.
 
-    def __init__(self, run: ForwardRunner, group: Any) -> None:
-        self._run = run
-        self._group = group
+    Gradients flow into this rank's own entries alone.
+    """
+    num_padding = -micro.input_ids_1T.shape[1] % group.size()
+    tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
+    places = [*micro.layout.places]
+    if num_padding:
+        places.append(np.arange(micro.input_ids_1T.shape[1], tokens_1T.shape[1]))
+    row = PackedLayout([len(each) for each in places], tokens_1T.device, places=places)
+    layout = ContextLayout(row, group)
+    inside_M = micro.predicting >= layout.slice.start
+    inside_M &= micro.predicting < layout.slice.stop
+    own_M = to_device(np.flatnonzero(inside_M), tokens_1T.device)
+    own_micro = replace(
+        micro,
+        input_ids_1T=tokens_1T[:, layout.slice],
+        layout=layout,
+        predicting_M=micro.predicting_M[own_M] - layout.slice.start,
+        predicting=micro.predicting[inside_M] - layout.slice.start,
+        trained_M=micro.trained_M[own_M] - layout.slice.start,
+        targets_M=micro.targets_M[own_M],
+        top_Mk=None if micro.top_Mk is None else micro.top_Mk[own_M],
+    )
 
-    def __call__(self, function: Any, /, micro: MicroBatch, **keywords: Any) -> Any:
-        num_padding = -micro.input_ids_1T.shape[1] % self._group.size()
-        tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
-        places = [*micro.layout.places]
-        if num_padding:
-            places.append(np.arange(micro.input_ids_1T.shape[1], tokens_1T.shape[1]))
-        row = PackedLayout([len(each) for each in places], tokens_1T.device, places=places)
-        layout = ContextLayout(row, self._group)
-        inside_M = micro.predicting >= layout.slice.start
-        inside_M &= micro.predicting < layout.slice.stop
-        own_M = to_device(np.flatnonzero(inside_M), tokens_1T.device)
-        own = replace(
-            micro,
-            input_ids_1T=tokens_1T[:, layout.slice],
-            layout=layout,
-            predicting_M=micro.predicting_M[own_M] - layout.slice.start,
-            predicting=micro.predicting[inside_M] - layout.slice.start,
-            trained_M=micro.trained_M[own_M] - layout.slice.start,
-            targets_M=micro.targets_M[own_M],
-            top_Mk=None if micro.top_Mk is None else micro.top_Mk[own_M],
-        )
-        with raise_trainer_lost():
-            results = self._run(function, own, **keywords)
-            return tree_map(lambda each: self._whole(each, own_M, len(inside_M)), results)
+    def all_entries(own: Tensor) -> Tensor:
+        entries_M = own.new_zeros(len(inside_M), *own.shape[1:])
+        entries_M.index_copy_(0, own_M, own.detach())
+        distributed.all_reduce(entries_M, group=group)  # each entry is one rank's: exact
+        return entries_M.index_copy(0, own_M, own) if own.requires_grad else entries_M
 
-    def _whole(self, own: Tensor, own_M: Tensor, num_trained: int) -> Tensor:
-        """Return all ranks' entries `[M]`; gradients flow into one's own alone, at `own_M`."""
-        sent_M = own.new_zeros(num_trained, *own.shape[1:])
-        sent_M.index_copy_(0, own_M, own.detach())
-        distributed.all_reduce(sent_M, group=self._group)  # each entry is one rank's: exact
-        if not own.requires_grad:
-            return sent_M
-        return sent_M.index_copy(0, own_M, own)
+    return tree_map(all_entries, run(function, own_micro, **keywords))
 
 
 class ContextLayout:
@@ -133,15 +130,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         return exchange(gradient, ctx.group), None
-
-
-def over_ranks(
-    run: ForwardRunner, settings: TrainerSettings, replicas: ReplicaGroup
-) -> ForwardRunner:
-    num_ranks = context_ranks(replicas, settings)
-    if num_ranks == 1:
-        return run
-    return ContextParallel(run, replicas.mesh(num_ranks).get_group(-1))
 
 
 def check_heads(policy: Any, num_ranks: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,11 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES
 from areal_flow.policy.models.reward_model import critic_of, scores_at
-from areal_flow.training.passes import Passes
-from areal_flow.training.ranked_model import TrainedModel
-from areal_flow.training.replicas import ReplicaGroup, raise_trainer_lost
+from areal_flow.training.ranked_model import Minibatch, TrainedModel
+from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import MicroBatch, TrainingSequence
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.tensor_rows import Rows, local_rows, strip_prefix
-from areal_flow.training.updates import Minibatch, StepSettings
 
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""
@@ -56,8 +55,6 @@ class Critic:
         )
         model = critic_of(policy, device="meta")
         self.trained = TrainedModel(model, self._settings, replicas)
-        run = self.trained.run
-        self._passes = Passes(run, self._settings, replicas, reference=run)
         self._begin()
 
     @property
@@ -77,16 +74,9 @@ class Critic:
     def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-        return pad_rows(self._passes.by_trajectory(self._values_before, whole))
-
-    @torch.no_grad()
-    def _values_before(self, micro: MicroBatch) -> Tensor:
-        return self._values(micro)
-
-    def _values(self, micro: MicroBatch) -> Tensor:
-        with raise_trainer_lost(), self._passes.autocast():
-            values_M: Tensor = self.trained.run(_values, micro)
-        return values_M
+        with torch.no_grad():
+            rows = self.trained.by_trajectory(partial(self.trained.run, _values), whole)
+        return pad_rows(rows)
 
     def update(
         self,
@@ -96,12 +86,7 @@ class Critic:
     ) -> dict[str, Metric]:
         """Make one update of sequences as `sequences_with_targets` makes them, by rank."""
         minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
-        numbers = self.trained.update(
-            self._passes,
-            lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank),
-            minibatch,
-            name="critic's update",
-        )
+        numbers = self.trained.update(minibatch, self._value_loss, name="critic's update")
         return {**numbers.metrics, CRITIC_SKIPPED_UPDATES: Metric(float(not numbers.losses), 1.0)}
 
     def sequences_with_targets(
@@ -135,8 +120,8 @@ class Critic:
         explained = 1 - float(rest_N.var(correction=0)) / variance
         return {"critic_explained_variance": Metric(explained, 1.0)}
 
-    def _value_loss(self, micro: MicroBatch) -> PolicyLoss:
-        values_M = self._values(micro)
+    def _value_loss(self, micro: MicroBatch, rank: int) -> PolicyLoss:
+        values_M = self.trained.run(_values, micro)
         # The columns of `sequences_with_targets`: old values and targets.
         return self._algorithm.value_loss(values_M, micro.behavior_logprobs_M, micro.advantages_M)
 

@@ -23,8 +23,7 @@ from torch import nn
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.policy.models.linear import linear
 from areal_flow.policy.models.policy import DTYPES
-from areal_flow.training.sequences import TrainingSequence, row_tokens
-from areal_flow.training.updates import MinibatchPlan
+from areal_flow.training.sequences import MinibatchPlan, TrainingSequence, row_tokens
 
 WIDTHS = {"cpu": 768, "cuda": 8192}
 """Of the square matrices that are multiplied to measure a rate."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -17,8 +18,8 @@ from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, To
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.core.types import StepRequest
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.sequences import TrainingSequence
-from areal_flow.training.updates import UpdateNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,8 @@ def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
     whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-    passes = backend.passes
-    logprobs = passes.by_trajectory(lambda micro: passes.logprobs(micro, temperature), whole)
+    policy = backend.trained
+    logprobs = policy.by_trajectory(partial(policy.logprobs, temperature=temperature), whole)
     return [tuple(logprobs_M.tolist()) for logprobs_M in logprobs]
 
 

@@ -20,10 +20,10 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.core.pass_rates import PASS_RATE, passes
 from areal_flow.core.step_metrics import TRAINED_BY_STALENESS, StepMetrics
 from areal_flow.core.types import StepRequest
+from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import RankSettings
 from areal_flow.training.step import learning_rate
-from areal_flow.training.updates import UpdateNumbers
 
 PERCENTILES = (10, 50, 90)
 

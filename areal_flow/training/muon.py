@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from areal_flow.policy.models.policy import DTYPES
 from areal_flow.training.adamw import PolicyAdamW
-from areal_flow.training.ranked_model import whole
 from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.tensor_rows import is_sharded, local_rows
+from areal_flow.training.tensor_rows import full_tensor, is_sharded, local_rows
 
 KEY = "momentum_buffer"
 MOMENTUM = 0.95
@@ -52,8 +51,8 @@ class PolicyMuon:
     def _update_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Of rows on several ranks each rank updates the whole matrix, and keeps its own rows."""
         assert parameter.grad is not None
-        matrix_RC, momentum_RC = whole(parameter.detach()), whole(momentum)
-        gradient_RC = whole(parameter.grad)
+        matrix_RC, momentum_RC = full_tensor(parameter.detach()), full_tensor(momentum)
+        gradient_RC = full_tensor(parameter.grad)
         momentum_RC.lerp_(gradient_RC, 1 - MOMENTUM)
         update_RC = orthogonal(gradient_RC.lerp(momentum_RC, MOMENTUM).to(self._dtype))
         matrix_RC.mul_(1 - rate * self._weight_decay)

@@ -38,13 +38,13 @@ from areal_flow.training.context import check_heads
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.training.metrics import step_metrics
 from areal_flow.training.pretrained import pretrained_policy, shapes_of
+from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.rows_ahead import ReadRows
 from areal_flow.training.sequences import TrainingSequence, sequences_from_rows
-from areal_flow.training.settings import RankSettings
+from areal_flow.training.settings import RankSettings, StepSettings
 from areal_flow.training.step import train_step
 from areal_flow.training.tensor_rows import Rows, whole_rows
-from areal_flow.training.updates import StepSettings, UpdateNumbers
 
 
 @dataclass
@@ -204,7 +204,7 @@ class TrainerRank:
 
     def _hold_reference(self, first_weights: Callable[[], Rows]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
-        if not self.config.algorithm.needs_reference or self.backend.has_reference:
+        if not self.config.algorithm.needs_reference or self.backend.reference:
             return
         directory = self.find_teacher()
         assert directory or not self.config.algorithm.reference, "the reference was not passed on"

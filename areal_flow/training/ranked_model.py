@@ -1,47 +1,105 @@
-"""A model as one rank has it: whole in a process that is alone, else the rank's rows of it.
+"""A model as one rank has it: its rows of the weights, passes over it, and its optimizer.
 
-Its tensors are named as files name them. Those with parts on other ranks are read by all ranks
-together, in the same order.
+A model is whole in one process, or several ranks shard it: each holds rows of every tensor.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain, islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from areal_flow.policy.models.policy import copy_by_name, fill_buffers, policy_tensors
+from areal_flow.algorithms.protocol import (
+    Advantage,
+    Metric,
+    MinibatchSize,
+    PolicyLoss,
+    add_metrics,
+    read_from_device,
+    sum_of,
+)
+from areal_flow.policy.models.attention import to_host
+from areal_flow.policy.models.policy import DTYPES, copy_by_name, fill_buffers, policy_tensors
 from areal_flow.training.activations import choose_activations
-from areal_flow.training.context import over_ranks
+from areal_flow.training.context import run_over_ranks
+from areal_flow.training.head import token_logprobs
 from areal_flow.training.kernels import compile_layers, compiles_layers
 from areal_flow.training.optimizers import make_optimizer
-from areal_flow.training.passes import MicroBatchMetrics, Passes
-from areal_flow.training.replicas import ReplicaGroup, raise_trainer_lost
-from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.tensor_rows import Rows, is_sharded, local_rows
-from areal_flow.training.updates import Minibatch, UpdateNumbers
+from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
+from areal_flow.training.sequences import (
+    MicroBatch,
+    MicroBatches,
+    MinibatchPlan,
+    TrainingSequence,
+    plan_passes,
+)
+from areal_flow.training.settings import StepSettings, TrainerSettings
+from areal_flow.training.tensor_rows import Rows, full_tensor, is_sharded, local_rows
 
 if TYPE_CHECKING:
     from areal_flow.training.sharded import ShardedModel
 
 logger = logging.getLogger(__name__)
 
+LOSS_KEY = ""
+"""The loss of a micro-batch among its metrics, none of which has this name."""
+
+MicroBatchLoss = Callable[[MicroBatch, int], PolicyLoss]
+"""Returns the loss of a rank's micro-batch."""
+
+MicroBatchMetrics = list[dict[str, Metric]]
+"""The metrics of each of a rank's micro-batches, on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """What one optimizer update is computed from."""
+
+    micro_batches: Mapping[int, Sequence[MicroBatch]]
+    """By rank, of the ranks that this process computes."""
+    size: MinibatchSize
+    learning_rate: float
+    settings: StepSettings
+    policy_version: int = 0
+    """Of the policy before the step."""
+    gap_sums: Mapping[int, Tensor] | None = None
+    """By rank: sums of the engine gap, which the loss adds to. None where the pass has no
+    log-probabilities of the policy before the step."""
+
+
+@dataclass(slots=True)
+class UpdateNumbers:
+    """The results of one update, or of all updates of a step that were not skipped."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    advantages: list[Advantage] = field(default_factory=list, compare=False)
+    """Of a step: one per trajectory. Not compared, since arrays are not equal as a whole."""
+    plan: list[MinibatchPlan] = field(default_factory=list, compare=False)
+    """Of a step."""
+
 
 class RankedModel:
+    """A model without an optimizer, such as a reference."""
+
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         """Take a model, whose parameters may be on the meta device: weights are loaded later."""
-        self.model = model
+        self.model, self.settings, self.replicas = model, settings, replicas
         if compiles_layers(settings):
             compile_layers(model)
         choose_activations(model, settings)
         self._sharded: ShardedModel | None = None
         if not replicas.is_single_process:
-            from areal_flow.training.sharded import ShardedModel  # a second that few need
+            from areal_flow.training.sharded import ShardedModel  # takes a second to import
 
             mesh = replicas.mesh(settings.parallel.shard_ranks or replicas.num_ranks)
             self._sharded = ShardedModel(model, mesh, settings)
@@ -49,10 +107,10 @@ class RankedModel:
             (self._sharded or model).to_empty(device=settings.device)
             model.tie_weights()
             fill_buffers(model)
-        self.run = over_ranks(self._sharded or self._run_whole, settings, replicas)
-
-    def _run_whole(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        return function(self.model, *arguments, **keywords)
+        self._context_ranks = context_ranks(replicas, settings)
+        self._context_group: Any = None
+        if self._context_ranks > 1:
+            self._context_group = replicas.mesh(self._context_ranks).get_group(-1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, a tied one once; those with parts elsewhere are DTensors."""
@@ -74,50 +132,150 @@ class RankedModel:
         if self._sharded:
             self._sharded.reshard_all()
 
+    def run(self, function: Callable[..., Any], micro: MicroBatch, **keywords: Any) -> Any:
+        """Return `function(model, micro, **keywords)`: tensors with an entry per trained token."""
+        settings = self.settings
+        device_type, dtype = torch.device(settings.device).type, DTYPES[settings.dtype]
+        # The precision of passes; the master weights stay float32.
+        autocast = torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
+        with raise_trainer_lost(), autocast:
+            if self._context_group:
+                return run_over_ranks(self._call, self._context_group, function, micro, **keywords)
+            return self._call(function, micro, **keywords)
+
+    def _call(self, function: Callable[..., Any], micro: MicroBatch, **keywords: Any) -> Any:
+        if self._sharded:
+            return self._sharded(function, micro, **keywords)
+        return function(self.model, micro, **keywords)
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities of the trained tokens, without gradient."""
+        return self.run(token_logprobs, micro, temperature=temperature)  # type: ignore[no-any-return]
+
+    @property
+    def num_batches(self) -> int:
+        """Into how many parts a minibatch is dealt: ranks that share sequences get the same."""
+        return self.replicas.num_ranks // self._context_ranks
+
+    def batches(
+        self, sequences: Sequence[TrainingSequence], planned: MinibatchPlan
+    ) -> dict[int, MicroBatches]:
+        """Return the batch of each rank that this process computes."""
+        shared_by, device = self._context_ranks, self.settings.device
+        return {
+            rank: MicroBatches(sequences, planned[rank // shared_by], device)
+            for rank in self.replicas.local_ranks
+        }
+
+    def by_trajectory(
+        self,
+        compute: Callable[[MicroBatch], Tensor],
+        sequences: Sequence[TrainingSequence],
+        planned: MinibatchPlan | None = None,
+    ) -> list[Tensor]:
+        """Return numbers of each sequence's trained tokens, float64, on every rank."""
+        max_tokens = self.settings.tokens_per_micro_batch
+        if planned is None:
+            planned = plan_passes(sequences, max_tokens=max_tokens, num_ranks=self.num_batches)
+        order = [[*chain.from_iterable(micro_batches)] for micro_batches in planned]
+        lengths = [[sequences[index].num_trained for index in indices] for indices in order]
+        longest = max(map(sum, lengths))
+        local = {}
+        for rank, batch in self.batches(sequences, planned).items():
+            values_N = to_host(torch.cat([compute(micro) for micro in batch]))
+            local[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
+        by_index: dict[int, Tensor] = {}
+        for values_N, indices, counts in zip(self.gather(local), order, lengths, strict=True):
+            by_index |= zip(indices, torch.split(values_N[: sum(counts)], counts), strict=True)
+        return [by_index[index] for index in range(len(sequences))]
+
+    def gather(self, local: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return a tensor of each batch: ranks that share one have the same numbers of it."""
+        return self.replicas.gather(local)[:: self._context_ranks]
+
 
 class TrainedModel(RankedModel):
-    """And its optimizer."""
-
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         super().__init__(model, settings, replicas)
         self.optimizer = make_optimizer(model.named_parameters(), settings)
 
     @raise_trainer_lost()
-    def update(
-        self,
-        passes: Passes,
-        backward: Callable[[int], MicroBatchMetrics],
-        minibatch: Minibatch,
-        *,
-        name: str,
-    ) -> UpdateNumbers:
-        """Make one optimizer update by the gradients of all batches.
+    def update(self, minibatch: Minibatch, loss: MicroBatchLoss, *, name: str) -> UpdateNumbers:
+        """Make one optimizer update by the gradients of all batches; all ranks make the same.
 
         Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
 
         Raises:
             TrainerLost: another rank left meanwhile. Nothing may be computed any more.
         """
-        optimizer, computed, gradients = self.optimizer, {}, []
+        optimizer, metrics, gradients = self.optimizer, {}, []
         for rank in minibatch.micro_batches:
             for parameter in optimizer.trainable:
                 parameter.grad = None
-            computed[rank] = backward(rank)
+            metrics[rank] = self.backward(minibatch, rank, loss)
             gradients.append([parameter.grad for parameter in optimizer.trainable])
         # Each batch's by itself, then in order: so did the ranks of older runs.
         for parameter, *of_batches in zip(optimizer.trainable, *gradients, strict=True):
             per_batch = [gradient for gradient in of_batches if gradient is not None]
             parameter.grad = reduce(torch.add, per_batch) if per_batch else None
-        max_norm = passes.settings.max_grad_norm
-        norm = whole(torch.nn.utils.clip_grad_norm_(optimizer.trainable, max_norm))
-        numbers = passes.read(computed, norm)
+        max_norm = self.settings.max_grad_norm
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(optimizer.trainable, max_norm))
+        numbers = self.read(metrics, norm)
         if not all(map(isfinite, (*numbers.losses, *numbers.grad_norms))):
-            loss, grad_norm = numbers.losses, numbers.grad_norms
-            logger.warning("%s skipped: loss %s, gradient norm %s", name, *loss, *grad_norm)
+            loss_value, grad_norm = *numbers.losses, *numbers.grad_norms
+            logger.warning("%s skipped: loss %s, gradient norm %s", name, loss_value, grad_norm)
             return UpdateNumbers()
         self.reshard()
         optimizer.update(learning_rate=minibatch.learning_rate)
         return numbers
+
+    def backward(self, minibatch: Minibatch, rank: int, loss: MicroBatchLoss) -> MicroBatchMetrics:
+        """Add a rank's gradients to the parameters'; where gradients are off, compute metrics."""
+        aggregate, metrics = minibatch.settings.algorithm.aggregate, []
+        for micro in minibatch.micro_batches[rank]:
+            policy_loss = loss(micro, rank)
+            total = aggregate(
+                policy_loss.losses_T,
+                micro.sequence_M,
+                minibatch.size,
+                num_sequences=micro.num_sequences,
+            )
+            if torch.is_grad_enabled():
+                with raise_trainer_lost():
+                    total.backward()  # type: ignore[no-untyped-call]
+            metrics.append({LOSS_KEY: sum_of(total), **policy_loss.metrics})
+        return metrics
+
+    def read(self, computed: Mapping[int, MicroBatchMetrics], grad_norm: Tensor) -> UpdateNumbers:
+        """Return a minibatch's loss and metrics over all ranks.
+
+        Only here does an update wait for its device.
+        """
+        norm = {LOSS_KEY: sum_of(grad_norm)}
+        *metrics, read_norm = read_from_device([*chain.from_iterable(computed.values()), norm])
+        in_order, kinds, local = iter(metrics), metrics[0], {}
+        names = sorted(kinds)
+        for rank, micro_batches in computed.items():
+            added = reduce(add_metrics, islice(in_order, len(micro_batches)), dict[str, Metric]())
+            values = [added[name] for name in names]
+            rows = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in values]
+            local[rank] = torch.tensor(rows, dtype=torch.float64)
+        total = dict[str, Metric]()
+        for rows_of_rank in self.gather(local):
+            of_rank = {
+                name: Metric(
+                    total_value,
+                    None if kinds[name].weight is None else weight,
+                    None if kinds[name].squares is None else squares,
+                )
+                for name, (total_value, weight, squares) in zip(
+                    names, rows_of_rank.tolist(), strict=True
+                )
+            }
+            total = add_metrics(total, of_rank)
+        loss = 0.0 + total.pop(LOSS_KEY).value  # never -0.0
+        return UpdateNumbers([loss], [read_norm[LOSS_KEY].value], total)
 
     def load_optimizer(self, state: Rows) -> None:
         self.optimizer.load_named_state({name: self._moment(name, state) for name in sorted(state)})
@@ -130,14 +288,6 @@ class TrainedModel(RankedModel):
         from areal_flow.training.sharded import sharded_like
 
         return sharded_like(parameter, rows)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with the rows of all ranks, which all ask for it."""
-    if not is_sharded(tensor):
-        return tensor
-    with raise_trainer_lost():
-        return cast("Any", tensor).full_tensor()  # type: ignore[no-any-return]
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

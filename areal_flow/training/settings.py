@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import RateSchedule
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import LoraSettings
 
@@ -153,3 +154,25 @@ class RankSettings:
     """Of the whole recipe, for checkpoints."""
     takes_turns: bool
     """Whether a generator has the GPU while this rank waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step needs beside the policy and the sequences."""
+
+    algorithm: ComposedAlgorithm
+    temperature: float
+    seed: int
+    loss: TokenLoss | None = None
+    """Minimised instead of the algorithm's own."""
+    packs_groups: bool = False
+    """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        return self.loss or self.algorithm.loss
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss reads proximal log-probabilities, as one that is not known may."""
+        return self.loss is not None or self.algorithm.needs_proximal

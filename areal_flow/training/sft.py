@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import nan
 from pathlib import Path
@@ -40,14 +40,13 @@ from areal_flow.training.checkpoint import (
     take_snapshot,
     write_part,
 )
-from areal_flow.training.planning import plan_micro_batches
-from areal_flow.training.replicas import ReplicaGroup, raise_trainer_lost
-from areal_flow.training.sequences import TrainingSequence
-from areal_flow.training.settings import SftSettings, TrainerSettings
-from areal_flow.training.step import train_step
+from areal_flow.training.ranked_model import Minibatch
+from areal_flow.training.replicas import ReplicaGroup
+from areal_flow.training.sequences import MinibatchPlan, TrainingSequence, plan_micro_batches
+from areal_flow.training.settings import SftSettings, StepSettings, TrainerSettings
+from areal_flow.training.step import policy_loss, train_step
 from areal_flow.training.supervised import OBJECTIVES, read_metrics
 from areal_flow.training.tensor_rows import Rows
-from areal_flow.training.updates import Minibatch, MinibatchPlan, StepSettings
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
@@ -164,12 +163,13 @@ class SftTrainer:
     def measure_held_out(self) -> dict[str, float]:
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
         size = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
-        passes = self.backend.passes
-        batches = passes.batches(sequences, self._planned(sequences))
+        policy = self.backend.trained
+        batches = policy.batches(sequences, self._planned(sequences))
         minibatch = Minibatch(batches, size, 0.0, self._of_step)
-        with torch.no_grad(), raise_trainer_lost():
-            computed = {rank: passes.backward(minibatch, rank, None) for rank in batches}
-        numbers = passes.read(computed, torch.zeros(()))
+        loss = partial(policy_loss, self.backend, minibatch, None)
+        with torch.no_grad():
+            metrics = {rank: policy.backward(minibatch, rank, loss) for rank in batches}
+        numbers = policy.read(metrics, torch.zeros(()))
         shown = {f"held_out_{name}": numbers.metrics[name].value for name in self.objective.metrics}
         return {"held_out_loss": numbers.losses[0], **shown}
 
@@ -223,7 +223,7 @@ class SftTrainer:
 
     def _planned(self, sequences: Sequence[TrainingSequence]) -> MinibatchPlan:
         max_tokens = self.backend.settings.tokens_per_micro_batch
-        num_ranks = self.backend.passes.num_batches
+        num_ranks = self.backend.trained.num_batches
         (planned,) = plan_micro_batches(
             sequences, step=0, settings=self._of_step, max_tokens=max_tokens, num_ranks=num_ranks
         )
@@ -234,9 +234,9 @@ class SftTrainer:
         drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
         held_out = range(self._num_trained_rows, len(self.rows))
         sequences = self._sequences(sorted({*drawn, *held_out}))
-        passes, planned = self.backend.passes, self._planned(sequences)
-        logprobs = passes.by_trajectory(
-            lambda micro: passes.logprobs(micro, 1.0), sequences, planned
+        policy, planned = self.backend.trained, self._planned(sequences)
+        logprobs = policy.by_trajectory(
+            partial(policy.logprobs, temperature=1.0), sequences, planned
         )
         for sequence, logprobs_M in zip(sequences, logprobs, strict=True):
             sequence.behavior_logprobs[sequence.trained] = logprobs_M.numpy()

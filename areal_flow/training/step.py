@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.engine_gap import no_gap
+from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, no_gap
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.objective import kl_to_reference
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
+    LossInputs,
     Metric,
     MinibatchSize,
+    PolicyLoss,
     add_metrics,
     mean,
     read_from_device,
@@ -29,10 +33,16 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.core.step_metrics import SKIPPED_UPDATES
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.critic import Critic
-from areal_flow.training.planning import plan_micro_batches
-from areal_flow.training.sequences import MicroBatch, MicroBatches, TrainingSequence
-from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.updates import Minibatch, MinibatchPlan, StepSettings, UpdateNumbers
+from areal_flow.training.head import token_logprobs_and_entropies, top_logprobs
+from areal_flow.training.ranked_model import Minibatch, UpdateNumbers
+from areal_flow.training.sequences import (
+    MicroBatch,
+    MicroBatches,
+    MinibatchPlan,
+    TrainingSequence,
+    plan_micro_batches,
+)
+from areal_flow.training.settings import StepSettings, TrainerSettings
 
 
 def train_step(
@@ -49,14 +59,16 @@ def train_step(
 
     Args:
         sequences: the whole batch, on every rank.
-        rate: of learning; without one, that of the backend's settings.
+        rate: the learning rate; None: that of the backend's settings.
     """
     with backend.replicas.within_step():
-        rate = learning_rate(backend.settings, step) if rate is None else rate
-        passes, algorithm = backend.passes, settings.algorithm
-        max_tokens, num_ranks = backend.settings.tokens_per_micro_batch, passes.num_batches
+        policy, algorithm = backend.trained, settings.algorithm
         plan = plan_micro_batches(
-            sequences, step=step, settings=settings, max_tokens=max_tokens, num_ranks=num_ranks
+            sequences,
+            step=step,
+            settings=settings,
+            max_tokens=backend.settings.tokens_per_micro_batch,
+            num_ranks=policy.num_batches,
         )
         inputs = advantage_inputs(sequences)
         critic = backend.critic if algorithm.needs_critic else None
@@ -66,26 +78,28 @@ def train_step(
             inputs = replace(inputs, values_BL=critic.values(sequences))
         advantages = list(algorithm.advantages(inputs))
         weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
-        is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-        gap = no_gap(passes.replicas.local_ranks, backend.settings.device) if is_fresh else None
-        one = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
-        minibatches = _minibatches(backend, weighted, plan, one)
         numbers = UpdateNumbers(
             metrics=advantage_moments(weighted), advantages=advantages, plan=plan
         )
         if inputs.kl_N is not None:
             numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
+        is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
+        gap = no_gap(policy.replicas.local_ranks, backend.settings.device) if is_fresh else None
+        rate = learning_rate(backend.settings, step) if rate is None else rate
+        template = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
+        minibatches = _minibatches(backend, weighted, plan, template)
         for minibatch in minibatches:
-            update = backend.update(minibatch)
+            update = update_policy(backend, minibatch)
             numbers.losses += update.losses
             numbers.grad_norms += update.grad_norms
             numbers.metrics = add_metrics(numbers.metrics, update.metrics)
         num_skipped = len(minibatches) - len(numbers.losses)
         if gap:
-            numbers.metrics |= passes.add_gap(gap)
+            sums = torch.stack(policy.gather(gap)).sum(dim=0)
+            numbers.metrics |= {name: Metric(v, 1.0) for name, v in gap_metrics(sums).items()}
         numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
         if critic:
-            numbers.metrics |= _update_critic(backend, critic, sequences, inputs, plan, settings)
+            numbers.metrics |= _update_critic(critic, sequences, inputs, plan, settings)
         return numbers
 
 
@@ -93,23 +107,116 @@ def _minibatches(
     backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
     plan: Sequence[MinibatchPlan],
-    one: Minibatch,
+    template: Minibatch,
 ) -> list[Minibatch]:
-    """Return those of a step that have a trained token, each with what `one` says of them all."""
-    settings, minibatches = one.settings, list[Minibatch]()
+    """Return the minibatches of a step that have a trained token."""
+    settings, minibatches = template.settings, list[Minibatch]()
     for planned in plan:
-        batches = backend.passes.batches(sequences, planned)
+        batches = backend.trained.batches(sequences, planned)
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         updated = any(minibatch.size.num_tokens for minibatch in minibatches)
-        gap = one.gap_sums if settings.needs_proximal or not updated else None
+        gap = template.gap_sums if settings.needs_proximal or not updated else None
         size = _size(sequences, planned)
-        minibatches.append(replace(one, micro_batches=batches, size=size, gap_sums=gap))
+        minibatches.append(replace(template, micro_batches=batches, size=size, gap_sums=gap))
     return [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
 
 
-def _update_critic(
+def _with_proximal(
+    backend: TrainerBackend, batch: MicroBatches, settings: StepSettings
+) -> MicroBatches:
+    """Compute the proximal log-probabilities into one shared buffer, to avoid fragmentation."""
+    num_trained = [sum(batch.sequences[i].num_trained for i in indices) for indices in batch.packed]
+    proximal = torch.split(torch.empty(sum(num_trained), device=batch.device), num_trained)
+    for micro, buffer_M in zip(batch, proximal, strict=True):
+        buffer_M.copy_(backend.trained.logprobs(micro, settings.temperature))
+    return replace(batch, proximal_logprobs=proximal)
+
+
+def update_policy(backend: TrainerBackend, minibatch: Minibatch) -> UpdateNumbers:
+    """Make one optimizer update of the policy; all ranks make the same."""
+    bound = _minibatch_bound(backend, minibatch)
+    loss = partial(policy_loss, backend, minibatch, bound)
+    return backend.trained.update(minibatch, loss, name="update")
+
+
+def _minibatch_bound(backend: TrainerBackend, minibatch: Minibatch) -> Tensor | None:
+    """Return what an algorithm computes from all of a minibatch's tokens, those of all ranks."""
+    algorithm, temperature = minibatch.settings.algorithm, minibatch.settings.temperature
+    if not algorithm.needs_minibatch_bound:
+        return None
+    local = {}
+    for rank, micro_batches in minibatch.micro_batches.items():
+        # Ranks exchange tensors of one shape: pad with NaN.
+        local[rank] = torch.full(
+            (2, minibatch.size.num_tokens), torch.nan, device=backend.settings.device
+        )
+        start = 0
+        for micro in micro_batches:
+            log_ratio_M = backend.trained.logprobs(micro, temperature) - micro.behavior_logprobs_M
+            advantages_M, end = micro.advantages_M, start + len(log_ratio_M)
+            if algorithm.bound_needs_kl:
+                reference_M = backend.reference_logprobs(micro, temperature)
+                behavior_M = micro.behavior_logprobs_M
+                kl_M = kl_to_reference(behavior_M, reference_M, algorithm.kl_estimator)
+                advantages_M = algorithm.less_kl(advantages_M, kl_M)
+            local[rank][:, start:end] = torch.stack([log_ratio_M, advantages_M])
+            start = end
+    return algorithm.minibatch_bound(*torch.cat(backend.trained.gather(local), dim=1))
+
+
+def policy_loss(
     backend: TrainerBackend,
+    minibatch: Minibatch,
+    bound: Tensor | None,
+    micro: MicroBatch,
+    rank: int,
+) -> PolicyLoss:
+    """Return a micro-batch's loss, and add its engine gap to the minibatch's."""
+    settings, algorithm = minibatch.settings, minibatch.settings.algorithm
+    temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
+    reference_M = reference_MK = None
+    if algorithm.reference_top_k:
+        top_Mk, reference_MK = backend.run_reference(
+            top_logprobs,
+            micro,
+            temperature=temperature,
+            top_k=algorithm.reference_top_k,
+            num_known=backend.num_common_tokens,
+        )
+        micro = replace(micro, top_Mk=top_Mk)
+    elif algorithm.needs_reference and not algorithm.needs_kl:
+        reference_M = backend.reference_logprobs(micro, temperature)
+    logprobs_M, entropy_M, *buckets = backend.trained.run(
+        token_logprobs_and_entropies,
+        micro,
+        temperature=temperature,
+        entropy_has_gradient=algorithm.needs_entropy,
+    )
+    inputs = LossInputs(
+        logprobs_T=logprobs_M,
+        proximal_logprobs_T=logprobs_M.detach() if proximal_M is None else proximal_M,
+        behavior_logprobs_T=micro.behavior_logprobs_M,
+        advantages_T=micro.advantages_M,
+        sequence_T=micro.sequence_M,
+        versions_T=micro.versions_M,
+        num_sequences=micro.num_sequences,
+        entropy_T=entropy_M,
+        reference_logprobs_T=reference_M,
+        bucket_logprobs_TK=buckets[0] if buckets else None,
+        reference_bucket_logprobs_TK=reference_MK,
+        policy_version=minibatch.policy_version,
+        minibatch_bound=bound,
+    )
+    if minibatch.gap_sums:
+        fresh_T = inputs.versions_T == inputs.policy_version
+        gap = gap_sums(inputs.proximal_logprobs_T, inputs.behavior_logprobs_T, fresh_T)
+        minibatch.gap_sums[rank].add_(gap)
+    loss = settings.token_loss(inputs)
+    return replace(loss, metrics={**loss.metrics, "entropy_mean": mean(entropy_M)})
+
+
+def _update_critic(
     critic: Critic,
     sequences: Sequence[TrainingSequence],
     inputs: AdvantageInputs,
@@ -119,20 +226,9 @@ def _update_critic(
     valued, metrics = critic.sequences_with_targets(sequences, inputs), dict[str, Metric]()
     for planned in plan:
         if (size := _size(sequences, planned)).num_tokens:
-            batches = backend.passes.batches(valued, planned)
+            batches = critic.trained.batches(valued, planned)
             metrics = add_metrics(metrics, critic.update(batches, size, settings))
     return metrics | critic.explained_variance(inputs)
-
-
-def _with_proximal(
-    backend: TrainerBackend, batch: MicroBatches, settings: StepSettings
-) -> MicroBatches:
-    """Keep all of them in one tensor: one a pass would lie in the way of the next pass's memory."""
-    num_trained = [sum(batch.sequences[i].num_trained for i in indices) for indices in batch.packed]
-    proximal = torch.split(torch.empty(sum(num_trained), device=batch.device), num_trained)
-    for micro, kept_M in zip(batch, proximal, strict=True):
-        kept_M.copy_(backend.passes.logprobs(micro, settings.temperature))
-    return replace(batch, proximal_logprobs=proximal)
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
@@ -166,18 +262,18 @@ def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
 
 def _divergences(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], settings: StepSettings
-) -> torch.Tensor:
+) -> Tensor:
     """Return `AdvantageInputs.kl_N`: of the policy before the step, if it is computed at all."""
-    algorithm, temperature, passes = settings.algorithm, settings.temperature, backend.passes
+    algorithm, temperature = settings.algorithm, settings.temperature
 
-    def compute(micro: MicroBatch) -> torch.Tensor:
+    def compute(micro: MicroBatch) -> Tensor:
         logprobs_M = micro.behavior_logprobs_M
         if algorithm.needs_proximal:
-            logprobs_M = passes.logprobs(micro, temperature)
-        reference_M = passes.reference_logprobs(micro, temperature)
+            logprobs_M = backend.trained.logprobs(micro, temperature)
+        reference_M = backend.reference_logprobs(micro, temperature)
         return kl_to_reference(logprobs_M, reference_M, algorithm.kl_estimator)
 
-    return torch.cat(passes.by_trajectory(compute, sequences))
+    return torch.cat(backend.trained.by_trajectory(compute, sequences))
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:

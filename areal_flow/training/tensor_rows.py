@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from areal_flow.policy.weights.tensor_file import file_header
+from areal_flow.training.replicas import raise_trainer_lost
 
 ReadRows = Callable[[int, int], Tensor]
 """Returns rows of a tensor, by the first one and their number; a scalar is whole."""
@@ -98,6 +99,14 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, whose module takes half a second to import."""
     return hasattr(tensor, "device_mesh")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor with the rows of all ranks, which all call this."""
+    if not is_sharded(tensor):
+        return tensor
+    with raise_trainer_lost():
+        return cast("Any", tensor).full_tensor()  # type: ignore[no-any-return]
 
 
 def write_rows(

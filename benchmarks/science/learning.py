@@ -31,8 +31,8 @@ from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.settings import StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from benchmarks import harness
 from benchmarks.schedule import make_warm_model
 from pipelines.jobs.job import DEFAULT_RECIPE

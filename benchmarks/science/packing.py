@@ -23,8 +23,9 @@ from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import MinibatchSize
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.updates import Minibatch, StepSettings
+from areal_flow.training.ranked_model import Minibatch
+from areal_flow.training.settings import StepSettings, TrainerSettings
+from areal_flow.training.step import update_policy
 from benchmarks import harness
 from benchmarks.plots import draw_bars
 from benchmarks.science.findings import Estimate, Finding, conclude
@@ -72,10 +73,10 @@ def compare(profile: str, seed: int, chosen: Any) -> dict[str, dict[str, float]]
     size = MinibatchSize(sum(each.num_trained for each in sequences), len(sequences))
 
     def update(plan: list[list[int]]) -> float:
-        batches = backend.passes.batches(sequences, [plan])
+        batches = backend.trained.batches(sequences, [plan])
         minibatch = Minibatch(batches, size, 1e-9, settings)
         began = process_time()
-        backend.update(minibatch)
+        update_policy(backend, minibatch)
         return process_time() - began
 
     ways = {way: partial(update, plan) for way, plan in plans.items()}

@@ -20,9 +20,8 @@ from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.kernels import set_precision
 from areal_flow.training.sequences import TrainingSequence
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings
 

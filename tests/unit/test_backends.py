@@ -20,12 +20,11 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.core.types import VersionSpan
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.planning import plan_micro_batches
+from areal_flow.training.ranked_model import Minibatch
 from areal_flow.training.replicas import ReplicaGroup
-from areal_flow.training.sequences import pack_sequences
-from areal_flow.training.settings import AdamWSettings, TrainerSettings
-from areal_flow.training.step import compute_advantages, train_step
-from areal_flow.training.updates import Minibatch, StepSettings
+from areal_flow.training.sequences import pack_sequences, plan_micro_batches
+from areal_flow.training.settings import AdamWSettings, StepSettings, TrainerSettings
+from areal_flow.training.step import compute_advantages, train_step, update_policy
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 
@@ -193,12 +192,12 @@ def test_backend_makes_one_update_of_any_loss() -> None:
     """What supervised fine-tuning needs: the negative log-likelihood of completions."""
     backend, (sequence,) = state(learning_rate=1e-2), make_sequences(1)
     micro = pack_sequences([sequence])
-    before = backend.passes.logprobs(micro, 1.0)
+    before = backend.trained.logprobs(micro, 1.0)
     how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
     size = MinibatchSize(sequence.num_trained, 1)
     minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2, settings=how)
-    numbers = backend.update(minibatch)
-    after = backend.passes.logprobs(micro, 1.0)
+    numbers = update_policy(backend, minibatch)
+    after = backend.trained.logprobs(micro, 1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
     assert set(numbers.metrics) == {"entropy_mean"}
     assert float(after.mean()) > float(before.mean())

@@ -18,8 +18,8 @@ from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.reward_model import critic_of
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.critic import PREFIX, Critic
+from areal_flow.training.settings import StepSettings
 from areal_flow.training.step import advantage_inputs, train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 from tests.unit.test_advantages import slow_gae
 from tests.unit.test_trainer import hash_of_optimizer, make_sequences, state

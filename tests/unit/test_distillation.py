@@ -18,9 +18,8 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.log.inputs import Verifier, check_inputs, record_inputs, reference_directory
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sequences import TrainingSequence
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from pipelines.jobs.built_in import reference_model
 from tests.policies import served_weights, small_policy, write_model_directory
 from tests.unit.test_losses import inputs

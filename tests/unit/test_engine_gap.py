@@ -18,9 +18,8 @@ from areal_flow.flow.engine_gap import GapWatch, is_wide
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from pipelines.pages.report import judge_engine_gap
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, state

@@ -28,8 +28,8 @@ from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
 from areal_flow.rollout.workflows.tool_use import tool_result, tools_by_name
+from areal_flow.training.settings import StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract

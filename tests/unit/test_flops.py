@@ -23,9 +23,8 @@ from areal_flow.training import flops
 from areal_flow.training import sequences as training_sequences
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.flops import PolicyShape, matrix_rate, peak_rate
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, sequence_of, settings
 

@@ -19,8 +19,9 @@ from areal_flow.training.inspection import (
     inspect_trajectories,
     trajectory_outcomes,
 )
+from areal_flow.training.ranked_model import UpdateNumbers
+from areal_flow.training.settings import StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings, UpdateNumbers
 from tests.unit.test_trainer import make_sequences, settings, state
 
 

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.kernels import compiles_layers, set_precision
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences
 

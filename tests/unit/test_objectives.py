@@ -37,8 +37,8 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.training.inspection import completion_logprobs
+from areal_flow.training.settings import StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences, state

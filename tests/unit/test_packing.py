@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.training.planning import deal_by_work
-from areal_flow.training.sequences import padded
+from areal_flow.training.sequences import deal_by_work, padded
 
 
 def test_golden_ten_lengths() -> None:

@@ -18,7 +18,7 @@ from areal_flow.core.errors import ConfigError, ModelError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.policy.models.reward_model import describe_reward_model
-from areal_flow.training.planning import plan_micro_batches
+from areal_flow.training.sequences import plan_micro_batches
 from areal_flow.training.settings import SftSettings, TrainerSettings
 from areal_flow.training.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.training.supervised import dpo_loss, reward_model_loss

@@ -21,9 +21,8 @@ from areal_flow.training import head, linear_logprobs
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.head import top_logprobs
 from areal_flow.training.sequences import TrainingSequence, pack_sequences
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences

@@ -22,16 +22,15 @@ from areal_flow.core.errors import ArealFlowError, DeviceError, StorageError, Tr
 from areal_flow.core.types import PolicyHashes, Rendezvous
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.planning import plan_micro_batches
 from areal_flow.training.replicas import (
     ConnectedRanks,
     _listen_at,
     connect_ranks,
     leave_ranks,
 )
-from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.sequences import plan_micro_batches
+from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 

@@ -15,8 +15,7 @@ from areal_flow.policy.models import packed_layout
 from areal_flow.policy.models.attention import AttentionRule
 from areal_flow.policy.models.packed_layout import PackedLayout, Unfolding
 from areal_flow.training.head import token_logprobs
-from areal_flow.training.planning import units_of
-from areal_flow.training.sequences import TrainingSequence, pack_sequences
+from areal_flow.training.sequences import TrainingSequence, pack_sequences, units_of
 from tests.policies import small_policy
 
 VOCABULARY = 13

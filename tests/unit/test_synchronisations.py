@@ -24,12 +24,12 @@ from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.training import head
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.sequences import MicroBatches
-from areal_flow.training.settings import SftSettings, TrainerSettings
+from areal_flow.training.settings import SftSettings, StepSettings, TrainerSettings
 from areal_flow.training.sft import SftTrainer
 from areal_flow.training.step import train_step
 from areal_flow.training.supervised import OBJECTIVES
-from areal_flow.training.updates import StepSettings, UpdateNumbers
 from tests.policies import completion_rows, small_policy
 from tests.unit.test_reference_top_k import use_head_of
 from tests.unit.test_trainer import make_sequences

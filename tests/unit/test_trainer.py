@@ -30,13 +30,12 @@ from areal_flow.training.sequences import (
     pack_sequences,
     sequences_from_rows,
 )
-from areal_flow.training.settings import AdamWSettings, TrainerSettings
+from areal_flow.training.settings import AdamWSettings, StepSettings, TrainerSettings
 from areal_flow.training.step import (
     advantage_moments,
     compute_advantages,
     train_step,
 )
-from areal_flow.training.updates import StepSettings
 from tests.policies import served_weights, small_policy
 
 WRITER = Writer(Path("nobody"), 1)

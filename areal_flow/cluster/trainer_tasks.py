@@ -20,9 +20,9 @@ from areal_flow.core.types import PolicyHashes, Rendezvous, StepRequest, StepRes
 from areal_flow.log.inputs import reference_directory
 from areal_flow.policy.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.training.rows_ahead import RowsAhead
 
 if TYPE_CHECKING:
+    from areal_flow.log.trajectories import TrainingRows
     from areal_flow.training.rank import TrainerRank
     from areal_flow.training.replicas import ReplicaGroup
     from areal_flow.training.sft import SftTrainer
@@ -218,11 +218,10 @@ def _leave_generator_memory(recipe: Recipe) -> None:
         bound_memory(1 - recipe.generation.vllm.gpu_memory_utilization)
 
 
-def _rows(context: WorkerContext) -> RowsAhead:
+def _rows(context: WorkerContext) -> TrainingRows:
     from areal_flow.log.trajectories import TrainingRows
 
-    layout = context.layout
-    return context.ensure(RowsAhead, lambda: RowsAhead(TrainingRows(layout)))
+    return context.ensure(TrainingRows, lambda: TrainingRows(context.layout))
 
 
 def _writer(context: WorkerContext) -> Writer:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pyarrow as pa
@@ -49,7 +50,15 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
 
 
 class TrainingRows:
-    """Reads trajectories by id, for training and replay: every row is compared with its hash."""
+    """Reads trajectories by id, for training and replay: every row is compared with its hash.
+
+    One batch may be read ahead, while a step runs. Any thread; one reads at a time:
+
+    | who           | waits for                    | unblocked by   |
+    |---------------|------------------------------|----------------|
+    | a step        | rows that are being read     | that read      |
+    | reading ahead | the step's read of its rest  | that read      |
+    """
 
     COLUMNS = (
         *("submission_index", "source", "difficulty", "finish_reason", "reward_parts"),
@@ -61,6 +70,8 @@ class TrainingRows:
         self._layout = layout
         self._rows_at_once = 32
         """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
+        self._reading = Lock()
+        self._ahead: dict[str, Mapping[str, Any]] = {}
 
     @cached_property
     def _dataset(self) -> LanceDataset:
@@ -72,6 +83,19 @@ class TrainingRows:
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         """Return exactly these rows, in this order, as `array_rows`."""
+        with self._reading:
+            missing = [i for i in trajectory_ids if i not in self._ahead]
+            if missing:
+                self._ahead.update(zip(missing, self._read(missing), strict=True))
+            return [self._ahead.pop(identifier) for identifier in trajectory_ids]
+
+    def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        """Read the rows of the next batch, in place of those that were read ahead before."""
+        with self._reading:
+            self._ahead = {}
+            self._ahead = dict(zip(trajectory_ids, self._read(trajectory_ids), strict=True))
+
+    def _read(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         table, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]

@@ -8,7 +8,7 @@ weights and completes checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -40,7 +40,6 @@ from areal_flow.training.metrics import step_metrics
 from areal_flow.training.pretrained import pretrained_policy, shapes_of
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup
-from areal_flow.training.rows_ahead import ReadRows
 from areal_flow.training.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.training.settings import RankSettings, StepSettings
 from areal_flow.training.step import train_step
@@ -55,7 +54,8 @@ class TrainerRank:
     config: RankSettings
     _: KW_ONLY
     channel: WeightsWriter
-    read_rows: ReadRows
+    read_rows: Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
+    """Returns the rows of trajectory ids, in their order, tokens as arrays."""
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
     find_teacher: Callable[[], Path | None] = lambda: None

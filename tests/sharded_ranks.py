@@ -40,7 +40,7 @@ from areal_flow.training.checkpoint import (
     take_snapshot,
     write_part,
 )
-from areal_flow.training.optimizers import make_optimizer
+from areal_flow.training.optimizers import PolicyMuon
 from areal_flow.training.pretrained import first_model
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
@@ -402,7 +402,7 @@ def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> 
         start, *gradients = torch.randn(4, *shape)
         full = nn.Parameter(start.clone())
         rows = nn.Parameter(distribute_tensor(start, mesh, rows_only))
-        of_whole, of_rows = (make_optimizer([("layers.0", p)], MUON) for p in (full, rows))
+        of_whole, of_rows = (PolicyMuon([("layers.0", p)], MUON) for p in (full, rows))
         for gradient in gradients:
             full.grad, rows.grad = gradient, distribute_tensor(gradient, mesh, rows_only)
             of_whole.update(learning_rate=1e-2)

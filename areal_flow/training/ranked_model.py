@@ -32,7 +32,7 @@ from areal_flow.training.activations import choose_activations
 from areal_flow.training.context import run_over_ranks
 from areal_flow.training.head import token_logprobs
 from areal_flow.training.kernels import compile_layers, compiles_layers
-from areal_flow.training.optimizers import make_optimizer
+from areal_flow.training.optimizers import OPTIMIZERS
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import (
     MicroBatch,
@@ -198,7 +198,7 @@ class RankedModel:
 class TrainedModel(RankedModel):
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         super().__init__(model, settings, replicas)
-        self.optimizer = make_optimizer(model.named_parameters(), settings)
+        self.optimizer = OPTIMIZERS[settings.optimizer](model.named_parameters(), settings)
 
     @raise_trainer_lost()
     def update(self, minibatch: Minibatch, loss: MicroBatchLoss, *, name: str) -> UpdateNumbers:

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.settings import LoraSettings
-from areal_flow.training.adamw import PolicyAdamW
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.muon import is_of_layers
-from areal_flow.training.optimizers import OPTIMIZERS, PolicyOptimizer, make_optimizer
+from areal_flow.training.optimizers import (
+    OPTIMIZERS,
+    PolicyAdamW,
+    PolicyMuon,
+    PolicyOptimizer,
+    is_of_layers,
+)
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.settings import AdamWSettings, TrainerSettings
 from areal_flow.training.step import train_step
@@ -26,7 +30,7 @@ DECAY = AdamWSettings(weight_decay=0.3)
 
 def optimizer_of(policy: Any, name: Any, **of: Any) -> PolicyOptimizer:
     chosen = TrainerSettings(optimizer=name, adamw=DECAY, **of)
-    return make_optimizer(policy.named_parameters(), chosen)
+    return OPTIMIZERS[name](policy.named_parameters(), chosen)
 
 
 def give_gradients(policy: Any, seed: int) -> None:
@@ -80,7 +84,7 @@ def test_muon_moves_a_matrix_about_as_far_as_adamw_does() -> None:
     """Root mean square of an update: 0.2 of the rate (arXiv 2502.16982, section 2.2)."""
     for shape in [(64, 64), (96, 64), (64, 256)]:
         matrix = torch.nn.Parameter(torch.zeros(shape))
-        optimizer = make_optimizer([("layers.0.w", matrix)], TrainerSettings(optimizer="muon"))
+        optimizer = PolicyMuon([("layers.0.w", matrix)], TrainerSettings(optimizer="muon"))
         matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         optimizer.update(learning_rate=1.0)
         assert float(matrix.detach().square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)

@@ -20,10 +20,10 @@ from areal_flow.core.types import Tokens, VersionSpan, as_tokens
 from areal_flow.policy.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.training import activations
-from areal_flow.training.adamw import PolicyAdamW
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.training.metrics import masked_fraction_by_decile
+from areal_flow.training.optimizers import PolicyAdamW
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import (
     TrainingSequence,

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from areal_flow.algorithms.advantages import gae
 from areal_flow.algorithms.clipped import ClippedTokens
-from areal_flow.algorithms.objective import Proximal
+from areal_flow.algorithms.composed import Proximal
 from areal_flow.algorithms.protocol import Advantage, AdvantageInputs, PolicyLoss, mean
 from areal_flow.core.settings import Settings
 

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedAlgorithm
+from areal_flow.algorithms.composed import (
+    AdvantageRule,
+    Aggregation,
+    ComposedAlgorithm,
+    Objective,
+    Proximal,
+)
 from areal_flow.algorithms.logprobs import bounded_exp, sequence_means
-from areal_flow.algorithms.objective import Objective, Proximal
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.core.settings import require
 

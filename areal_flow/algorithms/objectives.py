@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedAlgorithm
+from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedAlgorithm, Objective
 from areal_flow.algorithms.logprobs import bounded_exp
-from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.core.settings import require
 

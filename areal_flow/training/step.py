@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.composed import ComposedAlgorithm, kl_to_reference
 from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, no_gap
 from areal_flow.algorithms.learning_rates import scheduled_rate
-from areal_flow.algorithms.objective import kl_to_reference
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,

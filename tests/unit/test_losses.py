@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
+from areal_flow.algorithms.composed import ImportanceWeightRule
 from areal_flow.algorithms.logprobs import (
     MAX_LOG_RATIO,
     next_token_entropies,
     sequence_means,
 )
-from areal_flow.algorithms.objective import ImportanceWeightRule
 from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe

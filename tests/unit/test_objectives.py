@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.logprobs import sums_to_come
-from areal_flow.algorithms.objective import (
+from areal_flow.algorithms.composed import (
     KLEstimator,
     corrected_weights,
     kl_from_older,
     kl_to_reference,
     proximal_logprobs,
 )
+from areal_flow.algorithms.logprobs import sums_to_come
 from areal_flow.algorithms.objectives import CISPO, DPPO, M2PO, SAPO
 from areal_flow.algorithms.protocol import (
     LossInputs,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.policy.models.policy import (
     assign_tensors,
     load_policy,

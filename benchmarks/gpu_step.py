@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.training.settings import StepSettings, TrainerSettings

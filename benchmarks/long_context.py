@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.core.types import Rendezvous
 from areal_flow.training.backend import TrainerBackend

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import Rendezvous
 from areal_flow.policy.checkpoints import CheckpointState

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
+from areal_flow.algorithms.registry import GSPO, M2PO, PPO, ActorCriticPPO, DecoupledPPO
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import TrainerLost
 from areal_flow.core.layout import RunLayout

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.algorithms.registry import AlgorithmSettings, DecoupledPPO
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.config.controller import ControllerSettings
 from areal_flow.config.sections import EvaluationSettings, TrackingSettings

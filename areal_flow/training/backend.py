@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
+from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.types import PolicyHashes
 from areal_flow.policy.checkpoints import RNG_STATE
 from areal_flow.policy.models.hashing import TensorHash, hash_tensors, in_main_memory

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import (
     AdvantageInputs,
     Metric,
@@ -26,6 +25,7 @@ from areal_flow.algorithms.protocol import (
     PolicyLoss,
     pad_rows,
 )
+from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES
 from areal_flow.policy.models.reward_model import critic_of, scores_at
 from areal_flow.training.ranked_model import Minibatch, TrainedModel

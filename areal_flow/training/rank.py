@@ -14,8 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import TokenLoss
+from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.errors import TrainerLost
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.durable import replace_file_durably
 from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import MinibatchSize
+from areal_flow.algorithms.registry import PPO
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.ranked_model import Minibatch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.packed_layout import PackedLayout

@@ -122,7 +122,7 @@ def test_own_loss_by_import_path(
 ) -> None:
     (tmp_path / "my_loss.py").write_text(
         "from dataclasses import replace\n"
-        "from areal_flow.algorithms.clipped import DecoupledPPO\n"
+        "from areal_flow.algorithms.registry import DecoupledPPO\n"
         "def unweighted(inputs):\n"
         "    on_policy = replace(inputs, behavior_logprobs_T=inputs.proximal_logprobs_T)\n"
         "    return DecoupledPPO().loss(on_policy)\n"

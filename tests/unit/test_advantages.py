@@ -21,8 +21,8 @@ from areal_flow.algorithms.advantages import (
     reinforce_baseline_advantages,
     rloo_advantages,
 )
-from areal_flow.algorithms.clipped import PPO, ReinforcePlusPlus
 from areal_flow.algorithms.protocol import AdvantageInputs
+from areal_flow.algorithms.registry import PPO, ReinforcePlusPlus
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=24)
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.clipped import GSPO, PPO
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -16,7 +15,7 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     PolicyLoss,
 )
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, GSPO, PPO
 from areal_flow.config import build_recipe
 from areal_flow.core.types import VersionSpan
 from areal_flow.training.backend import TrainerBackend

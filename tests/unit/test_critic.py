@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO, CriticSettings
-from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import AdvantageInputs, PolicyLoss
+from areal_flow.algorithms.registry import ActorCriticPPO, CriticSettings, DecoupledPPO
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from areal_flow.policy.models.hashing import hash_tensors

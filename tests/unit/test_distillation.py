@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.objectives import M2PO
+from areal_flow.algorithms.registry import M2PO, DecoupledPPO
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError, ModelError, RunError
 from areal_flow.core.layout import RunLayout

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.clipped import PPO
-from areal_flow.algorithms.objectives import M2PO
+from areal_flow.algorithms.registry import M2PO, PPO, ActorCriticPPO
 from areal_flow.planning.gpus import GPUS
 from areal_flow.policy.models import linear
 from areal_flow.policy.models.linear import swap_linear_layers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.clipped import PPO, DecoupledPPO
+from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import StepRequest, VersionSpan
 from areal_flow.training.inspection import (
     ClipWatch,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError, ModelError, TrainingError
 from areal_flow.core.lease import Writer

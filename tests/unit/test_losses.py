@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import ImportanceWeightRule
 from areal_flow.algorithms.logprobs import (
     MAX_LOG_RATIO,
@@ -18,7 +17,7 @@ from areal_flow.algorithms.logprobs import (
     sequence_means,
 )
 from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, GSPO, PPO, DecoupledPPO
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError
 

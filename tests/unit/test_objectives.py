@@ -16,8 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.composed import (
     KLEstimator,
     corrected_weights,
@@ -26,14 +24,23 @@ from areal_flow.algorithms.composed import (
     proximal_logprobs,
 )
 from areal_flow.algorithms.logprobs import sums_to_come
-from areal_flow.algorithms.objectives import CISPO, DPPO, M2PO, SAPO
 from areal_flow.algorithms.protocol import (
     LossInputs,
     MinibatchSize,
     PolicyLoss,
     effective_sample_fraction,
 )
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import (
+    ALGORITHMS,
+    CISPO,
+    DPPO,
+    GSPO,
+    M2PO,
+    PPO,
+    SAPO,
+    ActorCriticPPO,
+    DecoupledPPO,
+)
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.training.inspection import completion_logprobs

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
+from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.errors import ConfigError, TrainerLost, TrainingError
 from areal_flow.core.layout import RunLayout

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.clipped import PPO
 from areal_flow.algorithms.logprobs import bucket_logprobs
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
+from areal_flow.algorithms.registry import PPO
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.models.policy import logits_at
 from areal_flow.policy.settings import LoraSettings

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, DecoupledPPO
 from areal_flow.core.errors import RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.flow.recovery.replay import replay_step

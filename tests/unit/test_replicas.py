@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, ActorCriticPPO
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.cluster.trainer_tasks import exchange_timeout_s
 from areal_flow.core.errors import ArealFlowError, DeviceError, StorageError, TrainerLost

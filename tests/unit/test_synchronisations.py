@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, DecoupledPPO
 from areal_flow.core.types import VersionSpan
 from areal_flow.policy.models.attention import to_device
 from areal_flow.policy.models.lora import add_adapter

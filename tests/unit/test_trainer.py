@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.algorithms.registry import ALGORITHMS, ActorCriticPPO, DecoupledPPO
 from areal_flow.core.errors import StorageError, TrainingError
 from areal_flow.core.lease import Writer
 from areal_flow.core.step_metrics import SKIPPED_UPDATES

@@ -46,7 +46,7 @@ from areal_flow.flow.flow import Flow
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import TrajectoryDraft
-from areal_flow.training.adamw import PolicyAdamW
+from areal_flow.training.optimizers import PolicyAdamW
 from areal_flow.training.sequences import TrainingSequence
 from tests.integration.runs import run_small, small_recipe
 

@@ -6,12 +6,10 @@ Letters: R rows and C columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
 
 from areal_flow.policy.models.policy import DTYPES
 from areal_flow.training.settings import TrainerSettings
@@ -40,17 +38,7 @@ class PolicyOptimizer(Protocol):
 
 
 class PolicyAdamW(torch.optim.AdamW):
-    """AdamW with a state by parameter name; norms and biases have no weight decay.
-
-    The methods of torch's optimizers are wrapped for its compiler and import it when they are
-    called, which takes a second of every trainer's start: here they are unwrapped.
-    """
-
-    step = torch.no_grad()(unwrap(Adam.step))
-    zero_grad = unwrap(Optimizer.zero_grad)
-    add_param_group = unwrap(Optimizer.add_param_group)
-    state_dict = unwrap(Optimizer.state_dict)
-    load_state_dict = unwrap(Optimizer.load_state_dict)
+    """AdamW with a state by parameter name; norms and biases have no weight decay."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], settings: TrainerSettings

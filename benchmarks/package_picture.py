@@ -54,9 +54,7 @@ def without_implied(graph: Graph) -> dict[str, set[str]]:
         imported = set(graph.get(package, ()))
         reachable[package] = imported.union(*(reachable[each] for each in imported))
     return {
-        package: {
-            each for each in imported if not any(each in reachable[other] for other in imported)
-        }
+        package: {each for each in imported if not any(each in reachable[via] for via in imported)}
         for package, imported in graph.items()
     }
 

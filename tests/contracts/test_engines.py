@@ -365,8 +365,8 @@ def test_temperature_0_takes_the_likeliest_token_whatever_the_seed(subject: Subj
     for position, token in enumerate(tokens):
         before = tokens[:position]
         given = [
-            subject.reference(0, prompt, (*before, other), Sampling(4))[-1]
-            for other in range(VOCABULARY)
+            subject.reference(0, prompt, (*before, candidate), Sampling(4))[-1]
+            for candidate in range(VOCABULARY)
         ]
         assert token == max(range(VOCABULARY), key=given.__getitem__)
     assert len({completion.tokens.tobytes() for completion in members["s"]}) > 1

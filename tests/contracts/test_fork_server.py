@@ -151,10 +151,10 @@ def test_failed_fork_ends_no_other_and_forks_draw_different_numbers() -> None:
 def test_other_environments_gpus_and_hosts_are_not_forked(
     fork_server: Started, changes: dict[str, object]
 ) -> None:
-    other = replace(PLACEMENT, **changes)  # type: ignore[arg-type]
+    placement = replace(PLACEMENT, **changes)  # type: ignore[arg-type]
 
     async def refuse() -> None:
-        assert await fork_server[0].fork(other, "{}") is None
+        assert await fork_server[0].fork(placement, "{}") is None
 
     run(refuse)
 

@@ -169,9 +169,9 @@ def completions_in_bfloat16(
 def test_completions_in_bfloat16_depend_on_weights_alone() -> None:
     """Not on other rows, nor on how the weights came."""
     request = request_with_prompt("r", 33, seeds=3, length=20)
-    other = request_with_prompt("other", 70, seeds=5, length=30)
+    companion = request_with_prompt("other", 70, seeds=5, length=30)
     expected = completions_in_bfloat16(request)["r"]
-    assert completions_in_bfloat16(other, request)["r"] == expected
+    assert completions_in_bfloat16(companion, request)["r"] == expected
     assert completions_in_bfloat16(request, seed=0, loaded=True)["r"] == expected
 
 

@@ -133,9 +133,9 @@ def newest_weights(run: RunLayout) -> Path:
 
 
 def publish_other_weights(run: RunLayout) -> None:
-    newest, other = sorted(run.weights.rglob("model.safetensors"))[-1:-3:-1]
+    newest, older = sorted(run.weights.rglob("model.safetensors"))[-1:-3:-1]
     for name in ("model.safetensors", "hash"):
-        shutil.copy(other.parent / name, newest.parent / name)
+        shutil.copy(older.parent / name, newest.parent / name)
 
 
 def give_all_prompts_one_id(run: RunLayout, path: Path | None = None) -> None:

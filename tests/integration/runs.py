@@ -144,17 +144,17 @@ async def _run_beside(
     resume: bool,
     beside: tuple[Callable[[], Awaitable[None]], ...],
 ) -> Outcome:
-    others = [asyncio.ensure_future(other()) for other in beside]
+    others = [asyncio.ensure_future(start()) for start in beside]
     try:
         outcome = await run_training(
             layout, recipe, writer=writer, resume=resume, began=monotonic()
         )
-        for other in others:
-            await other
+        for start in others:
+            await start
         return outcome
     finally:
-        for other in others:
-            other.cancel()
+        for start in others:
+            start.cancel()
 
 
 async def worker_pid(role: str) -> int:

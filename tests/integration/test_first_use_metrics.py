@@ -123,11 +123,11 @@ def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(
     assert shown["tags"]["recipe"] == "arithmetic"
     assert shown["inputs"] == ["prompts"]
     assert shown["rates"]["2"]
-    other = f"sqlite:///{workspace / 'other' / 'mlflow.db'}"
+    server = f"sqlite:///{workspace / 'server' / 'mlflow.db'}"
     (workspace / "other").mkdir()
-    done = typed("track", "two", "--to", other, cwd=workspace)
+    done = typed("track", "two", "--to", server, cwd=workspace)
     assert done.returncode == 0, done.stderr
-    assert tracked(other) == shown
+    assert tracked(server) == shown
 
 
 def test_each_reward_is_shown_with_its_trajectory_and_in_the_report(

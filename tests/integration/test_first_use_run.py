@@ -181,8 +181,8 @@ def test_evaluation_beside_training_says_which_versions_answered(journey: Journe
                min(list_min(list_transform(version_spans, lambda span: span.version)))
         FROM evaluations GROUP BY evaluation
     """
-    for name, version, other, oldest in journey.run.database().sql(query).fetchall():
-        assert version == other == oldest
+    for name, version, newest, oldest in journey.run.database().sql(query).fetchall():
+        assert version == newest == oldest
         if name.startswith("step-"):
             assert version >= int(name.removeprefix("step-"))
 

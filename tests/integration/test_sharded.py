@@ -233,9 +233,9 @@ def test_rank_that_ends_within_a_sequence_is_noticed(
 
 
 def test_rank_that_left_before_is_noticed(two_ranks: tuple[MicroBatchMetrics, Path]) -> None:
-    leader, other = (rank["gone"]["noticed"] for rank in two_ranks[0])
+    leader, follower = (rank["gone"]["noticed"] for rank in two_ranks[0])
     assert "another trainer rank left" in leader
-    assert "left its replica group" in other
+    assert "left its replica group" in follower
 
 
 def check_noticed(by_rank: list[str]) -> None:

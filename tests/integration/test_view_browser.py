@@ -20,8 +20,8 @@ pytest.importorskip("panel", reason="panel is not installed")
 @pytest.mark.slow
 def test_open_filter_open_a_group_colour_export(tmp_path: Path) -> None:
     going_on = make_finished_run(tmp_path / "going-on", num_steps=3, state="crashed")
-    other = make_finished_run(tmp_path / "other", num_steps=2)
-    with served_view(going_on.root, other.root) as url:
+    second = make_finished_run(tmp_path / "other", num_steps=2)
+    with served_view(going_on.root, second.root) as url:
         for width in WIDTHS:
             with opened(url, width=width) as page:
                 page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))

@@ -31,7 +31,7 @@ def conversation(question: str, answer: str) -> Messages:
 def pairs() -> list[dict[str, Any]]:
     """Return right answers beside those to the next question, then beside wrong ones."""
     rest = SAMPLE[-(NUM_PAIRS - len(WRONG)) - 1 :]
-    labelled = [(row, other["answer"]) for row, other in pairwise(rest)]
+    labelled = [(row, following["answer"]) for row, following in pairwise(rest)]
     labelled += [(SAMPLE[row], wrong) for row, wrong in WRONG]
     return [
         {"prompt": conversation(row["question"], "")[:1], "chosen": row["answer"], "rejected": no}

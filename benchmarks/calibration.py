@@ -1,4 +1,4 @@
-"""Whether a plan that is calibrated to one run predicts runs with other settings.
+"""Does a plan calibrated to one run predict runs with other settings?
 
 Each round trains the job as it is, and with each change; the plan is calibrated to the first run,
 and its prediction of the others is compared with them. `load` is the default job (from a model that

@@ -43,7 +43,7 @@ Curve = list[tuple[float, float]]
 
 
 def run_of(chosen: Any, way: str, seed: int) -> Run:
-    """Return a run, which is trained or resumed first if it is not finished."""
+    """Return a finished run; train or resume it if necessary."""
     parts = (chosen.recipe, way, f"seed{seed}")
     path = chosen.runs / "-".join(part for part in parts if part not in (DEFAULT, "async"))
     if not (path / "summary.json").is_file():
@@ -76,7 +76,7 @@ def curve_of(run: Run) -> Curve:
 
 
 def seconds_to(curve: Curve, target: float) -> float:
-    """Return when a curve first reaches a pass rate, on lines between its points; else inf."""
+    """Return when an interpolated curve first reaches a pass rate; inf if it never does."""
     for (start_s, start), (end_s, end) in pairwise([(0.0, 0.0), *curve]):
         if end >= target:
             return start_s + (target - start) / (end - start) * (end_s - start_s)

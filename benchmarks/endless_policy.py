@@ -1,4 +1,4 @@
-"""Writes a small policy with random weights that never ends a completion by itself."""
+"""Writes a small policy with random weights whose completions end only at the length limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
 def write_endless_policy(directory: Path, *, max_model_len: int) -> None:
-    """Write the default job's policy into a new directory; no completion stops before its bound."""
+    """Write the default policy into a new directory; completions end only at the length limit."""
     write_tiny_model(directory, max_model_len=max_model_len)
     torch.manual_seed(0)
     policy = empty_policy(directory)

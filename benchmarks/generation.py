@@ -119,7 +119,7 @@ def measure_costs(policy: Any, name: str, num_rounds: int) -> dict[str, Any]:
 def seconds_per_token(
     policy: Any, num_active: int, *, clock: Callable[[], float] = perf_counter
 ) -> float:
-    """Return what a token costs while so many sequences decode; their prompts are prefilled."""
+    """Return the seconds per token while this many sequences decode after prefill."""
     num_groups = num_active // GROUP_SIZE
     prompts = tailed_load.random_load(num_groups, MODERATE, policy.config.vocab_size)
     load = Load(prompts.prompts, np.full((num_groups, GROUP_SIZE), ACTIVE_TOKENS))
@@ -140,7 +140,7 @@ def seconds_per_token(
 
 
 def measure_model(chosen: argparse.Namespace) -> dict[str, float]:
-    """Return tokens a second of a model directory's policy, in both of its places."""
+    """Return tokens per second of a model directory's policy, in both roles."""
     policy = load_policy(chosen.model, dtype=chosen.dtype)
     best = harness.take_turns(
         chosen.rounds,

@@ -1,4 +1,4 @@
-"""All that is tested and measured on a GPU, in one go and under 25 minutes, as tables of the docs.
+"""All tests and benchmarks for a GPU in under 25 minutes, as tables for the docs.
 
 Each part is a command of its own, with a limit of time. One that fails becomes a line that says so,
 and the exit code; the others run all the same. `--tiny` runs the same commands on a CPU, small: its
@@ -71,7 +71,7 @@ Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def run_part(name: str, *, tiny: bool, more: Sequence[str] = ()) -> tuple[Tables, bool]:
-    """Return the tables of a part with more options, and whether it did what it should."""
+    """Run a part with extra options; return its tables, and whether it succeeded."""
     part = PARTS[name]
     options = [*(part.tiny if tiny else part.full).split(), *more]
     with TemporaryDirectory() as scratch:
@@ -96,7 +96,7 @@ def run_part(name: str, *, tiny: bool, more: Sequence[str] = ()) -> tuple[Tables
 
 @contextmanager
 def predicting(predictions: Sequence[str], chosen: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Have idle cores of the CPU predict the memory that the part `memory` measures, meanwhile."""
+    """Predict on idle CPU cores the memory that the part `memory` measures."""
     options = (TINY_MEMORY if chosen.tiny else MEMORY).split() if "memory" in chosen.parts else []
     command = [sys.executable, "-m", "benchmarks.memory", "--predict", *predictions, *options]
     process = subprocess.Popen(command if options else ["true"], cwd=harness.ROOT)

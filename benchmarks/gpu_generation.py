@@ -1,4 +1,4 @@
-"""An engine on a GPU, through its own interface: tokens a second, and what new weights cost it.
+"""An engine on a GPU, through its own interface: tokens per second, and the cost of new weights.
 
 Random weights of Qwen2.5-1.5B's shapes, in the type that they are served in. Groups of random
 prompts decode to their longest length, once to prepare and once for the rate. Then versions are
@@ -83,7 +83,7 @@ async def measure(
 async def swap(
     engine: Engine, channel: ChosenChannel, tensors: Mapping[str, Tensor], chosen: Any
 ) -> dict[str, float]:
-    """Load versions while completions are decoded; return the medians, and the longest stall."""
+    """Load versions during decoding; return the medians, and the longest stall."""
     num_gb = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     published, loaded, stalls = [], [], []
     for version in range(1, chosen.updates + 1):

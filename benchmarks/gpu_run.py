@@ -53,7 +53,7 @@ def write_sums(path: Path, num: int) -> None:
 
 
 def settings_of(root: Path, chosen: argparse.Namespace) -> dict[str, object]:
-    """Return what is put over the recipe."""
+    """Return the overrides of the recipe."""
     data = root / "sums.jsonl"
     write_sums(data, 2048)
     model: object = chosen.model
@@ -74,7 +74,7 @@ def settings_of(root: Path, chosen: argparse.Namespace) -> dict[str, object]:
 
 
 def head(root: Path) -> int:
-    """Return the newest step; -1: none yet."""
+    """Return the newest step, or -1 if there is none yet."""
     try:
         return len(areal_flow.open_run(root / "runs" / NAME).steps("arrow")) - 1
     except (ArealFlowError, OSError, ValueError):  # it has not begun
@@ -82,7 +82,7 @@ def head(root: Path) -> int:
 
 
 def train_and_kill(root: Path, chosen: argparse.Namespace, settings: dict[str, object]) -> int:
-    """Kill a driver (`kill -9`) after half of the steps; return how many there are."""
+    """Kill a driver (`kill -9`) after half of the steps; return the number of steps."""
     command = [*harness.CLI, "train", chosen.recipe, *harness.flags(settings)]
     log = root / "driver.log"
     with log.open("w") as file:

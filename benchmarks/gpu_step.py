@@ -32,7 +32,7 @@ DTYPE: Literal["bfloat16"] = "bfloat16"
 
 
 def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[str, float]:
-    """Return the speed of steps on a trajectory of so many tokens, an eighth of it prompt."""
+    """Return the speed of steps on a trajectory of this many tokens, an eighth of them prompt."""
     device, algorithm = backend.settings.device, DecoupledPPO(num_minibatches=1)
     on_gpu = device.startswith("cuda")
     settings = StepSettings(algorithm, temperature=1.0, seed=0)

@@ -86,7 +86,7 @@ def report(path: Path | None, tables: Mapping[str, Sequence[Mapping[str, Any]]])
 
 
 def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return tables by title as they stand in `docs/benchmarks.md`."""
+    """Return tables by title as Markdown, as in `docs/benchmarks.md`."""
     parts = []
     for title, rows in tables.items():
         names = [name.replace("_", " ") for name in rows[0]]
@@ -96,7 +96,7 @@ def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Replace what a file has between the lines `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    """Replace the text between the lines `<!-- NAME -->` and `<!-- end of NAME -->` of a file."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, marker, rest = path.read_text().partition(begin)
     _, ended, after = rest.partition(end)
@@ -114,7 +114,7 @@ def _machine() -> dict[str, Any]:
 
 
 def machine_text(*, cores: int) -> str:
-    """Return the kind of machine, as a page may say it: no name, no load."""
+    """Describe the machine without its name or load."""
     return f"{_machine()['processor']}, cores used: {cores}, no GPU"
 
 
@@ -134,7 +134,7 @@ def seconds_of(work: Callable[[], object], *, clock: Callable[[], float] = perf_
 def take_turns(
     num_rounds: int, ways: Mapping[Way, Callable[[], MicroBatchMetrics]]
 ) -> dict[Way, list[MicroBatchMetrics]]:
-    """Call each way once a round, so that other work on the machine disturbs all of them alike."""
+    """Call each way once per round, so that other load on the machine affects all equally."""
     results: dict[Way, list[MicroBatchMetrics]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, work in ways.items():
@@ -149,7 +149,7 @@ def in_processes(
     *,
     num_processes: int | None = None,
 ) -> list[MicroBatchMetrics]:
-    """Return what each call of `work` returns; all run together, or so many at a time."""
+    """Return the results of all calls of `work`, run in parallel, optionally a few at a time."""
     spawn, number = get_context("spawn"), num_processes or len(calls)
     with patch.dict(os.environ, environment), ProcessPoolExecutor(number, spawn) as pool:
         futures = [pool.submit(work, *call) for call in calls]
@@ -157,7 +157,7 @@ def in_processes(
 
 
 def peak_gb() -> float:
-    """Return the most memory that this process has had.
+    """Return this process's peak memory.
 
     On Linux not by getrusage, which counts what its parent had when it started the process.
     """
@@ -174,7 +174,7 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def environment(**added: str) -> dict[str, str]:
-    """Return this process's, in which commands find this clone from anywhere."""
+    """Return this process's environment, with this clone on the import path."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **added}
 
 
@@ -185,7 +185,7 @@ def output_of(
     stdin: str = "",
     added: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return what a command prints, with `added` in its environment; if it fails, exit."""
+    """Return the output of a command with `added` in its environment; exit if it fails."""
     done = subprocess.run(
         command, cwd=cwd, env=environment(**added), input=stdin, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Peak memory of a step as `areal-flow plan --memory` predicts it, and as a process really has it.
+"""Peak memory of a step: predicted by `areal-flow plan --memory`, and measured in a process.
 
 Each case is trained by a process of its own: two steps with full micro-batches. What it had after a
 step of a tiny policy (torch, its threads and imports) is taken off its peak. Freed memory goes back
@@ -75,7 +75,7 @@ def train(recipe: Recipe, config: Any) -> None:
 
 
 def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
-    """Return this process's peak in GB, without what it has of itself."""
+    """Return this process's peak in GB, without its baseline."""
     torch.set_num_threads(1)
     train(recipe_of(case, 64, chosen.device, chosen.dtype), config_of(64, 1))
     own = psutil.Process().memory_info().rss / 1e9
@@ -86,7 +86,7 @@ def measure(case: str, tokens: int, chosen: argparse.Namespace) -> float:
 
 
 def predict(case: str, tokens: int, chosen: argparse.Namespace) -> float:
-    """Return what `plan --memory` says in GB, on one core of a CPU."""
+    """Return the prediction of `plan --memory` in GB, computed on one CPU core."""
     torch.set_num_threads(1)
     recipe = recipe_of(case, tokens, chosen.device, chosen.dtype)
     (rank,) = trainer_memory(recipe, chosen_config(chosen))

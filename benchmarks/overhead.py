@@ -1,4 +1,4 @@
-"""Processor seconds of a step by role, for completions, groups and batches of a given size.
+"""CPU seconds per step by role, for completions, groups and batches of a given size.
 
 A short run of `areal-flow train` with the default job's prompts and a small policy that never stops
 by itself, so that every completion has the same length. The time that each process has used is read
@@ -49,7 +49,7 @@ def measure(cwd: Path, chosen: argparse.Namespace) -> dict[str, float]:
 
 
 def settings_of(cwd: Path, chosen: argparse.Namespace) -> dict[str, object]:
-    """Write the policy; return a run's settings, all others are those of the default job."""
+    """Write the policy; return the settings that differ from the default recipe."""
     batch_size, max_model_len = chosen.batch_size, chosen.tokens + PROMPT_ROOM
     write_endless_policy(cwd / "model", max_model_len=max_model_len)
     return {
@@ -69,7 +69,7 @@ def settings_of(cwd: Path, chosen: argparse.Namespace) -> dict[str, object]:
 
 
 def processor_s(driver: int) -> dict[str, float]:
-    """Return the processor seconds of each role so far; nothing if a process has just ended."""
+    """Return each role's CPU seconds so far; nothing if a process has just ended."""
     used = dict.fromkeys((*ROLES, "other"), 0.0)
     try:
         process = psutil.Process(driver)
@@ -86,12 +86,12 @@ def processor_s(driver: int) -> dict[str, float]:
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return the role of a worker, which its name begins with."""
+    """Return the role of a worker, the first part of its name."""
     return next((role for role in ROLES if process.name().startswith(role)), "other")
 
 
 def used_between(moments: list[float], samples: list[dict[str, float]], role: str) -> float:
-    """Return what a role used between two moments; its time stays when its process ends."""
+    """Return a role's CPU seconds between two moments, including those of ended processes."""
     read = [sample for sample in samples if role in sample]
     used = np.maximum.accumulate([sample[role] for sample in read])
     began, ended = np.interp(moments, [sample["at"] for sample in read], used)

@@ -1,4 +1,4 @@
-"""The packages of the product and which imports which, as a picture drawn from the code.
+"""A picture of the packages and their imports, drawn from the code.
 
     python -m benchmarks.package_picture docs/images/packages.svg
 
@@ -23,13 +23,13 @@ Graph = Mapping[str, Set[str]]
 
 
 def package_of(module: str) -> str:
-    """Return a module's package: a folder of the library, or one that stands beside it."""
+    """Return a module's package: a folder of the library, or a package beside it."""
     top, _, rest = module.partition(".")
     return rest.partition(".")[0] if top == LIBRARY else top if top in BESIDE else ""
 
 
 def imports_between_packages(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return which packages each one imports; inside functions and for types counts, too."""
+    """Return the packages that each package imports, also inside functions and for types."""
     graph: dict[str, set[str]] = {}
     for top in (LIBRARY, *BESIDE):
         for file in sorted((root / top).rglob("*.py")):
@@ -48,7 +48,7 @@ def imports_between_packages(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def without_implied(graph: Graph) -> dict[str, set[str]]:
-    """Return the graph without arrows that follow from others: its transitive reduction."""
+    """Return the transitive reduction of the graph."""
     reachable: dict[str, set[str]] = {}
     for package in TopologicalSorter(graph).static_order():
         imported = set(graph.get(package, ()))
@@ -60,7 +60,7 @@ def without_implied(graph: Graph) -> dict[str, set[str]]:
 
 
 def levels_of(graph: Graph) -> dict[str, int]:
-    """Return how many packages lie below each one, one importing the next, at most."""
+    """Return the length of the longest chain of imports below each package."""
     levels: dict[str, int] = {}
     for package in TopologicalSorter(graph).static_order():
         levels[package] = 1 + max((levels[each] for each in graph.get(package, ())), default=-1)
@@ -68,7 +68,7 @@ def levels_of(graph: Graph) -> dict[str, int]:
 
 
 def draw(graph: Graph) -> str:
-    """Return the picture: whoever imports stands above what it imports."""
+    """Return the picture; a package is above those it imports."""
     levels = levels_of(graph)
     rows = [
         sorted(p for p in levels if levels[p] == level)
@@ -106,7 +106,7 @@ def draw(graph: Graph) -> str:
 
 
 def main() -> None:
-    """Write the picture to the path that is given."""
+    """Write the picture to the given path."""
     Path(sys.argv[1]).write_text(draw(imports_between_packages()))
 
 

@@ -82,7 +82,7 @@ class Setting:
         return Job(recipe, policy, gpu_named("H800-80GB"), 8 * self.machines, lengths, efficiency)
 
     def simulated(self, efficiency: Efficiencies) -> Iterator[Simulated]:
-        """Yield a run of each seed."""
+        """Yield one simulated run per seed."""
         serial = replace(efficiency, trajectory_s=self.scale * efficiency.trajectory_s)
         job = self.job(serial)
         skipped, measured = (12, 24) if job.recipe.schedule == "async" else (1, 6)
@@ -95,13 +95,13 @@ class Setting:
         return fmean(each.step_s for each in self.simulated(efficiency))
 
     def tokens_per_busy_s(self, efficiency: Efficiencies) -> float:
-        """Return the tokens of generators in a second in which they are busy."""
+        """Return generated tokens per busy second of the generators."""
         simulated = self.simulated(efficiency)
         return fmean(each.generated_tokens_per_s / each.generators_busy for each in simulated)
 
 
 def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
-    """Return what the held-in bars say.
+    """Fit the efficiency to the held-in bars.
 
     With unbounded staleness the trainer never waits, so its bar is the time of training. At eta = 1
     the time of a decode step moves that of a step along a line, nearly.

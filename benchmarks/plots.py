@@ -1,4 +1,4 @@
-"""Draws what benchmarks found, from a report's rows."""
+"""Plots the results of benchmarks from a report's rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw_schedules(title: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw a step of each schedule: what generators do, and below it what the trainer does."""
+    """Draw a step of each schedule: generators above, trainer below."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 2.9), layout="constrained")
         axis = figure.subplots()
@@ -54,7 +54,7 @@ Points = Mapping[str, tuple[float, float]]
 
 
 def draw_estimates(lines: Mapping[str, Points], path: Path, *, x: str, y: str) -> None:
-    """Draw a line for each name, with intervals; the places are those of the first line, evenly."""
+    """Draw one line per name, with intervals; x values are evenly spaced."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axis = figure.subplots()
@@ -73,7 +73,7 @@ def draw_estimates(lines: Mapping[str, Points], path: Path, *, x: str, y: str) -
 
 
 def draw_bars(bars: Points, path: Path, *, x: str, none: float) -> None:
-    """Draw a bar for each name from the value of no effect, with its interval; the first on top."""
+    """Draw one bar per name from the value of no effect, with its interval, the first on top."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6, 0.9 + 0.36 * len(bars)), layout="constrained")
         axis = figure.subplots()

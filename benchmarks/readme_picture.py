@@ -1,4 +1,4 @@
-"""The README's picture, of a finished run: what it learned, and generation beside training.
+"""The README's picture of a finished run: its pass rate, and generation beside training.
 
 A group has the colour of the oldest version that sampled it; a step, of that which it starts from.
 

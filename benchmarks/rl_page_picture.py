@@ -1,4 +1,4 @@
-"""The guide's picture of the page `/rl`: trains the default job, and looks while it trains.
+"""The guide's picture of the page `/rl`, taken while the default recipe trains.
 
 python -m benchmarks.rl_page_picture docs/images/rl_page.png
 """

@@ -32,7 +32,7 @@ TRAINERS = {"threads": "cluster.num-trainer-threads", "ranks": "cluster.num-trai
 
 
 def make_warm_model(cwd: Path) -> Path:
-    """Fine-tune the default job's policy, train it no further, and export it."""
+    """Fine-tune the default policy and export it without further training."""
     harness.train(cwd, "warm", {"num-steps": 0})
     harness.output_of([*harness.CLI, "export", "warm", "model"], cwd=cwd)
     return cwd / "model"
@@ -45,7 +45,7 @@ def compare_schedules(
     settings: Mapping[str, object],
     **defaults: Any,
 ) -> None:
-    """Measure a job as the options say; both schedules start from what `make_model` writes."""
+    """Measure both schedules, each starting from the model that `make_model` writes."""
     choices = {"sync_trainer": TRAINERS}
     chosen = harness.parse_options(doc, choices=choices, **defaults, plot=Path)
     with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
@@ -102,7 +102,7 @@ def measure(
 
 
 def rollout_s(run: Run, num_skipped: int) -> float:
-    """Return how long a step's rollouts took together, from the first to the last."""
+    """Return the time from the start of a step's first rollout to the end of its last."""
     columns = ("step", "started_at", "finished_at")
     rollouts = run.trajectories(columns=columns, where=f"step > {num_skipped}", text=True)
     by_step = rollouts.groupby("step")

@@ -1,4 +1,4 @@
-"""Peak memory of each trainer rank, and its seconds a step, by how many share the policy.
+"""Peak memory and seconds per step of each trainer rank, by the number of ranks.
 
 Processes start from a checkpoint and make two steps of 16 short sequences: once one alone with the
 whole policy, once several with a part of every tensor each. `state_gb` is weights, gradients and
@@ -40,7 +40,7 @@ def make_policy(chosen: argparse.Namespace, device: str = "cpu") -> Any:
 
 
 def write_first_checkpoint(directory: Path, chosen: argparse.Namespace) -> int:
-    """Write the checkpoint that all start from; return the bytes of its weights."""
+    """Write the common first checkpoint; return the size of its weights in bytes."""
     (directory / "model").mkdir()
     backend = TrainerBackend(make_policy(chosen), TrainerSettings())
     state = CheckpointState(0, backend.fingerprint(), 0, "")

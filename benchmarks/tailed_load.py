@@ -1,4 +1,4 @@
-"""Groups of completions whose lengths are given, and have a heavy tail; models to sample them."""
+"""Groups of completions with given, heavy-tailed lengths, and models to sample them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long completions are, in tokens: lognormal, at least 8 and at most `cut`."""
+    """Completion lengths in tokens: lognormal, at least 8 and at most `cut`."""
 
     median: int
     sigma: float
@@ -60,10 +60,10 @@ TAILS = Lengths(median=75, sigma=1.5, cut=2048)
 
 @dataclass(frozen=True)
 class GivenLengths(Lengths):
-    """A `Workflow` of one completion, as long as a draw from its member's seed says."""
+    """A `Workflow` of one completion whose length is drawn from the member's seed."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory; of this length if the policy never ends one by itself."""
+        """Return one trajectory, of this length if the policy never samples a stop token."""
         length = int(self.draw(np.random.default_rng(context.seed)))
         completion = await context.generate(prompt.tokens, turn=0, max_new_tokens=length)
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
@@ -76,7 +76,7 @@ def random_load(num_groups: int, lengths: Lengths, vocabulary: int, *, seed: int
 
 
 def settings_for(load: Load, max_num_seqs: int, **others: Any) -> GenerationSettings:
-    """Return an engine's settings, with as much room as the load's longest completion needs."""
+    """Return engine settings that fit the longest completion of the load."""
     sizes = {"max_new_tokens": load.longest, "max_model_len": PROMPT_TOKENS + load.longest}
     return GenerationSettings(max_num_seqs=max_num_seqs, **{**sizes, **others})
 

@@ -1,4 +1,4 @@
-"""Async against sync where completions are long and have a heavy tail, as in the paper.
+"""Async against sync with long, heavy-tailed completions, as in the paper.
 
 `schedule` says what is measured. A completion is as long as a draw from its member's seed says, so
 both schedules decode the same lengths. Until `--skip` async trains short completions.

@@ -39,7 +39,7 @@ DIGITS = "benchmarks.trl_reward:share_of_digits"
 
 
 class Profile(NamedTuple):
-    """What all ways train; `settings` are of `areal-flow train`, and `trl_side` reads them, too."""
+    """The common task; `settings` are those of `areal-flow train`, also read by `trl_side`."""
 
     make_model: Callable[[Path], Path]
     reward: str
@@ -49,7 +49,7 @@ class Profile(NamedTuple):
 
 
 def make_random_model(cwd: Path) -> Path:
-    """Write 11M parameters of the tiny policy's kind, whose completions end one time in 400."""
+    """Write 11M random parameters; a token ends a completion with probability 1/400."""
     directory = cwd / "model-11M"
     write_tiny_model(directory, max_model_len=640)
     config = directory / "config.json"
@@ -129,7 +129,7 @@ def by_trl(
 def compare(
     name: str, cwd: Path, python: str, prompts: Sequence[Any], num_rounds: int
 ) -> list[dict[str, Any]]:
-    """Return the means of each way's rounds."""
+    """Return means over the rounds of each way."""
     of = PROFILES[name]
     model = of.make_model(cwd).resolve()
     ways = {

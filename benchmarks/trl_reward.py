@@ -1,4 +1,4 @@
-"""What `benchmarks/trl.py` rewards where no answer could be right."""
+"""The reward of `benchmarks/trl.py` for policies that cannot answer."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def share_of_digits(*, prompt: str, completion: str, answer: Any) -> float:
-    """Return a reward that random weights vary in."""
+    """Return a reward that varies even with random weights."""
     return sum(character.isdigit() for character in completion) / max(1, len(completion))

@@ -1,4 +1,4 @@
-"""Seconds that `areal-flow view` takes with a log of many rows: python -m benchmarks.view_log N."""
+"""Time of `areal-flow view` with a log of many rows: python -m benchmarks.view_log N."""
 
 from __future__ import annotations
 

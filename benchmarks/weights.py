@@ -1,4 +1,4 @@
-"""What it costs to carry weights from the trainer to a generator, by medium, beside a plain copy.
+"""Cost of moving weights from the trainer to a generator, by medium, against a plain copy.
 
 Random weights, one thread, media in turn. `memcpy` copies the tensors once. A float32 version is
 staged, hashed beside that, and published; then it is mapped or read, hashed, and copied into the
@@ -49,7 +49,7 @@ NUM_UPDATES, NUM_DELTAS, DELTA_RATE = 9, 12, 1e-6
 
 
 def make_policy(name: str, directory: Path) -> Any:
-    """Return a policy with random weights: the default job's, or a Qwen2 of about this size."""
+    """Return a policy with random weights: the default one, or a Qwen2 of about this size."""
     if not (shape := MODELS[name]):
         write_tiny_model(directory, max_model_len=64)
         return empty_policy(directory)
@@ -67,7 +67,7 @@ def load(channel: WeightsReader, policy: Any, version: int) -> None:
 
 
 def measure_speeds(name: str, policy: Any, directory: Path) -> list[dict[str, Any]]:
-    """Return how quickly a policy is copied, hashed, published and loaded, in GB/s."""
+    """Return the speed of copying, hashing, publishing and loading a policy, in GB/s."""
     tensors = {name: tensor.clone() for name, tensor in policy_tensors(policy).items()}
     num_gb = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     channels = {medium: ChosenChannel(directory / medium, medium) for medium in MEDIA}
@@ -97,7 +97,7 @@ def measure_speeds(name: str, policy: Any, directory: Path) -> list[dict[str, An
 
 
 async def measure_updates(directory: Path) -> list[dict[str, Any]]:
-    """Return what updates cost engines of the default job whose slots are all decoding."""
+    """Return the cost of updates for engines of the default recipe with full slots."""
     model = directory / "model"
     tensors = policy_tensors(make_policy("default", model))
     settings = load_recipe(RECIPE).generation
@@ -117,7 +117,7 @@ async def measure_updates(directory: Path) -> list[dict[str, Any]]:
 async def update(
     engine: Engine, channel: ChosenChannel, tensors: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Publish versions to an engine at work; return what the measured ones cost."""
+    """Publish versions to a decoding engine; return the cost of the measured ones."""
     stop = asyncio.Event()
     decoding = asyncio.gather(*(keep_decoding(engine, group, stop) for group in range(8)))
     transfers, stalls = [], []
@@ -137,7 +137,7 @@ async def update(
 
 
 async def keep_decoding(engine: Engine, group: int, stop: asyncio.Event) -> None:
-    """Have 16 completions of 16 tokens decoded, again and again."""
+    """Keep decoding batches of 16 completions of 16 tokens."""
     prompt, sampling, seeds = as_tokens(range(2, 14)), Sampling(max_new_tokens=16), range(16)
     while not stop.is_set():
         await engine.generate(GroupRequest(f"{group}-{seeds[0]}", prompt, tuple(seeds), sampling))

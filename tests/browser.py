@@ -1,4 +1,4 @@
-"""Pages as a user sees them: Debian's Chromium, wide as a laptop and narrow as a telephone."""
+"""Pages in Debian's Chromium, at the width of a laptop and of a phone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.cli
 
 @contextmanager
 def opened(url: str, *, width: int = WIDTHS[0]) -> Iterator[Page]:
-    """Open a page; when the block ends, nothing may have failed or come from another host."""
+    """Open a page; fail at the end of the block if a request failed or left the host."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("there is no chromium on this machine")
@@ -60,7 +60,7 @@ def opened(url: str, *, width: int = WIDTHS[0]) -> Iterator[Page]:
 
 
 def screenshot(page: Page, folder: Path, name: str) -> Path:
-    """Write what is seen as NAME-WIDTH.png; a narrow page must not scroll sideways."""
+    """Write a screenshot NAME-WIDTH.png; a narrow page must not scroll sideways."""
     page.wait_for_load_state("networkidle")
     assert page.viewport_size is not None
     width = page.viewport_size["width"]
@@ -72,7 +72,7 @@ def screenshot(page: Page, folder: Path, name: str) -> Path:
 
 
 def look_at(url: str, folder: Path, name: str, *, ready: str = "body") -> list[Path]:
-    """Open a page at each width and take its picture once the selector `ready` is visible."""
+    """Take a screenshot of a page at each width once the selector `ready` is visible."""
     pictures = []
     for width in WIDTHS:
         with opened(url, width=width) as page:

@@ -72,7 +72,7 @@ class Strike:
 
 
 def draw_strike(randomness: random.Random) -> Strike:
-    """Return a random strike; drivers are struck most often, since they hold everything."""
+    """Return a random strike; drivers are struck most often, since they matter most."""
     victims: list[Victim] = ["driver", "driver", "driver", "scheduler", "generator", "generator"]
     victim = randomness.choice([*victims, "trainer", "trainer", "reward"])
     moments: list[Moment] = ["any", "any", "commit", "append", "checkpoint"]
@@ -93,7 +93,7 @@ class Chaos:
     num_quarantines: int = 0
 
     def survive(self, num_strikes: int) -> None:
-        """Strike so many times; the run has to go on after each strike."""
+        """Strike this many times; the run must go on after each strike."""
         strikes = [draw_strike(self.randomness) for _ in range(num_strikes)]
         for number, strike in enumerate(strikes, 1):
             self.say(f"strike {number}: {strike}, at step {self.run.head()}")

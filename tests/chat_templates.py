@@ -1,4 +1,4 @@
-"""Chat templates as models of the field have them, and tokenizers with their marks."""
+"""Chat templates of common models, and tokenizers with their special tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MARKS = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
 
 
 def give_chat_template(model: Path, template: str) -> None:
-    """Give a directory of the tiny tokenizer a chat template, with its marks as special tokens.
+    """Give a directory with the tiny tokenizer a chat template and its special tokens.
 
     The vocabulary stays as long as it was: two of its tokens become the marks.
     """

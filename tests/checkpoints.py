@@ -1,4 +1,4 @@
-"""Checkpoints without tensors: what a run's directory says of them."""
+"""Checkpoints without tensors, for tests of a run directory."""
 
 from __future__ import annotations
 

@@ -29,6 +29,6 @@ settings.load_profile("quick")
 
 @pytest.fixture(autouse=True)
 def one_torch_thread(request: pytest.FixtureRequest) -> None:
-    """Numbers are compared bit for bit in places: one thread, like a worker's."""
+    """Use one thread, like a worker, since some tests compare bits."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -82,7 +82,7 @@ def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) 
 def logprobs_of(
     logits_TV: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """Return the log-probability that each token of a completion was to be drawn with."""
+    """Return the exact log-probability of each token of a completion."""
     prompts = [as_tokens(prompt)] * len(tokens)
     own = [as_tokens(tokens[:at]) for at in range(len(tokens))]
     logprobs_TV = processed_logprobs(adjust_logits(logits_TV, sampling, prompts, own), sampling)
@@ -99,7 +99,7 @@ def letters() -> Tokenizer:
 
 
 def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
-    """All engines that it makes share one core of vLLM, which takes seconds to start."""
+    """All engines share one vLLM core, since starting one takes seconds."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
 
     core, served = shared_core(in_process=in_process, tied=tied)
@@ -124,7 +124,7 @@ def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
 
 @cache
 def shared_core(*, in_process: bool, tied: bool) -> tuple[Any, Any]:
-    """Return vLLM's core with the small policy, and what it is served with."""
+    """Return a vLLM core serving the small policy, and its settings."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
     from areal_flow.rollout.engines.vllm.core import CoreProcess, InProcessCore, engine_config
     from areal_flow.rollout.engines.vllm.weights import ServedTensors
@@ -235,7 +235,7 @@ def run_crowd(
     longest_prompt: int,
     longest: int,
 ) -> None:
-    """Have 200 requests join and leave at random, some cancelled, under four versions.
+    """Run 200 requests that join, leave and are cancelled at random, under four versions.
 
     Each that is not cancelled is complete, and some of them are compared with full forwards.
     """

@@ -1,4 +1,4 @@
-"""Episodes without a cluster: an exact engine, a judge as told, and what was asked of both."""
+"""Episodes without a cluster: an exact engine and a scripted judge that record requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wrong(_: Tokens) -> Score:
 
 
 def judged_by_length(tokens: Tokens) -> Score:
-    """Right or wrong, by something that differs from completion to completion."""
+    """Right or wrong, depending on the length of the completion."""
     return Score(1.0, "right") if len(tokens) % 2 else Score(0.0, "wrong", message="no")
 
 
@@ -112,5 +112,5 @@ def episode_of(group_size: int = 6, *, index: int = 4, attempt: int = 0) -> Epis
 
 
 def exact_logprob(before: int, token: int) -> float:
-    """Return what the bigram policy gives a token after another."""
+    """Return the bigram policy's log-probability of a token after another."""
     return LOGITS[before][token] - math.log(sum(math.exp(value) for value in LOGITS[before]))

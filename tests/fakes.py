@@ -1,6 +1,6 @@
 """Fakes that ship: second implementations of engine, weights and tracker, for trying ideas.
 
-They keep the promises of the protocols they stand for; the contract suites hold them to it.
+The contract suites test that they implement their protocols.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BigramEngine:
 
 
 def _adjusted(logits: Sequence[float], sequence: SampledSequence) -> Sequence[float]:
-    """Return logits after what depends on the tokens before; see `generation.sampling`."""
+    """Return logits after penalties for earlier tokens; see `generation.sampling`."""
     sampling = sequence.request.sampling
     if not sampling.depends_on_prefix:
         return logits
@@ -122,7 +122,7 @@ def _invert(logprobs: Sequence[float], drawn: float) -> int:
 
 
 class MemoryWriter:
-    """A `WeightsWriter` in one process that pushes: its readers have what was published to them."""
+    """An in-process `WeightsWriter` that pushes published weights to its readers."""
 
     def __init__(self) -> None:
         self._staged: dict[int, dict[str, Any]] = {}
@@ -144,7 +144,7 @@ class MemoryWriter:
             reader.receive(*self._newest)
 
     def join(self, reader: MemoryReader) -> None:
-        """Push what is published from here on, and what is newest now, to a reader."""
+        """Push the newest version, and all later ones, to a reader."""
         self._readers.append(reader)
         if self._newest:
             reader.receive(*self._newest)
@@ -172,7 +172,7 @@ class MemoryReader:
 
 
 class MemoryTracker:
-    """A `Tracker` that remembers; while `away`, it raises as one that cannot be reached."""
+    """A `Tracker` in memory; while `away`, it raises as if unreachable."""
 
     def __init__(self) -> None:
         self.away = False

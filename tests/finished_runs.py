@@ -58,7 +58,7 @@ def make_finished_run(
     state: State = "finished",
     accepted_at: int | None = None,
 ) -> RunLayout:
-    """Make a run that trained one group a step and, at times, gave up another.
+    """Make a run that trained one group per step and sometimes gave up another.
 
     Args:
         accepted_at: the step from which on another verifier scored.
@@ -82,7 +82,7 @@ def make_finished_run(
 
 
 def _write_workers(layout: RunLayout, num_steps: int) -> None:
-    """Say that a generator and a trainer were there while it trained."""
+    """Record that a generator and a trainer were alive during training."""
     events = [("joined", 0), ("left", num_steps)]
     rows = [
         {

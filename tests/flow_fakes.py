@@ -1,4 +1,4 @@
-"""Fakes of what a flow uses: its recipe, prompts, a cluster in virtual time, logs in memory."""
+"""Fakes for tests of a flow: recipe, prompts, a cluster in virtual time, logs in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from areal_flow.core.types import (
 
 
 def flow_recipe(*, num_steps: int, seed: int = 0, **controller: int) -> Recipe:
-    """Return a recipe of so many steps with these settings of the controller."""
+    """Return a recipe with this many steps and these controller settings."""
     return Recipe(
         num_steps=num_steps,
         seed=seed,
@@ -49,7 +49,7 @@ def prompt_at(submission_index: int) -> Prompt:
 
 @dataclass
 class FakeRolledOut:
-    """A group that is written at once."""
+    """A group that is written immediately."""
 
     receipt: GroupReceipt
 
@@ -59,7 +59,7 @@ class FakeRolledOut:
 
 @dataclass
 class FakeCluster:
-    """Generators and a trainer in (virtual) time: durations, deaths and slow loads as told.
+    """Generators and a trainer in virtual time, with given durations, deaths and slow loads.
 
     Tokens of an episode carry the version that its generator served when they were sampled; each
     generator loads new weights in its own time, and is acknowledged with the last.

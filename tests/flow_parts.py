@@ -1,4 +1,4 @@
-"""A small flow whose backends do what a test tells them, stage by stage."""
+"""A small flow whose backends are scripted by the test, stage by stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group(index: int, *, version: int = 0, scored: bool = True, **receipt: Any) 
 
 @dataclass
 class Rollouts:
-    """Answers episodes with what `outcomes` holds, in order; without one, at once and well."""
+    """Ends episodes with `outcomes`, in order; without one, immediately and successfully."""
 
     outcomes: list[GroupReceipt | BaseException] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
@@ -73,7 +73,7 @@ class RolledOut:
 
 @dataclass
 class Parts:
-    """A flow of two trajectories a step, and the backends that it was made with."""
+    """A flow of two trajectories per step, with its backends."""
 
     rollouts: Rollouts = field(default_factory=Rollouts)
     log: MemoryLog = field(default_factory=MemoryLog)
@@ -109,7 +109,7 @@ class Parts:
 
 
 def waiting(*indices: int, **initial: Any) -> InitialState:
-    """Return the state of a run that was resumed with these groups in the log."""
+    """Return the state of a resumed run with these groups in the log."""
     return InitialState(
         waiting=tuple(group(index) for index in indices),
         accounting=TokenAccounting(committed=8 * len(indices)),
@@ -125,7 +125,7 @@ async def train_once(flow: Flow) -> None:
 
 
 async def roll_out(flow: Flow, num_groups: int = 1) -> None:
-    """Submit so many groups, one after another, and commit what they give."""
+    """Submit this many groups, one after another, and commit their results."""
     for _ in range(num_groups):
         flow.submit()
         await asyncio.sleep(60)

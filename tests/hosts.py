@@ -45,7 +45,7 @@ class Host:
 
 @contextmanager
 def network_of_hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
-    """Yield this machine's address among the hosts, and the hosts. Skips where none can be made."""
+    """Yield this machine's address on the bridge, and the hosts; skip if none can be made."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and ip: apt-get install iproute2")
     if subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], check=False).returncode:

@@ -1,4 +1,4 @@
-"""A service on loopback that judges completions, or answers whatever a test wants."""
+"""A service on loopback that judges completions or returns what a test sets."""
 
 from __future__ import annotations
 

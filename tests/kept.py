@@ -1,4 +1,4 @@
-"""What a sink kept, read back through its own door."""
+"""The content of a sink, read back through its own API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fakes import MemoryTracker
 
 
 class Kept:
-    """The same of every sink; `versions` and `aliases` only of those with a registry."""
+    """The content of any sink; `versions` and `aliases` only with a registry."""
 
     def __init__(self, sink: Any) -> None:
         self.versions: dict[str, dict[str, str]] = {}
@@ -199,7 +199,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 def wait_for_exits(folder: Path) -> None:
-    """Wait until every ended part says so: W&B's own process writes it after `finish`."""
+    """Wait until every finished part is on disk: W&B's own process writes after `finish`."""
     parts = [*folder.glob("wandb/offline-*/*.wandb")]
     num_ended = len(parts) - (1 if _OPEN else 0)
     until = monotonic() + 20

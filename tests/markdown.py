@@ -48,7 +48,7 @@ def typed_commands(page: Path) -> list[tuple[str, str]]:
 
 
 def difference(expected: str, actual: str) -> str:
-    """Return how an output differs from what a page shows; empty if it does not."""
+    """Return the difference between an output and a page; empty if there is none."""
     maybe_no_line = re.sub(r"^\.\.\.\n *", "...", expected, flags=re.MULTILINE)
     expected_text, got = _alike(maybe_no_line), _alike(actual)
     checker = OutputChecker()

@@ -1,4 +1,4 @@
-r"""Answers and references that a judge of mathematics has to get right, and hostile answers.
+r"""Answers and references with verdicts for the verifier of mathematics, and hostile answers.
 
 A case is what stands in the completion, the reference, and whether it is right. `BOXED` stand in
 `\boxed{}`, `WHOLE` are completions.

@@ -1,4 +1,4 @@
-"""Values that hold arrays, so that tests can compare them."""
+"""Converts values that hold arrays, so that tests can compare them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Return a value of lists: of its arrays, tuples, and the fields of its dataclasses."""
+    """Convert arrays, tuples and dataclasses within a value to lists."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if is_dataclass(value):

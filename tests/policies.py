@@ -1,4 +1,4 @@
-"""Small policies made on the spot, and rows for them to learn, for tests."""
+"""Small policies and training rows for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
 
 
 class KeepingWriter(HashingWriter):
-    """A `WeightsWriter` that keeps a copy of what was staged last."""
+    """A `WeightsWriter` that keeps a copy of the weights staged last."""
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         self.kept = {name: tensors[name].clone() for name in sorted(tensors)}

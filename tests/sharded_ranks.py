@@ -1,4 +1,4 @@
-"""What processes do that share a policy; `tests/integration/test_sharded.py` starts them.
+"""Processes that share a policy, started by `tests/integration/test_sharded.py`.
 
     python -m tests.sharded_ranks RANK NUM_RANKS DIRECTORY CASE...
 
@@ -134,7 +134,7 @@ TWO_COPIES = {
 def begin(
     training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0, num_ranks: int = 1
 ) -> TrainerBackend:
-    """Return a backend; without replicas, of one process that computes for as many ranks."""
+    """Return a backend; without replicas, that of one process that computes for this many ranks."""
     policy, trainer = small_policy(seed=seed, tied=training.tied), training.settings
     if trainer.lora.rank:
         add_adapter(policy, trainer.lora, seed=seed)
@@ -152,7 +152,7 @@ def train(
     *,
     num_steps: int = NUM_STEPS,
 ) -> dict[str, Any]:
-    """Return what steps found and made; without replicas, in one process."""
+    """Return metrics and weights of steps; without replicas, in one process."""
     backend = begin(training, replicas, num_ranks=num_ranks)
     if not training.settings.lora.rank:
         backend.hold_reference(small_policy(seed=1, tied=training.tied))
@@ -173,7 +173,7 @@ def take_step(backend: TrainerBackend, step: int, training: Training, **settings
 
 
 def staged(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Return the hashes of policies, of what is served of them, and of equal whole ones."""
+    """Return the hashes of sharded and unsharded policies, and of their served weights."""
     hashes_by_way: dict[str, Any] = {"sharded": [], "whole": []}
     for training in (TRAININGS["tied"], TRAININGS["adapter"]):
         for how, backend in (("sharded", begin(training, replicas)), ("whole", begin(training))):
@@ -247,7 +247,7 @@ def not_finite(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dic
 
 
 def gone(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Leave, but for the leader, before anything is computed."""
+    """Leave before anything is computed, except for the leader."""
     if not replicas.is_leader:
         replicas.leave()
     try:
@@ -322,7 +322,7 @@ def pretrained(replicas: ReplicaGroup | None, directory: Path) -> dict[str, Any]
 
 
 def left(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Leave in the midst of a step, but for the leader, which returns what it notices."""
+    """Leave during a step, except for the leader, which returns what it notices."""
     return _left(replicas, num_ranks, TRAININGS["plain"])
 
 
@@ -389,7 +389,7 @@ def _left(replicas: ConnectedRanks, num_ranks: int, training: Training) -> dict[
 
 
 def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Return whether rows of matrices become those of whole ones, to the bit."""
+    """Return whether Muon moves sharded matrices as it moves full ones, bit for bit."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = replicas.mesh(2)  # of four ranks two copies
@@ -434,7 +434,7 @@ CASES: dict[str, Callable[[ConnectedRanks, int, Path], dict[str, Any]]] = {
 
 
 def run_ranks(directory: Path, num_ranks: int, *cases: str) -> list[dict[str, Any]]:
-    """Start the processes, wait for them, and return what each found by case."""
+    """Start the processes, wait for them, and return their results by case."""
     command = [sys.executable, "-m", "tests.sharded_ranks"]
     processes = [
         subprocess.Popen([*command, str(rank), str(num_ranks), str(directory), *cases], cwd=ROOT)

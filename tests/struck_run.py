@@ -1,4 +1,4 @@
-"""A real run of the command line, whose processes a test kills or stops, and which it audits."""
+"""A real command-line run whose processes a test kills or stops, and that it audits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StruckRun:
     """One run, its current driver, and the drivers that hang."""
 
     def __init__(self, root: Path, *python_path: Path) -> None:
-        """Take where its processes find modules, too, such as a `sitecustomize`."""
+        """Optionally take an import path for its processes, such as one with a `sitecustomize`."""
         self._python_path = os.pathsep.join(map(str, (*python_path, Path(__file__).parents[1])))
         self.layout = RunLayout((root / "runs" / "struck").resolve())
         self.log = root / "drivers.log"
@@ -75,7 +75,7 @@ class StruckRun:
         assert not alive, f"processes outlived their driver: {alive}"
 
     def wake_hung_drivers(self) -> None:
-        """Continue drivers that were taken over: each must find itself refused, and end."""
+        """Continue drivers that were taken over: each must be refused and exit."""
         for process in self._hung:
             process.send_signal(signal.SIGCONT)
             code = process.wait(PATIENCE_S)
@@ -146,7 +146,7 @@ class StruckRun:
             sleep(0.05)
 
     def audit(self) -> None:
-        """Check the run as it is now, and that what was committed still is."""
+        """Audit the run, and check that earlier commits are still there."""
         report = check_run(self.layout)
         assert report.clean, [f for f in report.findings if f.severity == "error"]
         run = areal_flow.open_run(self.layout.root)

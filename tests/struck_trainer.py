@@ -21,7 +21,7 @@ PATCH = "from tests.struck_trainer import watch; watch()"
 
 
 def prepare(folder: Path, monkeypatch: Any) -> None:
-    """Have processes that start from now on look for strikes."""
+    """Make processes that start from now on look for strikes."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(PATCH)
     monkeypatch.setenv(FOLDER, str(folder))

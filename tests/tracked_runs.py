@@ -1,4 +1,4 @@
-"""Runs with a few ledger rows, for sinks to show."""
+"""Runs with a few ledger rows, for tests of sinks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def make_bare_run(root: Path, recipe: str = "") -> RunLayout:
-    """Make a run of which there is only its identity and its recipe."""
+    """Make a run with only its identity and its recipe."""
     made = RunLayout(root.resolve())
     made.root.mkdir(parents=True)
     write_identity(made)

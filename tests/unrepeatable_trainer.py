@@ -16,7 +16,7 @@ RELATIVE_NOISE = 1e-6
 
 
 def write_patch(folder: Path) -> Path:
-    """Return a folder; processes that have it on their path perturb what their ranks train."""
+    """Return a folder; processes with it on their path perturb what their ranks train."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(PATCH)
     return folder

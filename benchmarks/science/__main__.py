@@ -1,4 +1,4 @@
-"""Run an experiment and write its page and its plot: `python -m benchmarks.science NAME --help`.
+"""Run an experiment, write its page and its plot: `python -m benchmarks.science NAME --help`.
 
     python -m benchmarks.science NAME [--seeds 0 1 2] [--quick] [--processes 2] [--to docs/science]
 
@@ -34,7 +34,7 @@ SHARED: dict[str, Any] = {"processes": 2, "quick": False, "to": harness.ROOT / "
 def write_page(
     folder: Path, name: str, doc: str, facts: Mapping[str, str], finding: Finding
 ) -> Path:
-    """Write the plot, and the page's part between the markers; a new page begins with `doc`."""
+    """Write the plot and the text between the page's markers; a new page begins with `doc`."""
     folder.mkdir(parents=True, exist_ok=True)
     plot, page = folder / f"{name}.png", folder / f"{name}.md"
     finding.draw(plot)

@@ -1,4 +1,4 @@
-"""Batch against eta: is it the versions that a sample is behind, or the samples?
+"""Batch size against eta: does staleness matter in versions or in samples?
 
 A sample of eta versions before is eta times the batch behind, in samples. All runs train equally
 many samples in updates of 32 trajectories, so that a larger batch has fewer versions and as many

@@ -1,4 +1,4 @@
-"""Corrections: what each rule for off-policy tokens is worth under heavy staleness.
+"""Corrections: the benefit of each off-policy correction under heavy staleness.
 
 All runs train equally many samples, sampled by the policy of exactly eta versions before. `fresh`
 is decoupled PPO on data of the newest policy: what there is to reach. The corrections are those of

@@ -1,4 +1,4 @@
-"""What an experiment found: estimates with intervals over seeds, and what may be concluded."""
+"""The result of an experiment: estimates with intervals over seeds, and conclusions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Estimate:
 
     @staticmethod
     def of(values: Sequence[float]) -> Estimate:
-        """Of one value nothing is known: its interval is infinite."""
+        """With a single value the interval is infinite."""
         n = len(values)
         if n < 2:
             return Estimate(fmean(values), float("inf"))
@@ -44,12 +44,12 @@ class Estimate:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second minus first, by pairs: both have the same seeds in one order."""
+    """Return the mean paired difference, second minus first; both have the same seeds in order."""
     return Estimate.of([b - a for a, b in zip(first, second, strict=True)])
 
 
 def conclude(what: str, of: Estimate, *, nothing: float = 0.0, num_decimals: int = 3) -> str:
-    """Return what an interval says of an effect: its direction, or that nothing can be concluded.
+    """Return the conclusion from an interval: the direction of the effect, or none.
 
     Args:
         nothing: the value of no effect: 0 of a difference, 1 of a ratio.

@@ -1,4 +1,4 @@
-"""Interruption: what it buys a generator that gets new weights all the time.
+"""Interruption: its benefit for a generator that keeps getting new weights.
 
 One engine always has more groups than it can run; completions have a heavy tail (204 tokens in the
 mean, 2,048 at most). As soon as a batch of them has ended, new weights arrive. `drain` lets

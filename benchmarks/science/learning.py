@@ -1,4 +1,4 @@
-"""Trains the default job's policy on data of a given age, in one process: what three pages share.
+"""Trains the default policy on data of a given age in one process; used by three experiments.
 
 Every batch is sampled by the policy of exactly eta versions before (of version 0 until there are so
 many): the worst that `controller.max_staleness = eta` allows. The policy is the default job's after
@@ -49,7 +49,7 @@ Question = tuple[np.ndarray, str]  # tokens of a prompt, and its answer
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run differs in from the others."""
+    """The settings in which a run differs from the others."""
 
     algorithm: Mapping[str, Any]
     """Its name, and settings of its own."""
@@ -105,7 +105,7 @@ def pass_rates(settings: Mapping[str, Setting], chosen: Any) -> dict[str, list[f
 
 
 def prepare(cwd: Path, chosen: Any) -> Task:
-    """Take the policy and the prompts of the default job."""
+    """Return the policy and the prompts of the default recipe."""
     model = (chosen.model or make_warm_model(cwd)).resolve()
     given = {
         "model": f"{model}",
@@ -149,7 +149,7 @@ def learn(task: Task, setting: Setting, seed: int) -> float:
 
 
 def _recipe_of(recipe: Recipe, batch_size: int) -> Recipe:
-    """Return a recipe of a batch, whose learning rate warms up over as many samples as others'."""
+    """Return a recipe with this batch size, whose warm-up covers the same number of samples."""
     warm_up = {"num_warmup_steps": WARM_UP // batch_size}
     controller = recipe.controller.model_copy(update={"batch_size": batch_size})
     trainer = recipe.trainer.model_copy(update=warm_up)

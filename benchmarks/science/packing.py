@@ -1,4 +1,4 @@
-"""Packing: trained tokens a second by lengths, and by a fixed number of trajectories.
+"""Packing: trained tokens per second with packing by length, and with a fixed number.
 
 Both ways compute the gradient of the same trajectories, and no micro-batch may hold more tokens
 than the budget, which stands for memory. The paper's Algorithm 1 packs by lengths. The other way
@@ -46,7 +46,7 @@ SPEED = "tokens_per_processor_s"
 
 
 def fixed_number(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of the largest number of sequences with which none is too large."""
+    """Return micro-batches with the largest fixed number of sequences that fits the budget."""
     for number in range(len(lengths), 0, -1):
         starts = range(0, len(lengths), number)
         packed = [[*range(i, min(i + number, len(lengths)))] for i in starts]

@@ -1,4 +1,4 @@
-"""Runs a flow in virtual time, with the project's own controller: what two pages share."""
+"""Runs a flow in virtual time with the project's own controller; used by two experiments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def simulated(
     sigma: float,
     schedule: Literal["async", "sync"] = "async",
 ) -> Simulated:
-    """Simulate an experiment's `steps`, of which the first `skip` are not measured."""
+    """Simulate `steps` steps; the first `skip` are not measured."""
     recipe = Recipe(
         num_steps=chosen.steps,
         seed=seed,

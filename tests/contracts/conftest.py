@@ -1,4 +1,4 @@
-"""The engines that the contracts of cores and of their threads hold."""
+"""The engines under test in the contract suites of cores and threads."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
 def test_check_of_an_engine_computes_with_the_weights_where_they_are(
     name: str, tmp_path: Path
 ) -> None:
-    """To draw a policy of 1.5B numbers first took 30 s, and its memory, at each engine's start."""
+    """Drawing a 1.5B policy first took 30 s and its memory at each engine start."""
     policy = sharp_policy(config_of(name, SUPPORTED[name]))
     policy.config.save_pretrained(tmp_path)
     tensors = policy_tensors(policy)
@@ -220,7 +220,7 @@ def test_check_of_an_engine_computes_with_the_weights_where_they_are(
 def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
     name: str, tmp_path: Path
 ) -> None:
-    """Also what no file has, such as frequencies of positions."""
+    """Buffers that no file has, such as frequencies of positions, are the same too."""
     written = sharp_policy(config_of(name, SUPPORTED[name]))
     written.save_pretrained(tmp_path)
     policy, weights = pretrained_policy(tmp_path)
@@ -242,7 +242,7 @@ def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
 
 @pytest.mark.parametrize("name", quick_first(LIMITED))
 def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(name: str) -> None:
-    """Packed rows have padding, of which no part may have a position that no sequence has."""
+    """Padding of packed rows must have no position beyond those of the sequences."""
     policy = sharp_policy(config_of(name, LIMITED[name]))
     sequences = [
         sequence_of([1, 2], [*range(3, length + 1)], [0.0] * (length - 2), [True] * (length - 2))

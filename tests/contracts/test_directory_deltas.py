@@ -57,7 +57,7 @@ def publish(writer: DirectoryWriter, version: int, weights: Mapping[str, Tensor]
 
 
 def size_of(root: Path, version: int) -> int:
-    """Return the bytes of the file that has a version's tensors, or what changed of them."""
+    """Return the size of the file with a version's tensors or its delta."""
     return max(file.stat().st_size for file in (root / f"{version:08d}").iterdir())
 
 

@@ -29,7 +29,7 @@ def run_switching(
     switches: dict[int, int],
     *requests: GroupRequest,
 ) -> dict[str, list[Completion]]:
-    """Run requests, with weights of a version after some decode steps."""
+    """Run requests; load new weights after the given decode steps."""
     for request in requests:
         engine.add(request)
     completions: dict[str, list[Completion]] = {}
@@ -41,7 +41,7 @@ def run_switching(
 
 
 def test_stale_prefix_is_never_read_again(subject: Subject) -> None:
-    """Neither by a group that runs during the switch nor by one that comes after it: each has the
+    """Holds for a group that runs during the switch and for a later one: both have the
     same prompt, longer than a page of keys and values."""
     engine = subject.make()
     before, during, after = (
@@ -80,7 +80,7 @@ def test_200_requests_join_leave_and_are_interrupted_at_random(subject: Subject)
 
 
 def test_seeds_reproduce_after_a_crowd(subject: Subject) -> None:
-    """Nothing of those that came before is left: neither in slots nor in pages nor in a cache."""
+    """Earlier requests leave nothing behind in slots, pages or caches."""
     engine = subject.make()
     run_crowd(engine, subject, random.Random(1), longest_prompt=30, longest=12)
     engine.load_weights(subject.weights(0), version=4)

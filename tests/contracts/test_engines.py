@@ -1,4 +1,4 @@
-"""Every engine, held to the same promises; the exact numbers come from each one's own reference."""
+"""The contract of every engine; exact numbers come from each engine's own reference."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_tokens_are_streamed_as_they_are_sampled_also_through_an_interruption(
 
 
 def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Subject) -> None:
-    """Also those whose group's prompt was prefilled by the old ones."""
+    """Also if the group's prompt was prefilled with the old weights."""
     engine = subject.make(max_num_seqs=2)
     request = request_of(seeds=4, length=12)
     engine.add(request)
@@ -153,7 +153,7 @@ def test_drained_completions_have_one_version(subject: Subject) -> None:
 
 @torch.no_grad()
 def test_kept_tokens_count_as_their_oldest_context_s_and_are_drawn_from_the_mixture() -> None:
-    """The mixture by transformers' own cache: a prefix by the old weights, the rest by the new."""
+    """Compare with transformers' cache: the prefix with the old weights, the rest with the new."""
     subject = torch_subject()
     kept = one_switched_after(8, subject.make(interruption="keep"), subject.weights(1))
     assert set(versions_of(kept)) == {0}
@@ -234,7 +234,7 @@ def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
 
 
 def test_stop_token_comes_after_the_minimum_of_tokens(subject: Subject) -> None:
-    """As likely as not otherwise, so that a tenth token is the first that can be one."""
+    """Nearly half of all tokens stop, so without a minimum most would end before the tenth."""
     stops = {"stop_token_ids": tuple(range(6)), "length": 50}
     completions = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
     assert all(c.finish_reason == "stop" and len(c.tokens) > 9 for c in completions)
@@ -247,7 +247,7 @@ def test_stop_token_comes_after_the_minimum_of_tokens(subject: Subject) -> None:
 def test_stop_string_ends_a_completion_where_a_token_completes_it(
     subject: Subject, min_tokens: int
 ) -> None:
-    """Its tokens and log-probabilities are those without the string, up to there."""
+    """Up to there, tokens and log-probabilities are those without stop strings."""
     unstopped = request_of(seeds=16, length=40)
     completions = run_all(subject.make(max_num_seqs=16), unstopped)["r"]
     texts = [letters().decode(c.tokens.tolist()) for c in completions]
@@ -265,7 +265,7 @@ def test_stop_string_ends_a_completion_where_a_token_completes_it(
 
 
 def min_end(text: str, strings: Sequence[str], min_length: int) -> int | None:
-    """Return where the first string ends that ends beyond so many characters."""
+    """Return the end of the first stop string that ends beyond this many characters."""
     ends = range(min_length + 1, len(text) + 1)
     return next((end for end in ends if text[:end].endswith(tuple(strings))), None)
 

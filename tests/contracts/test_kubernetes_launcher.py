@@ -29,7 +29,7 @@ def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
 
 
 async def until_there(fake: FakeKubernetes) -> str:
-    """Return the name of the only worker's Pod, once there is one."""
+    """Wait for the only worker's Pod and return its name."""
     while not (names := fake.names("generator-0")):
         await asyncio.sleep(0.1)
     (name,) = names

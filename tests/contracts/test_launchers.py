@@ -1,4 +1,4 @@
-"""Every launcher: workers start, are asked to end, die, start again, and outlive no driver."""
+"""The contract of every launcher: workers start, stop, die, restart, and outlive no driver."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def client_of(pool: WorkerPool) -> Client:
 
 
 async def process_of(pool: WorkerPool, *, other_than: int = 0) -> psutil.Process:
-    """Return the process of the only worker, once it is registered and is not that one."""
+    """Wait for the only worker to register with a new process and return that process."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             pids = [worker.pid for worker in pool.scheduler.workers.values()]
@@ -173,7 +173,7 @@ def test_file_of_the_working_directory_is_imported_and_shadows_no_module(
 
 
 async def third_process(pool: WorkerPool, placement: WorkerPlacement) -> psutil.Process:
-    """Return the process of a worker of which two have died: one killed, and one that hung."""
+    """Return a worker's process after the first was killed and the second hung."""
     await pool.start_until_joined([placement])
     (record,) = pool.registry.all()
     first = await process_of(pool)
@@ -229,7 +229,7 @@ def test_worker_ends_with_its_driver_even_if_it_hangs(settings: ClusterSettings)
 
 
 def check_worker_ends_with(program: str, *arguments: str) -> None:
-    """Kill a driver, which prints its worker's number, while that one is stopped."""
+    """Kill a driver while its worker is stopped; the driver prints the worker's pid."""
     command = [sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as driver:
         assert driver.stdout is not None

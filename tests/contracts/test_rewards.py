@@ -1,4 +1,4 @@
-"""What every reward promises, held against the shipped ones and a fake with a life of its own."""
+"""The contract of every reward: the shipped ones, and a fake that must be opened and closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.reward_models import write_reward_model
 
 
 class CountingReward:
-    """A reward that scores only while it is open, by a count that it keeps."""
+    """A reward that scores only while it is open."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -66,7 +66,7 @@ def judged_together(prompts: list[str], completions: list[str], **columns: Any) 
 
 
 class ProgramsThatPrint:
-    """The verifier `code`, asked whether a program prints the right answer."""
+    """The verifier `code` with programs that print an answer."""
 
     def __init__(self) -> None:
         self._reward = CodeReward()
@@ -87,7 +87,7 @@ class ProgramsThatPrint:
 
 
 class AskedJudge:
-    """The reward `judge`, asking a service that is there while it is open."""
+    """The reward `judge` with a service that runs while the reward is open."""
 
     def open(self) -> None:
         self._serving = running_judge(lambda request: request["completion"] == request["answer"])
@@ -102,7 +102,7 @@ class AskedJudge:
 
 
 class ScoredByModel:
-    """The reward `reward_model`, asked whether a completion scores as the right answer does."""
+    """The reward `reward_model`: right if a completion scores as much as the right answer."""
 
     def __init__(self, directory: Path) -> None:
         settings = {"path": str(write_reward_model(directory / "model"))}

@@ -1,4 +1,4 @@
-"""Shared memory: no reader sees half a version, and nothing of a run stays that has ended."""
+"""Shared memory: no reader sees half a version, and an ended run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_successor_frees_what_a_killed_run_left_and_nothing_else(tmp_path: Path)
 def test_weights_do_not_go_where_somebody_else_was_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their place in shared memory can be foreseen, and everybody may write there."""
+    """The path in shared memory is predictable, and anybody may write there."""
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     root, theirs = tmp_path / "weights" / "1", tmp_path / "theirs"
     theirs.mkdir()

@@ -1,4 +1,4 @@
-"""Every shipped recipe for GPUs fits the GPUs that its page names: by the planner's own figures.
+"""Every shipped recipe for GPUs fits the GPUs named in the docs, according to the planner.
 
 Here and not beside the planner's tests, so that `nox -s tests_slow` starts these long ones first.
 """

@@ -26,7 +26,7 @@ def settings(*options: str) -> ClusterSettings:
 
 
 async def until_listed() -> str:
-    """Return the number of the only job that waits or runs, once there is one."""
+    """Wait for the only job to be listed and return its number."""
     while not (numbers := job_numbers(states="PENDING,RUNNING")):
         await asyncio.sleep(0.1)
     (number,) = numbers

@@ -1,4 +1,4 @@
-"""Every objective of supervised fine-tuning: packing changes nothing, and a resumption no bit."""
+"""Every fine-tuning objective: packing changes nothing, and resuming changes no bit."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class ReadsUntil(FixedReader):
-    """Takes as long to read and verify weights as nobody says that it may end."""
+    """Reads and verifies weights until a test lets it finish."""
 
     may_end: threading.Event = field(default_factory=threading.Event)
 
@@ -208,7 +208,7 @@ async def test_sleeping_engine_makes_no_step_and_goes_on_when_it_wakes(subject: 
 
 
 class SlowSwitch(BigramEngine):
-    """Takes 50 ms to put weights in place, at once or when the next step begins."""
+    """Takes 50 ms to install weights, immediately or at the next step."""
 
     at_once = True
 

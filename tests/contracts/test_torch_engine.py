@@ -1,4 +1,4 @@
-"""What the torch engine's pages must not change: tokens and log-probabilities of completions."""
+"""Paging in the torch engine changes neither tokens nor log-probabilities."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_exact(request: GroupRequest, completions: list[Completion]) -> None:
 @pytest.mark.parametrize("max_model_len", [128, 300])
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 70])
 def test_members_share_prompts_of_any_length(num_tokens: int, max_model_len: int) -> None:
-    """Of more pages than one, where pages are small and where they are large."""
+    """Of several pages, with small and large pages."""
     request = request_with_prompt("r", num_tokens, seeds=5, length=40)
     engine = engine_of(max_num_seqs=3, max_model_len=max_model_len)
     check_exact(request, run_all(engine, request)["r"])
@@ -83,7 +83,7 @@ def test_switch_in_the_middle_of_a_prompt_computes_it_anew_unless_drained(
 def test_new_weights_have_a_prompt_computed_once_for_its_group(
     batch_invariant: bool, num_ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its whole page and the 10 tokens after it; alone, where no company may change the bits."""
+    """Its full page and the next 10 tokens; alone, so that batching cannot change the bits."""
     request = request_with_prompt("r", 42, seeds=4, length=12)
     engine = engine_of(batch_invariant=batch_invariant)
     engine.add(request)
@@ -140,7 +140,7 @@ def test_crowd_in_pages_of_fixed_memory_leaves_every_page_free(interruption: str
 def test_sequences_that_differ_only_in_where_they_end_are_sampled_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As turns of conversations are, each with another room for tokens."""
+    """Like turns of conversations, each with a different token limit."""
     calls = []
     monkeypatch.setattr(
         torch_engine, "sample", lambda *args: (calls.append(len(args[0])), sample(*args))[1]
@@ -167,7 +167,7 @@ def completions_in_bfloat16(
 
 
 def test_completions_in_bfloat16_depend_on_weights_alone() -> None:
-    """Not on other rows, nor on how the weights came."""
+    """Not on other rows, nor on how the weights were loaded."""
     request = request_with_prompt("r", 33, seeds=3, length=20)
     companion = request_with_prompt("other", 70, seeds=5, length=30)
     expected = completions_in_bfloat16(request)["r"]

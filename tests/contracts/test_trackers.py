@@ -1,4 +1,4 @@
-"""Every sink is filled from the run alone: from where it stands, once or twice, late or again."""
+"""Every sink is filled from the run alone: from its cursor, once, twice, late or again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tra
 
 @pytest.fixture(params=["mlflow", "memory", "tensorboard", "wandb"])
 def make_sink(request: pytest.FixtureRequest, layout: RunLayout) -> MakeSink:
-    """Return how each driver's life makes the sink of the same run."""
+    """Return a function that makes a sink of the same run for each driver."""
     if request.param == "memory":
         memory = MemoryTracker()
         return lambda: memory
@@ -96,7 +96,7 @@ def make_sink(request: pytest.FixtureRequest, layout: RunLayout) -> MakeSink:
 
 @pytest.fixture
 def make_registry(make_sink: MakeSink) -> MakeSink:
-    """Return the same of a sink that has a registry of models."""
+    """Return the same for a sink with a model registry."""
     if isinstance(make_sink(), FolderTracker):
         pytest.skip("this sink has no registry")
     return make_sink
@@ -412,7 +412,7 @@ def test_metrics_map_is_shown_beside_the_fixed_columns() -> None:
 
 
 class Refusing(MemoryTracker):
-    """A sink that answers, and refuses step 2."""
+    """A reachable sink that refuses step 2."""
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         if step == 2:
@@ -456,7 +456,7 @@ def test_checkpoint_with_an_alias_of_its_own_is_protected_in_mlflow(
 def deliver(
     root: Path, database: str, step: int, *, rate: float, status: str = "FINISHED"
 ) -> MlflowTracker:
-    """Deliver a run with one checkpoint, of which so many of ten answers are right."""
+    """Deliver a run with one checkpoint and this many right answers of ten."""
     layout = make_run(root)
     write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
     append_evaluation(layout, step, [float(n < 10 * rate) for n in range(10)])

@@ -1,4 +1,4 @@
-"""Every medium of weights, by its two ends: what is read is what was published."""
+"""The contract of every weights medium: readers get what was published."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_driver_knows_the_size_of_published_weights(medium: Medium) -> None:
 
 
 class GatheredTensors:
-    """Tensors as a sharded trainer has them: made when they are read, and every read is noted."""
+    """Tensors of a sharded trainer: gathered on each read, which is recorded."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, lost_at: str = "") -> None:
         self.tensors = tensors
@@ -95,7 +95,7 @@ class GatheredTensors:
 
 
 def half_weights(version: int) -> dict[str, torch.Tensor]:
-    """Return weights of which a version after the first one changes little."""
+    """Return weights that change little after the first version."""
     tensors = {name: torch.ones(3, 400, dtype=torch.bfloat16) for name in "abc"}
     tensors["b"][0, :version] = 2.0
     return tensors

@@ -1,4 +1,4 @@
-"""What every workflow promises of its trajectories, whatever their shape."""
+"""The contract of every workflow's trajectories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.plain import plain
 
 
 class AsksACalculator:
-    """A workflow of somebody's: a tool's result between two completions, scored by the recipe."""
+    """A user's workflow: a tool result between two completions, scored by the recipe."""
 
     def __init__(self, mark: str = "=") -> None:
         self.mark = mark

@@ -60,7 +60,7 @@ def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
 
 
 def test_hash_of_weights_on_a_gpu_is_that_of_their_copies() -> None:
-    """Also behind what still computes them: a copy waits for its tensor and for nothing else."""
+    """Also while they are still being computed: a copy waits only for its tensor."""
     tensors = {f"{n}": torch.randn(512, 512 + n, device="cuda").mT for n in range(8)}
     for _ in range(64):
         tensors = {name: tensor / tensor.norm() for name, tensor in tensors.items()}
@@ -69,7 +69,7 @@ def test_hash_of_weights_on_a_gpu_is_that_of_their_copies() -> None:
 
 
 def test_streamed_tensors_may_leave_a_gpu_before_their_copies_are_hashed() -> None:
-    """The memory of each tensor is free for the next ones as soon as nobody holds it."""
+    """The memory of each tensor can be reused as soon as its last reference is gone."""
     tensors = {f"{n}": torch.randn(2048, 2048, device="cuda") for n in range(16)}
     halves = converted(tensors, dtype=torch.bfloat16)
     expected = {name: tensor.cpu().bfloat16() for name, tensor in tensors.items()}

@@ -75,7 +75,7 @@ async def test_tokens_have_the_log_probabilities_of_their_versions_across_new_we
 
 
 async def test_seeds_reproduce_completions(engine: Any) -> None:
-    """To the last token with batch-invariant kernels; else until rounding changes a choice."""
+    """Every token with batch-invariant kernels; otherwise until rounding changes a choice."""
     first, second = [await engine.generate(REQUEST) for _ in range(2)]
     num_compared = None if engine._core.settings.batch_invariant else 20
     drawn = [[tuple(c.tokens[:num_compared].tolist()) for c in each] for each in (first, second)]

@@ -1,4 +1,4 @@
-"""What several files share: one finished run, and commands that need no process of their own."""
+"""Shared fixtures: one finished run, and commands that run in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """Run `areal-flow` in this process, which starts in no time: for what starts no cluster."""
+    """Run `areal-flow` in this process: fast, for commands that start no cluster."""
 
     def run_command(*arguments: str | Path, cwd: Path) -> CompletedProcess[str]:
         monkeypatch.chdir(cwd)

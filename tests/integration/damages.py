@@ -1,4 +1,4 @@
-"""Damages to a run's files, each with the rule of the audit that it breaks."""
+"""Damages to a run's files, each with the audit rule it breaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Damage = Callable[[RunLayout], object]
 
 @dataclass(frozen=True)
 class Edit:
-    """Changes rows in place; writes them again, in commit order, if it is called as a damage."""
+    """Changes rows in place; as a damage, it rewrites them in commit order."""
 
     change: Callable[[RunLayout, Rows], object]
     is_ledger: bool
@@ -157,7 +157,7 @@ def other_fork(run: RunLayout) -> None:
 
 
 def name_a_parent(run: RunLayout, *, step: int, weights_hash: str) -> None:
-    """Say that a run was forked from itself, the only one that is there."""
+    """Record that a run was forked from itself."""
     record_parent(run, Parent(check_schema_version(run), run.name, step, weights_hash, "kept"))
 
 

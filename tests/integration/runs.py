@@ -1,4 +1,4 @@
-"""Small runs of the real thing, in this process or as a user would start them."""
+"""Small real runs, in this process or from the command line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def small_recipe(**changes: Any) -> Recipe:
 
 
 def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]) -> RunLayout:
-    """Make and train a run in this process, with coroutines beside it; return its layout."""
+    """Make and train a run in this process, alongside coroutines; return its layout."""
     layout = RunLayout(root.resolve())
     create_run(layout, recipe)
     with hold_run(layout) as writer:
@@ -75,7 +75,7 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
 
 
 def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
-    """Hold a run's costs to what its file of workers says, counted here by hand; return them."""
+    """Check a run's costs against its workers file, recounted here; return them."""
     run = areal_flow.open_run(layout.root)
     (costs, of_steps), last = costs_of(run), dict[int, float]()
     steps = run.steps("arrow", columns=["writer_epoch", "committed_at", "seconds_step"])
@@ -102,7 +102,7 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
 
 
 def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> RunLayout:
-    """Make a run and train it until the coroutine beside it is over; return its layout."""
+    """Make a run and train it until the coroutine ends; return its layout."""
     layout = RunLayout(root.resolve())
     create_run(layout, recipe)
     with hold_run(layout) as writer:
@@ -112,7 +112,7 @@ def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]])
 
 
 def resume_while(layout: RunLayout, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> None:
-    """Resume a run and train it until the coroutine beside it is over."""
+    """Resume a run and train it until the coroutine ends."""
     with hold_run(layout) as writer:
         _until_over(layout, recipe, writer, True, beside)
 
@@ -158,7 +158,7 @@ async def _run_beside(
 
 
 async def worker_pid(role: str) -> int:
-    """Return the process id of a live worker of the current cluster, once there is one."""
+    """Wait for a live worker of the current cluster and return its pid."""
     client: Client = default_client()
     while True:
         identity = await client.scheduler.identity(n_workers=-1)
@@ -170,7 +170,7 @@ async def worker_pid(role: str) -> int:
 
 
 async def step_reached(layout: RunLayout, step: int) -> None:
-    """Return once the ledger has this step."""
+    """Wait until the ledger has this step."""
     while True:
         await asyncio.sleep(0.1)
         if layout.steps.is_dir() and len(areal_flow.open_run(layout.root).steps("arrow")) > step:
@@ -185,7 +185,7 @@ def cli(
 
 
 def done(folder: Path, *command: str, code: int = 0) -> str:
-    """Return what a command printed, once it ended as it should."""
+    """Run a command, check its exit code, and return its output."""
     ended = cli(*command, cwd=folder)
     output = ended.stdout + ended.stderr
     assert ended.returncode == code, output
@@ -193,7 +193,7 @@ def done(folder: Path, *command: str, code: int = 0) -> str:
 
 
 def run_script(text: str, *, cwd: Path, timeout: float) -> str:
-    """Run a user's Python script; return what it printed, once it ended well."""
+    """Run a user's Python script successfully and return its output."""
     (cwd / "script.py").write_text(text)
     ended = _python("script.py", cwd=cwd, timeout=timeout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -201,7 +201,7 @@ def run_script(text: str, *, cwd: Path, timeout: float) -> str:
 
 
 def typed_in_a_shell(command: str, *, cwd: Path) -> str:
-    """Return what a command of a page prints, with its errors, once it ended well."""
+    """Run a command of a page successfully and return its output and errors."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"
     done = subprocess.run(
         command,
@@ -232,7 +232,7 @@ def _python(*arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedP
 
 @contextmanager
 def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start `areal-flow` in a process group of its own; kill what is left of it at the end."""
+    """Start `areal-flow` in its own process group; kill the group at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli.main", *map(str, arguments)],
         cwd=cwd,
@@ -266,6 +266,6 @@ def small_arguments() -> list[str]:
 
 
 def check_accounting(layout: RunLayout) -> None:
-    """Audit a run from its directory alone; what a crash left behind is no error."""
+    """Audit a run from its directory alone; leftovers of a crash are no error."""
     report = check_run(layout)
     assert report.clean, "\n".join(map(str, report.findings))

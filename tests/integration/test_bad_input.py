@@ -1,4 +1,4 @@
-"""What a user may get wrong: one clear message, an exit code, nothing half-made that confuses."""
+"""Mistakes of users: one clear message, an exit code, and nothing half-made left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short form of `tests/chaos.py`: every role is struck, two drivers and one scheduler."""
+"""A short form of `tests/chaos.py`: every role, two drivers and one scheduler are struck."""
 
 from __future__ import annotations
 

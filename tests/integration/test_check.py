@@ -51,7 +51,7 @@ def rules(report: dict[str, Any], severity: str) -> set[str]:
 
 
 def test_every_rule_has_its_damage() -> None:
-    """Notes on what a crash left behind have a test of their own."""
+    """Notes about leftovers of a crash have their own test."""
     damaged_rules = {rule for rule, _ in DAMAGES.values()}
     assert {rule for file in RULE_FILES for rule, _, _ in rules_of(file)} <= damaged_rules
 
@@ -64,7 +64,7 @@ ON_DISK = [name for name in DAMAGES if name not in IN_MEMORY]
 def test_damaged_rows_are_detected(
     damage: str, finished: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The audit is given other rows than are stored; nothing is written."""
+    """The audit gets rows that differ from the stored ones; nothing is written."""
     changed = IN_MEMORY[damage].changed(finished)
     order = pa.array(range(len(changed)), pa.uint64())
 

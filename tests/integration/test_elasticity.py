@@ -1,4 +1,4 @@
-"""Workers that join, leave, hang or keep dying in mid-run: the run goes on, the books balance."""
+"""Workers join, leave, hang or keep dying during a run: it goes on, and tokens add up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_generation_went_on(before: int, after: int, *, head: int) -> None:
 
 
 class Observed:
-    """What the driver says of its workers, to a coroutine beside it."""
+    """The driver's view of its workers."""
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
@@ -53,7 +53,7 @@ class Observed:
         return statuses[0] if statuses else None
 
     async def process(self, name: str, *, other_than: int = 0) -> int:
-        """Return the worker's process once it is registered and is not that one."""
+        """Wait for the worker to register with a new process and return that process."""
         while True:
             status = await self.worker(name)
             if status is not None and status.pid not in (0, other_than):
@@ -68,14 +68,14 @@ class Observed:
         return len(run.trajectories("arrow", columns=["trajectory_id"]))
 
     async def cli(self, *arguments: str) -> str:
-        """Run `areal-flow workers` as a user does; return what it printed."""
+        """Run `areal-flow workers` and return its output."""
         runs = self.layout.root.parent
         done = await asyncio.to_thread(cli, "--runs", runs, "workers", *arguments, cwd=runs.parent)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     async def answered(self, generator: str) -> None:
-        """Return once this generator has committed something."""
+        """Wait until this generator has committed a trajectory."""
         while not self.answers(generator):
             await asyncio.sleep(0.3)
 

@@ -1,4 +1,4 @@
-"""Deaths in mid-run: training goes on or can be resumed, and the books balance."""
+"""Deaths during a run: training goes on or can be resumed, and tokens add up."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def kill_workers(layout: RunLayout, *names: str) -> None:
 def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
     tmp_path: Path, typed: Typed
 ) -> None:
-    """It trains on a mixture, of which a resume reads nothing but the run's own copy."""
+    """It trains on a mixture; a resume reads only the run's own copy."""
     layout = RunLayout((tmp_path / "runs" / "k").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
     for name, sign in (("given", 1), ("less", -1)):  # both files number their rows from 0

@@ -72,7 +72,7 @@ NEXT = "<|im_end|>\n<|im_start|>user\nThat is wrong. Try again.<|im_end|>\n<|im_
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a user has: a chat model, rows, a verifier and a recipe."""
+    """A user's folder: a chat model, rows, a verifier and a recipe."""
     cwd = tmp_path_factory.mktemp("chat")
     give_chat_template(write_model_directory(cwd / "chat-model"), CHATML)
     (cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -1,4 +1,4 @@
-"""What a user got wrong is found before a cluster starts, and said once and by its name."""
+"""Mistakes are reported once, by name, before a cluster starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_slow(completion):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    """Return a run that is prepared and not started."""
+    """Return a prepared run that has not started."""
     layout = RunLayout(tmp_path_factory.mktemp("runs") / "r")
     create_run(layout, small_recipe())
     prepare_run(layout, small_recipe())
@@ -173,7 +173,7 @@ class Shouts:
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    """Return a run of an agent that is prepared and not started."""
+    """Return a prepared run with an agent that has not started."""
     folder = tmp_path_factory.mktemp("agents")
     (folder / "agents.py").write_text(AGENTS)
     model = write_model_directory(folder / "model")
@@ -282,7 +282,7 @@ def test_stop_token_that_no_tokenizer_has_is_refused_with_nothing_left_behind(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """Return where a model directory was trained, and what that printed to both streams."""
+    """Train a model directory; return the folder, stdout and stderr."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model_directory(folder / "model")
     (folder / "own.py").write_text(VERIFIERS)

@@ -77,7 +77,7 @@ def test_lineage_shows_the_parent_and_its_chain(folder: Path) -> None:
 
 
 def test_fork_that_was_killed_before_its_version_0_goes_on(folder: Path) -> None:
-    """It is a fork of a fork, whose driver is there meanwhile."""
+    """It is a fork of a fork whose driver is still running."""
     killed = run(folder, "killed")
     given = ("--from", "child", "--name", "killed", "--num-steps", "1", "--reset-optimizer")
     with (

@@ -1,4 +1,4 @@
-"""Whose a run is, by command lines alone: killed as it warms up, graded by other code, removed."""
+"""Identity of a run, by command lines alone: killed in its warm-up, other verifier, removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GIVEN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: own prompts, own rows of fine-tuning, an own grader."""
+    """A user's folder with prompts, fine-tuning rows and a verifier."""
     cwd = tmp_path_factory.mktemp("identity")
     write_rows(cwd / "prompts.jsonl", [{"question": f"{n} + 1 =", "answer": n} for n in range(200)])
     write_rows(cwd / "rows.jsonl", [{"prompt": f"{n} + 1 =", "completion": " 1"} for n in range(9)])

@@ -86,7 +86,7 @@ def test_replay_in_one_process_finds_what_two_ranks_recorded(workspace: Path, ty
 
 
 def tracked(uri: str) -> dict[str, Any]:
-    """Return what an MLflow server shows of the run."""
+    """Return the run as an MLflow server shows it."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri, uri)

@@ -1,4 +1,4 @@
-"""One run with a reward by quarters, killed, resumed and looked at, by command lines alone."""
+"""One run with rewards in quarters, killed, resumed and inspected, by command lines alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory from elsewhere is data: what reads it executes nothing that came with it."""
+"""A foreign run directory is data: reading it executes no code from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ executed: list[str] = []
 
 
 class Trap:
-    """Its pickle executes code where it is loaded."""
+    """Unpickling it executes code."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return executed.append, ("unpickled",)

@@ -1,4 +1,4 @@
-"""What measures a GPU works before there is one: every part, small, on a CPU."""
+"""The GPU benchmarks work on a CPU: every part, in small."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_part_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch) -
 def test_each_part_is_in_the_docs_before_the_next_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that is taken away leaves what it has shown; what shows most comes first."""
+    """A machine that is taken away leaves its results so far; the most important come first."""
     assert [*gpu.PARTS][:3] == ["step", "generation", "run"]
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A run on three hosts goes on while one of them is cut off, which joins again later."""
+"""A run on three hosts goes on while one is cut off, which later rejoins."""
 
 from __future__ import annotations
 

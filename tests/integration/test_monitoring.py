@@ -61,7 +61,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 
 
 class Prometheus:
-    """The program, and what it answers."""
+    """The Prometheus process and its HTTP API."""
 
     def __init__(self, port: int, session: aiohttp.ClientSession) -> None:
         self._at = f"http://127.0.0.1:{port}/api/v1"
@@ -78,7 +78,7 @@ class Prometheus:
         return [float(each["value"][1]) for each in result["result"]]
 
     async def until(self, expression: str) -> None:
-        """Return once the expression has a value."""
+        """Wait until the expression has a value."""
         began = monotonic()
         while monotonic() - began < LIMIT_S:
             try:
@@ -92,7 +92,7 @@ class Prometheus:
 
 @asynccontextmanager
 async def prometheus(folder: Path, runs: Path) -> AsyncIterator[Prometheus]:
-    """Run Prometheus with the project's configuration, once a second instead of every 15 s."""
+    """Run Prometheus with the project's configuration, scraping every second instead of 15 s."""
     folder.mkdir()
     shutil.copy(INFRA / "alerts.yml", folder)
     text = (INFRA / "prometheus.yml").read_text()
@@ -118,7 +118,7 @@ async def prometheus(folder: Path, runs: Path) -> AsyncIterator[Prometheus]:
 
 
 async def scraped(layout: RunLayout) -> dict[str, float]:
-    """Return the run's own series that have no labels beside its name, as its driver has them."""
+    """Return the run's series without further labels, scraped from the driver."""
     dashboard = json.loads(layout.cluster.read_text())["dashboard"]
     url = urljoin(dashboard, "/metrics")
     async with aiohttp.ClientSession() as session, session.get(url) as answer:

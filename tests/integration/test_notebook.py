@@ -1,4 +1,4 @@
-"""In a real kernel, without ipywidgets: one display a run, and interrupts that stop it."""
+"""A real kernel without ipywidgets: one display per run, and interrupts that stop it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print("steps:", len(run.steps()) - 1, flush=True)
 
 @dataclass
 class Cell:
-    """What a cell showed."""
+    """The output of a cell."""
 
     printed: str = ""
     warned: str = ""
@@ -68,7 +68,7 @@ class Cell:
 
 
 class Kernel:
-    """A kernel as a notebook has it."""
+    """A notebook kernel."""
 
     def __init__(self, folder: Path) -> None:
         self._manager = KernelManager()
@@ -99,7 +99,7 @@ class Kernel:
 
 
 def take(cell: Cell, kind: str, content: dict[str, Any]) -> str:
-    """Add a message to what a cell showed; return its text."""
+    """Add a message to the output of a cell; return its text."""
     if kind == "stream":
         if content["name"] == "stderr":
             cell.warned += content["text"]
@@ -149,7 +149,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, P
 
 
 def state_of(folder: Path, name: str) -> tuple[str, str, RunLayout]:
-    """Return how a run ended, by its own record and by MLflow's, and where it lies."""
+    """Return the final state of a run, by its own record and by MLflow's, and its path."""
     layout = RunLayout(folder / "runs" / name)
     with sqlite3.connect(folder / "runs" / "mlflow.db") as database:
         (status,) = database.execute("SELECT status FROM runs WHERE name = ?", [name]).fetchone()

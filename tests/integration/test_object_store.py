@@ -23,7 +23,7 @@ BUCKET = "bucket"
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of an S3 server on loopback, which the environment of new processes names."""
+    """A bucket of an S3 server on loopback, set in the environment of new processes."""
     import boto3
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

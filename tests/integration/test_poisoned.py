@@ -1,4 +1,4 @@
-"""Completions over which reward workers die, beside others that wait for the same workers."""
+"""Completions that crash reward workers, beside others that wait for the same workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal-flow dpo` and `reward-model`: killed and gone on with to the bit, registered, exported."""
+"""`areal-flow dpo` and `reward-model`: killed and resumed bit for bit, registered, exported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where a policy learned preferences without a break."""
+    """A folder where a policy learned preferences without interruption."""
     cwd = tmp_path_factory.mktemp("preferences")
     (cwd / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     done = cli("dpo", "--name", "straight", *ARGUMENTS, cwd=cwd)

@@ -41,7 +41,7 @@ def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_fine_tuned_trained_and_evaluated_in_a_running_event_loop(tmp_path: Path) -> None:
-    """As a notebook's cell is; the tables are pandas's."""
+    """As in a notebook cell; the tables are pandas."""
     assert asyncio.get_running_loop().is_running()
     completions = pd.DataFrame(
         [{"prompt": row["question"], "completion": f" #### {row['answer']}"} for row in ROWS]

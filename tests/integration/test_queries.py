@@ -1,4 +1,4 @@
-"""One small run, asked everything: trajectories, lineage, and the cookbook's every query."""
+"""Queries of one small run: trajectories, lineage, and every query of the cookbook."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(layout: RunLayout) -> areal_flow.Run:
 def ask(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Ask:
-    """Run a command of `areal-flow` in a terminal of 100 columns; return what it prints."""
+    """Run a command of `areal-flow` in a terminal of 100 columns; return its output."""
     monkeypatch.setattr("pipelines.console.tables.PIPE_WIDTH", COLUMNS)
 
     def run_command(*arguments: str | Path, code: int = 0) -> str:
@@ -287,7 +287,7 @@ def test_broken_chain_and_foreign_weights_are_reported(
 
 @pytest.fixture(scope="module")
 def kitchen(run: areal_flow.Run) -> dict[str, Any]:
-    """The cookbook's names, after its setup."""
+    """The namespace after the cookbook's setup."""
     names: dict[str, Any] = {}
     exec(setup_block().replace("NAME", str(run.layout.root)), names)
     return names
@@ -309,7 +309,7 @@ def test_cookbook_answers_alike_in_pandas_and_duckdb(
 
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame as Python values, in an order of its own."""
+    """Return a frame as sorted Python values."""
     plain = pd.DataFrame({name: frame[name].to_numpy(object) for name in frame.columns})
     return plain.sort_values(list(plain.columns), ignore_index=True).infer_objects()
 

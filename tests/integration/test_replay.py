@@ -1,4 +1,4 @@
-"""Any recorded step can be computed again, bit for bit, and as it would have been."""
+"""Any recorded step can be replayed bit for bit, or with changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small run, looked at from every side a user has."""
+"""One small run, seen through every command."""
 
 from __future__ import annotations
 

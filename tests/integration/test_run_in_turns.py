@@ -63,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StruckRun]:
 
 
 def turns(run: StruckRun) -> list[tuple[str, str]]:
-    """Return which process of a generator slept and woke, in order."""
+    """Return the sleep and wake events of generator processes, in order."""
     lines = Path(os.environ["TURNS"]).read_text().splitlines()
     return [(pid, what) for pid, _, what in (line.partition(" ") for line in lines)]
 

@@ -1,4 +1,4 @@
-"""`areal-flow sft`: killed and gone on with to the bit; its result can be trained further."""
+"""`areal-flow sft`: killed and resumed bit for bit; its result can be trained further."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where a policy was fine-tuned without a break."""
+    """A folder where a policy was fine-tuned without interruption."""
     cwd = tmp_path_factory.mktemp("sft")
     (cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     done = cli("sft", "--name", "straight", *ARGUMENTS, cwd=cwd)

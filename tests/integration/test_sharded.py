@@ -1,4 +1,4 @@
-"""Ranks that share a policy, as processes: they make what one process makes that holds it whole."""
+"""Ranks that share a policy, as processes: they compute what a single process computes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_ranks_make_what_one_process_makes(
 def test_four_ranks_make_what_one_process_makes(
     four_ranks: tuple[MicroBatchMetrics, Path], name: str
 ) -> None:
-    """Twice two of them: share tokens, and one key-value head, or a copy of the policy."""
+    """In pairs they share tokens, one key-value head, or a copy of the policy."""
     check_equal([rank[name] for rank in four_ranks[0]], (SHARED_TOKENS | TWO_COPIES)[name])
 
 
@@ -165,7 +165,7 @@ def test_weights_leave_ranks_as_those_of_a_whole_policy(
 def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
     two_ranks: tuple[MicroBatchMetrics, Path], tmp_path: Path
 ) -> None:
-    """The ranks themselves, three others, and a process that holds the policy whole."""
+    """The same ranks, three other ranks, and a single process."""
     ranks, directory = two_ranks
     for rank in ranks:
         written = rank["written"]
@@ -183,7 +183,7 @@ def test_muon_moves_rows_of_two_copies_as_it_moves_whole_matrices(
 def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
     four_ranks: tuple[MicroBatchMetrics, Path],
 ) -> None:
-    """Else the step would not have ended: the rank waits until it sees so."""
+    """The rank waits until it sees this; otherwise the step would not have ended."""
     behind = [rank["behind"] for rank in four_ranks[0]]
     assert behind[0]["losses"]
     assert all(each == behind[0] for each in behind)
@@ -196,7 +196,7 @@ def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(
 
 
 def check_read_by_others(directory: Path, *, expected: str, num_ranks: int) -> None:
-    """By ranks that share one copy, and by a process that holds the policy whole."""
+    """By ranks that share one copy, and by a single process."""
     path = directory / "checkpoints" / "00000001"
     assert hash_files(path / "model.safetensors") == expected
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
@@ -262,7 +262,7 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
 def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_for_slow_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is replayed. Its checkpoints are those that any run has: audited, continued by others."""
+    """It is replayed too, and its checkpoints can be audited and loaded like any others."""
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     observed, strikes = Observed(layout), tmp_path / "strikes"
     struck_trainer.prepare(strikes, monkeypatch)

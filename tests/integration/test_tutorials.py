@@ -1,4 +1,4 @@
-"""The quickstart and each tutorial, typed as they stand there, print what they show there.
+"""The commands of the quickstart and the tutorials print what the pages show.
 
 Commands run in this process where possible. All tutorials read one small run. What starts a
 cluster is a walk, as are the script that it needs and all after these.

@@ -1,4 +1,4 @@
-"""`areal-flow view` in a browser: a path of clicks, hostile texts, and who may not connect."""
+"""`areal-flow view` in a browser: clicks, hostile texts, and refused connections."""
 
 from __future__ import annotations
 

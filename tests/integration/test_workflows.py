@@ -1,4 +1,4 @@
-"""Episodes of several turns, trained end to end: tools and rewards in their midst are tasks."""
+"""Episodes of several turns, trained end to end, with tools and rewards in between."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAILS_FOR_SOME = "tests.integration.workflows:FailsForSome"
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    """A run of conversations that branch, whose workers were killed in the midst of some."""
+    """A run of branching conversations whose workers were killed during some of them."""
     root = tmp_path_factory.mktemp("runs") / "conversations"
     layout = RunLayout(root.resolve())
 

@@ -9,7 +9,7 @@ from areal_flow.core.types import Score
 
 
 def reward_length(*, prompt: str, completion: str, answer: str) -> float:
-    """Reward that an untrained policy already varies in."""
+    """A reward that varies even for an untrained policy."""
     return len(completion) % 5 / 4
 
 
@@ -27,25 +27,25 @@ def batched_digits(
 
 
 def length_that_raises_at_times(*, prompt: str, completion: str, answer: str) -> float:
-    """Fail on some completions, as a verifier of somebody's may."""
+    """Fail on some completions, as a user's verifier may."""
     if len(completion) % 7 == 6:
         raise ValueError("no verdict for this length")
     return reward_length(prompt=prompt, completion=completion, answer=answer)
 
 
 def reward_length_and_say_so(*, prompt: str, completion: str, answer: str) -> Score:
-    """The same reward by lengths; all but the longest is wrong, and is told so."""
+    """The same reward by length, with a message; all but the longest are wrong."""
     reward = reward_length(prompt=prompt, completion=completion, answer=answer)
     return Score(reward, "right" if reward == 1.0 else "wrong", message="longer")
 
 
 def show_columns(completion: str, answer: Any, **columns: Any) -> Score:
-    """Right whatever is written; what was extracted is the prompt's row."""
+    """Always right; the extracted answer is the prompt's row."""
     return Score(1.0, "right", extracted=json.dumps({**columns, "answer": answer}))
 
 
 def count_words(text: str, least: int) -> int:
-    """A tool; refuses what is too short for it."""
+    """A tool that refuses short texts."""
     if len(text) < least:
         raise ValueError(f"expected {least} characters, found {len(text)}")
     return len(text.split())

@@ -13,7 +13,7 @@ from areal_flow.rollout.workflows.turns import SingleTurn
 
 
 class CountsWords:
-    """Has a tool count the words of an answer, and the policy go on after the count."""
+    """Lets a tool count the words of an answer; the policy continues after the count."""
 
     def __init__(self, *, least: int) -> None:
         self.least = least
@@ -32,7 +32,7 @@ class CountsWords:
 
 
 class FailsForSome(SingleTurn):
-    """A single turn, but for one question in ten and for some answers to another."""
+    """A single turn; fails for one question in ten, and for some answers to another."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory; fail for answers that end in 7, and for members by their 3."""
@@ -45,7 +45,7 @@ class FailsForSome(SingleTurn):
 
 
 async def asks_twice(question: str, base_url: str, api_key: str) -> float:
-    """Ask for an answer and for a better one, as any program of the OpenAI SDK may."""
+    """Ask for an answer and then for a better one, with the OpenAI SDK."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages: list[Any] = [{"role": "user", "content": question}]
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Breaks the pure core in one place at a time, and says which breaks no unit test notices.
+"""Mutation testing of the pure core: reports the mutants that no unit test kills.
 
     python -m tests.mutation.mutate [--size 150] [--again] [--results FILE]
 
@@ -41,7 +41,7 @@ MEMORY_BYTES = 8 << 30
 
 
 class MutatedModule(SourceFileLoader, MetaPathFinder):
-    """Gives one module another source; everything else is imported as it is."""
+    """Replaces the source of one module at import."""
 
     def __init__(self, mutant: Mutant) -> None:
         super().__init__(mutant.file.removesuffix(".py").replace("/", "."), mutant.file)
@@ -82,7 +82,7 @@ def _in_child(mutant: Mutant, tests: list[str]) -> None:
 
 
 def tests_by_file() -> dict[str, list[str]]:
-    """Return the tests of each file that is mutated; a later pattern of the table wins."""
+    """Return the tests of each mutated file; a later pattern of the table wins."""
     tests_of: dict[str, list[str]] = {}
     for pattern, tests in tomllib.loads((HERE / "tests_of_modules.toml").read_text()).items():
         files = sorted(str(file) for file in Path().glob(pattern))
@@ -94,7 +94,7 @@ def tests_by_file() -> dict[str, list[str]]:
 
 
 def measure_limits(tests_of: dict[str, list[str]], files: set[str]) -> dict[str, float]:
-    """Return the wall time each file's mutants may take; the tests must pass without a break."""
+    """Return the time limit of each file's mutants; the tests must pass unmutated."""
     seconds: dict[tuple[str, ...], float] = {}
     for file in sorted(files):
         tests = tuple(tests_of[file])
@@ -109,7 +109,7 @@ def measure_limits(tests_of: dict[str, list[str]], files: set[str]) -> dict[str,
 
 
 def report(sample: list[Mutant], outcomes: dict[str, dict[str, Any]]) -> bool:
-    """Print the table; return whether enough were killed and every survivor is explained."""
+    """Print the table; return whether enough mutants were killed and survivors are explained."""
     explained = tomllib.loads((HERE / "survivors.toml").read_text())
     outcome_of = {m: outcomes[m.identifier]["outcome"] for m in sample if m.identifier in outcomes}
     survivors = [mutant for mutant, outcome in outcome_of.items() if outcome == "survived"]

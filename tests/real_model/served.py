@@ -1,4 +1,4 @@
-"""Real prompts for engines, with new weights on the way, and what transformers makes of both.
+"""Real prompts for engines with new weights on the way, and transformers as the reference.
 
 An engine may round as much as transformers' own forward does in the same type: both are compared
 with a forward of more digits. By quantiles: with top-p, a rounding decides which tokens are left.

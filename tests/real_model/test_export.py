@@ -1,4 +1,4 @@
-"""A fine-tuned policy, exported: transformers gives the answers that an evaluation here gives."""
+"""An exported fine-tuned policy: transformers gives the same answers as an evaluation."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def pairs() -> list[dict[str, Any]]:
 def answer_logprobs(
     directory: Path, conversations: Sequence[Messages], dtype: torch.dtype
 ) -> tuple[list[float], int]:
-    """Return each answer's log-probability with its end, and how many tokens they have.
+    """Return each answer's log-probability, its end included, and the number of tokens.
 
     Of float32 products of weights in the type of the passes that trained them: in bfloat16 the
     loss of the master weights, of which many moved by less than a rounding, is 4% higher.

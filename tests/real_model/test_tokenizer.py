@@ -1,4 +1,4 @@
-"""What the policy reads of GSM8K's rows: the tokens and the template that `AutoTokenizer` has."""
+"""GSM8K's rows as the policy reads them: tokens and template equal `AutoTokenizer`'s."""
 
 from __future__ import annotations
 

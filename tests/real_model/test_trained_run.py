@@ -75,7 +75,7 @@ def test_resumed_run_has_every_step_once_and_its_books_balance(run: areal_flow.R
 def test_steps_are_replayed_bit_for_bit(
     run: areal_flow.Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last one after the resume, and from the first policy on, those before it."""
+    """The last step after the resume, and the earlier ones from the first policy."""
     assert main(["--runs", str(run.layout.root.parent), "replay", "real", "--step", "4"]) == 0
     assert "equal to its record, bit for bit" in capsys.readouterr().out
     replayed = replay_step(run.layout, step=3, from_checkpoint=0)

@@ -57,7 +57,7 @@ class Stepped:
         assert self.moved_apart(expected, model) < EXACT_MOVE
 
     def moved_apart(self, expected: Stepped, model: Path) -> float:
-        """Return the length of the difference of two updates, in lengths of the expected one."""
+        """Return the norm of the difference of two updates, relative to the expected one."""
         start, apart, moved = load_file(model / "model.safetensors"), 0.0, 0.0
         assert self.weights.keys() == expected.weights.keys() == start.keys()
         for name, weights in expected.weights.items():
@@ -119,7 +119,7 @@ def reference(
     rate: float = RATE,
     adapter: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> Stepped:
-    """Take it with transformers and torch: a sequence at a time, decoupled PPO written out."""
+    """The same step with transformers and torch, one sequence at a time."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     weights, pairs = dict(policy.named_parameters()), adapter or {}
     trained = [tensor for pair in pairs.values() for tensor in pair] or [*weights.values()]

@@ -1,4 +1,4 @@
-"""Has a pool judge programs of the corpus, with a secret that they may look for."""
+"""Judges programs of the corpus in a pool, with a secret that they may attack."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Surroundings:
     socket_name: str
 
     def fill(self, source: str) -> str:
-        """Name what a program is after, in its source."""
+        """Fill in the paths and addresses that a program attacks."""
         values = {
             "SECRET_FILE": str(self.folder / "secret"), "FOLDER": str(self.folder),
             "PORT": str(self.port), "OWNER": str(os.getpid()), "SOCKET": self.socket_name,
@@ -59,7 +59,7 @@ class Surroundings:
         return source
 
     def escapes(self) -> list[str]:
-        """Return what is not as it was."""
+        """Return what changed in the surroundings."""
         secret = self.folder / "secret"
         names = sorted(path.name for path in self.folder.iterdir())
         is_whole = secret.is_file() and secret.read_text() == self.secret
@@ -68,7 +68,7 @@ class Surroundings:
 
 @contextmanager
 def surroundings(folder: Path) -> Iterator[Surroundings]:
-    """Lay out a secret, and things that listen."""
+    """Create a secret and listening sockets."""
     secret = f"secret-{os.urandom(8).hex()}"
     folder.chmod(0o777)
     (folder / "secret").write_text(secret)
@@ -96,7 +96,7 @@ def task_of(case: Case, around: Surroundings) -> CodeTask:
 
 
 def runs_here(case: Case) -> bool:
-    """Return whether a program knows this machine's numbers of system calls."""
+    """Return whether a program has system call numbers of this machine."""
     return "syscall(" not in case.source or platform.machine() == "x86_64"
 
 

@@ -1,4 +1,4 @@
-"""Which tier is chosen where the kernel refuses namespaces, Landlock or both."""
+"""The chosen tier if the kernel refuses namespaces, Landlock or both."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 
 def test_paper_golden() -> None:
-    """Of rewards 10 (r - 0.5) with an epsilon of 1e-5: bias and scale change nothing else."""
+    """Rewards 10 (r - 0.5), epsilon 1e-5: bias and scale change nothing else."""
     advantages = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]))
     assert advantages.tolist() == pytest.approx([0.9354126, -0.9354126], abs=1e-7)
 
@@ -129,7 +129,7 @@ def test_divergence_is_in_the_return_of_a_completion_that_its_group_compares() -
 
 @pytest.mark.parametrize("rule", ["batch_norm", "grpo"])
 def test_advantages_are_not_computed_without_the_divergence_in_their_rewards(rule: Any) -> None:
-    """As a page of a trajectory might, which has the batch and no policy."""
+    """A page about a trajectory has the batch but no policy."""
     with pytest.raises(AssertionError, match="a training step computes it"):
         PPO(advantage=rule, **IN_REWARD).advantages(replace(with_divergence(), kl_N=None))
 
@@ -143,7 +143,7 @@ def test_divergence_alone_is_the_advantage_where_rewards_train_nothing() -> None
 def slow_gae(
     rewards: list[float], values: list[float], *, discount: float, gae_lambda: float
 ) -> list[float]:
-    """Return equation 16 as it stands: sum over k of (g l)^k times the k-th difference from t."""
+    """Return equation 16 literally: sum over k of (g l)^k times the k-th difference from t."""
     after = [*values, 0.0][1:]
     deltas = [r + discount * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [

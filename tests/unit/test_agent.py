@@ -66,7 +66,7 @@ def run(
 
 
 def talking(talk: Talk) -> Callable[..., Any]:
-    """Return an agent that talks by the client of the SDK."""
+    """Return an agent that uses the SDK's client."""
 
     async def agent(base_url: str, api_key: str) -> Any:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -150,7 +150,7 @@ def test_rewritten_history_begins_another_trajectory() -> None:
 
 
 class BeginsAnswers(FakeServices):
-    """Has a template that puts what begins an answer after the messages."""
+    """Has a chat template that begins the answer after the messages."""
 
     def chat(self, *arguments: Any, after: tuple[int, int] | None = None) -> Tokens:
         return as_tokens([*super().chat(*arguments, after=after).tolist(), *self.encode("a")])
@@ -211,7 +211,7 @@ def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:
 
 
 def test_agents_without_async_wait_for_no_thread_and_keep_weights_waiting_for_none() -> None:
-    """As many as there are, more than the event loop has threads, wait for each other here."""
+    """More agents than the event loop has threads wait for each other here."""
     num_agents = 24
     together = threading.Barrier(num_agents, timeout=20)
 
@@ -290,7 +290,7 @@ def test_agent_without_async_streams_in_a_thread() -> None:
 
 
 class TokenByToken(FakeServices):
-    """Samples a token when the agent has seen the one before."""
+    """Samples the next token once the agent has seen the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -704,7 +704,7 @@ def test_a_call_in_reasoning_that_the_prompt_began_and_a_limit_ended_is_no_call(
     ],
 )
 def test_arguments_are_decoded_once_and_may_be_missing(given: str, arguments: str) -> None:
-    """In an answer, and in the messages with which an agent goes on."""
+    """In an answer, and in later messages of the agent."""
     text = f'<tool_call>{{"name": "add"{given}}}</tool_call>'
     (call,) = answer_message(text, TOOLS, call_number=3)["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": arguments}
@@ -730,7 +730,7 @@ def test_arguments_are_decoded_once_and_may_be_missing(given: str, arguments: st
 def logged(
     function: Callable[..., Any], caplog: pytest.LogCaptureFixture, *, num_members: int = 1
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return what is logged of a group whose agents fail, and its errors."""
+    """Return the log of a group whose agents fail, and its errors."""
     FAILURES.sum_up()
     caplog.clear()
     group = asyncio.run(run_group(settled(function), episode_of(num_members), FakeServices()))

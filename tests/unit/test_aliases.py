@@ -1,4 +1,4 @@
-"""Each run has an alias of its own in a registry, whatever its name is."""
+"""Each run has its own alias in a registry, whatever its name is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python API accepts: rows of every kind, settings by keyword; all without a cluster."""
+"""What the Python API accepts: rows of every kind, settings by keyword; without a cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n} for n 
 
 
 class HuggingFace:
-    """The part of a `datasets.Dataset` that counts here."""
+    """The part of a `datasets.Dataset` that is used."""
 
     def to_list(self) -> list[dict[str, Any]]:
         return ROWS
@@ -87,7 +87,7 @@ def test_what_is_no_table_is_refused(wrong: Any) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, RunLayout, Recipe]]:
-    """Collects what would have been started, with the run's files written."""
+    """Collects the jobs that would start; the run's files are written."""
     starts: list[tuple[str, RunLayout, Recipe]] = []
 
     def start(job: Job, layout: RunLayout, recipe: Recipe, *, fill: Any, **_: Any) -> Outcome:
@@ -262,7 +262,7 @@ def test_evaluation_is_by_the_settings_given(monkeypatch: pytest.MonkeyPatch) ->
 def resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[RunLayout, Recipe, dict[str, Any]]]:
-    """Collects what would have been resumed; the run `r` in `runs` was made for it."""
+    """Collects the runs that would be resumed; `runs` has a run `r`."""
     resumes: list[tuple[RunLayout, Recipe, dict[str, Any]]] = []
 
     def resume(job: Job, layout: RunLayout, recipe: Recipe, **given: Any) -> Outcome:
@@ -335,7 +335,7 @@ async def test_interrupts_beside_a_running_loop_ask_for_a_stop_and_then_end_the_
 
 @pytest.mark.parametrize("handled", [StopSignals, nullcontext])
 async def test_interrupt_where_no_step_is_under_way_ends_the_work_at_once(handled: Any) -> None:
-    """As in an evaluation or in fine-tuning, or where nothing handles it."""
+    """As in an evaluation or fine-tuning, or without a handler."""
 
     async def work() -> None:
         with handled():

@@ -1,4 +1,4 @@
-"""The audit's parts that need no run: what it keeps of a log, how it counts, how much it says."""
+"""The parts of the audit that need no run: what it keeps of a log, counts and reports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ VERIFIERS = [{"since_epoch": 1, "verifier": "numeric@0"}, {"since_epoch": 3, "ve
 
 
 def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
-    """Return what rules find in a ledger and a log, which is read a part at a time."""
+    """Return the findings in a ledger and a log, which is read in parts."""
     with closing(AuditDatabase()) as database:
         database.add_ledger(pa.Table.from_pylist(list(ledger), schema=STEPS))
         database.add("recipe", [SETTINGS | settings])
@@ -79,7 +79,7 @@ def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
 
 
 def sealed(table: pa.Table) -> pa.Table:
-    """Return the rows with the hash of what they are now."""
+    """Return the rows with their current content hash."""
     at = table.schema.get_field_index("content_hash")
     return table.set_column(at, "content_hash", pa.array(content_hashes(table), pa.string()))
 

@@ -49,7 +49,7 @@ SUM, WORDS = "12 + 7 - 3 =", "compute the sum\n of 12 and 30"
 
 
 def write_own_model(directory: Path, *, tokenizer_class: str | None = None) -> Path:
-    """Write a Qwen2 whose tokenizer.json cuts text otherwise than Qwen2's tokenizer."""
+    """Write a Qwen2 whose tokenizer.json splits text differently from Qwen2's tokenizer."""
     MODELS["tiny"](directory, max_model_len=96)
     config = json.loads((directory / "config.json").read_text())
     config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -142,7 +142,7 @@ def test_tokenizer_that_does_not_load_is_refused(tmp_path: Path) -> None:
 
 
 def llama_like(directory: Path, *, after: str = "") -> Tokenizer:
-    """Give the tiny tokenizer marks that it puts around a text; return it."""
+    """Return the tiny tokenizer with special tokens that it adds around a text."""
     MODELS["tiny"](directory, max_model_len=96)
     tokenizer = tokenizer_of(directory)
     marks = [("<pad>", 0), ("<eos>", 1)]

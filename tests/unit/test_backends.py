@@ -46,7 +46,7 @@ def test_backend_saves_what_it_continues_from() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks: int) -> None:
-    """Weight decay and moments would move them, if AdamW saw a gradient of zero."""
+    """With gradients of zero, AdamW's weight decay and moments would move them."""
     policy = small_policy()
     policy.model.embed_tokens.weight.requires_grad_(False)
     policy.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
@@ -98,7 +98,7 @@ def gspo_settings(**of: float) -> StepSettings:
 
 
 def test_gspo_gradient_equals_the_loss_written_out() -> None:
-    """With its own forward passes, on sequences whose tokens are partly masked."""
+    """With separate forward passes, on sequences whose tokens are partly masked."""
     sequences, how = make_sequences(), gspo_settings()
     assert any(0 < s.num_trained < len(s.output_tokens) for s in sequences)
     backend = state(learning_rate=1e-12, max_grad_norm=1e9)
@@ -157,7 +157,7 @@ def test_entropy_is_watched_whatever_the_loss_needs() -> None:
 
 
 class Watching(PPO):
-    """PPO without a bonus that is given the entropy with its gradient nevertheless."""
+    """PPO without an entropy bonus that gets the entropy with its gradient."""
 
     @property
     def needs_entropy(self) -> bool:
@@ -165,7 +165,7 @@ class Watching(PPO):
 
 
 class DiscountedPPO(PPO):
-    """An algorithm of a user: each token's advantage falls towards the end of its completion."""
+    """A user's algorithm: advantages decrease towards the end of a completion."""
 
     def advantages(self, inputs: AdvantageInputs) -> list[Advantage]:
         lengths = [int(num) for num in inputs.num_trained_B]
@@ -188,7 +188,7 @@ def test_advantages_may_differ_by_token_and_tokens_carry_their_version() -> None
 
 
 def test_backend_makes_one_update_of_any_loss() -> None:
-    """What supervised fine-tuning needs: the negative log-likelihood of completions."""
+    """As supervised fine-tuning does: the negative log-likelihood of completions."""
     backend, (sequence,) = state(learning_rate=1e-2), make_sequences(1)
     micro = pack_sequences([sequence])
     before = backend.trained.logprobs(micro, 1.0)

@@ -1,4 +1,4 @@
-"""The thread that keeps a sink up to date: it blocks nobody, and a sink may be away."""
+"""The thread that keeps a sink up to date: it blocks nobody, and tolerates an unreachable sink."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
 
 
 class Counting(MemoryTracker):
-    """A sink that is away and counts how often it is asked."""
+    """An unreachable sink that counts requests."""
 
     num_asked = 0
 

@@ -26,7 +26,7 @@ def row(demand: float, number: int, noise: float = 1.0) -> dict[str, Any]:
 def numbers(
     demand: float, start: int, *, bounds: tuple[int, int] = (1, 16), noise: float = 0.0
 ) -> list[int]:
-    """Return the number of generators step by step, when each wish is granted at once."""
+    """Return the number of generators step by step if each change is made immediately."""
     balance, number, sequence = Balance(*bounds), start, []
     random = np.random.default_rng(0)
     for _ in range(300):

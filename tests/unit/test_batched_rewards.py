@@ -1,4 +1,4 @@
-"""Functions with TRL's signature, as they are: what TRL 1.16 gives them, they are given."""
+"""Functions with TRL's signature get the arguments that TRL 1.16 passes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_extra_values_are_one_a_completion() -> None:
 
 
 class CallableReward:
-    """TRL takes objects that are called, too, and awaits those that are `async`."""
+    """TRL also takes callable objects, and awaits `async` ones."""
 
     async def __call__(self, completions: list[str], scale: float = 1.0, **kwargs: Any) -> Any:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What is said of who waits for whom, by numbers alone."""
+"""The verdict on who waits for whom, from numbers alone."""
 
 from __future__ import annotations
 

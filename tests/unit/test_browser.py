@@ -1,4 +1,4 @@
-"""The harness that looks at pages sees what is wrong with them."""
+"""The browser harness reports everything that is wrong with a page."""
 
 from __future__ import annotations
 

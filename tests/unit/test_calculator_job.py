@@ -1,4 +1,4 @@
-"""The job `calculator`: its questions are sound, and its warm start shows what episodes are."""
+"""The recipe `calculator`: valid questions, and demonstrations like its episodes."""
 
 from __future__ import annotations
 

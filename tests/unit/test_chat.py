@@ -80,7 +80,7 @@ def recipe(path: Path, *, workflow: Any = None, **prompts: Any) -> Recipe:
 
 
 def prepared(layout: RunLayout, row: dict[str, Any], **prompts: Any) -> Prompt:
-    """Return the prompt of one row, which stands in JSONL and in Parquet."""
+    """Return the prompt of one row, written as JSONL and as Parquet."""
     path = layout.root.parent / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     pq.write_table(pa.Table.from_pylist([row]), path.with_suffix(".parquet"))

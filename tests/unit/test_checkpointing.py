@@ -24,7 +24,7 @@ from tests.checkpoints import write_fake_checkpoint
 
 @dataclass
 class FakeTrainer:
-    """A trainer that writes what it was last told to copy, and dies as often as told."""
+    """A trainer that writes the last copied state, and dies a given number of times."""
 
     layout: RunLayout
     num_deaths: int = 0
@@ -49,7 +49,7 @@ class FakeTrainer:
 
 @dataclass
 class FakeRegistry:
-    """A registry that protects what it is told to."""
+    """A registry that protects given versions."""
 
     aliased: set[Path] = field(default_factory=set)
     num_woken: int = 0

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which are kept, and what becomes of damaged ones."""
+"""Which checkpoints a run has, which are kept, and how damaged ones are handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: every setting is shown and understood, and wrong usage says what to do."""
+"""The command line: every setting is listed and parsed, and errors say how to fix them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = [setting for _, _, settings in all_settings() for setting in settings
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recipe]]:
-    """Collects what would have been started."""
+    """Collects the jobs that would start."""
     starts: list[tuple[str, RunLayout, Recipe]] = []
 
     def start(job: pipelines.jobs.job.Job, layout: RunLayout, recipe: Recipe, **_: Any) -> Outcome:
@@ -367,7 +367,7 @@ def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(tmp_path: Path) 
 
 @pytest.fixture
 def closed_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder that this user may not look into, whoever that is."""
+    """A folder that this user may not read, not even root."""
     folder = tmp_path / "closed"
     (folder / "runs").mkdir(parents=True)
     folder.chmod(0)

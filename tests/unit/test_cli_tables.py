@@ -1,4 +1,4 @@
-"""What commands print fits a terminal and a pipe: settings, runs, moments."""
+"""Output of commands fits a terminal and a pipe: settings, runs, times."""
 
 from __future__ import annotations
 

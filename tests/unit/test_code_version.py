@@ -1,4 +1,4 @@
-"""Which commit runs: that of a clone, and none of a clone that the package only lies in."""
+"""The commit of the running code: that of its own clone, not of a clone around it."""
 
 from __future__ import annotations
 

@@ -152,9 +152,9 @@ def test_printed_command_works(
     captured = capsys.readouterr()
     text = "\n".join((captured.out, captured.err, *caplog.messages))
     pattern = r"(?:areal-flow [a-z]|python -c )(?:[^'\"`:\n]|'[^'\n]*'|\"[^\"\n]*\")*"
-    commands = [shlex.split(found) for found in dict.fromkeys(re.findall(pattern, text))]
-    found = {words[0] if words[0] == "python" else words[1] for words in commands}
-    assert found == names
+    commands = [shlex.split(match) for match in dict.fromkeys(re.findall(pattern, text))]
+    printed = {words[0] if words[0] == "python" else words[1] for words in commands}
+    assert printed == names
     for target, returned in HEAVY.items():
         monkeypatch.setattr(target, lambda *_, returned=returned, **__: returned)
     for words in commands:

@@ -1,4 +1,4 @@
-"""A step beside its replay: what differs, and where it must not."""
+"""A step compared with its replay: what may differ, and what must not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compiled layers have the numbers and gradients of those that are not, whatever surrounds them.
+"""Compiled layers have the values and gradients of uncompiled ones, whatever surrounds them.
 
-By torch's compiler up to the code that it would generate for a device.
+Uses torch's compiler up to code generation for a device.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
 
 
 def test_configuration_stays_small() -> None:
-    """A section within a section is counted for itself; algorithms and workflows, each of which
-    has settings of its own, are one section each."""
+    """A nested section counts as its own; algorithms and workflows, each of which
+    has its own settings, are one section each."""
     counts = {name: len([s for s in settings if s.meaning]) for name, _, settings in all_settings()}
     assert sum(counts.values()) <= 170
     assert max(counts[name] for name in counts.keys() - {"algorithm", "workflow"}) <= 13, counts

@@ -1,4 +1,4 @@
-"""The seal of a row: of its content alone, however the row lies in memory."""
+"""The content hash of a row depends on its content alone, not on its memory layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rows import commit, group_table, written_group
 
 
 def changed(table: pa.Table, column: str) -> pa.Table:
-    """Return the rows with a little added to one column of the first."""
+    """Return the rows with a small change in one column of the first row."""
     rows: list[dict[str, Any]] = table.to_pylist()
     value = rows[0][column]
     rows[0][column] = {

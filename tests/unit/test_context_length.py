@@ -1,4 +1,4 @@
-"""A context that a recipe leaves open is the least that model, trainer and memory have room for."""
+"""A context length left open is the minimum of what model, trainer and memory allow."""
 
 from __future__ import annotations
 

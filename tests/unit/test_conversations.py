@@ -1,4 +1,4 @@
-"""Rows of messages: put by the chat template, answers alone trained, refused by file and line."""
+"""Rows of messages: rendered by the chat template, only answers trained, refused by line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def learn(layout: RunLayout, *rows: dict[str, Any], objective: str = "dpo") -> CompletionRows:
-    """Prepare rows as the job does; return what is trained on."""
+    """Prepare rows as the job does; return the training rows."""
     path = layout.root / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft = {"objective": objective, "path": str(path), "num_steps": 1}
@@ -68,7 +68,7 @@ def learn(layout: RunLayout, *rows: dict[str, Any], objective: str = "dpo") -> C
 
 
 def shown(layout: RunLayout, rows: CompletionRows) -> list[tuple[str, list[str]]]:
-    """Return of each sequence of the first row its prompt, and what is trained after it."""
+    """Return prompt and trained texts of each sequence of the first row."""
     tokenizer = tokenizer_of(layout.model)
     return [
         (
@@ -136,7 +136,7 @@ def test_pair_of_any_published_form_is_the_same_pair(
 
 
 def test_prompt_of_whole_conversations_goes_to_where_they_part(layout: RunLayout) -> None:
-    """What was answered before is read and not trained; what is said later belongs to each."""
+    """Earlier answers are context; later messages belong to each completion."""
     beginning = [SYSTEM, ASKED, ANSWERED, AGAIN]
     chosen, rejected = [*beginning, SAME], [*beginning, WRONG, message_of("user", "No."), SAME]
     rows = learn(layout, {"chosen": chosen, "rejected": rejected})

@@ -1,4 +1,4 @@
-"""What a run's devices are charged for: against sums by hand, and complete to the last second."""
+"""Costs of a run's devices, against sums by hand, complete to the last second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelines.costs import parse_prices
 
 
 def row(step: int, at: float, **columns: Any) -> dict[str, Any]:
-    """Return a ledger row of a step of ten seconds, in which nothing happened."""
+    """Return a ledger row of an idle step of ten seconds."""
     names = ("wait", "read", "train", "stage", "generate")
     kinds = ("trained", "masked", "discarded", "waiting")
     return {

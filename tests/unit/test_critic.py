@@ -1,4 +1,4 @@
-"""The critic: what it predicts, what becomes of that, and that it is trainer's state."""
+"""The critic: its predictions, the advantages, and its place in the trainer's state."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def inputs_with_values(values: list[list[float]], rewards: list[float]) -> Advan
 def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
     coefficient: float,
 ) -> None:
-    """KL divergence of trained tokens is in the rewards, and so in estimates and targets."""
+    """The KL divergence of trained tokens is part of rewards, estimates and targets."""
     values, rewards = [[0.1, 0.4, 0.2], [0.5, 0.3]], [1.0, 0.0]
     divergences = [[0.0, -0.3, 0.2], [0.7, 0.1]]
     inputs = inputs_with_values(values, rewards)
@@ -126,7 +126,7 @@ def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
 
 
 def test_values_that_stay_near_do_not_count_as_clipped() -> None:
-    """In float32, v_old + (v - v_old) is often another number than v, with a larger loss."""
+    """In float32, v_old + (v - v_old) often differs from v, with a larger loss."""
     torch.manual_seed(0)
     old, values, targets = torch.randn(3, 10_000) * 0.3
     near = (values - old).abs() < 0.199
@@ -166,7 +166,7 @@ def test_critic_is_saved_and_continued_from_to_the_bit() -> None:
 
 
 def test_a_state_without_a_critic_begins_one_and_a_trainer_without_one_leaves_it() -> None:
-    """As a fork with another algorithm asks of its parent's checkpoint."""
+    """As in a fork with another algorithm than its parent's."""
     plain, other = state(3), with_critic(1)
     train_step(
         plain, make_sequences(), step=1, settings=replace(settings(), algorithm=DecoupledPPO())

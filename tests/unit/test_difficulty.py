@@ -1,4 +1,4 @@
-"""Prompts are chosen by how often the completions of an earlier run passed."""
+"""Prompts are filtered by their pass rates in an earlier run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 def prepared(earlier: RunLayout, name: str, **difficulty: Any) -> tuple[Prepared, RunLayout]:
-    """Prepare a run of the earlier one's prompts, in another order and with another file."""
+    """Prepare a run with the earlier run's prompts, from another file in another order."""
     layout = RunLayout(earlier.root.with_name(name))
     write_tiny_model(layout.model, max_model_len=96)
     path = write_rows(earlier.root.with_name(f"{name}.jsonl"), [7, 5, 4, 3, 2, 1, 0])

@@ -1,4 +1,4 @@
-"""What README.md, infra/ and docs/ tell a user to type, and where README.md leads."""
+"""Commands in README.md, infra/ and docs/ are valid, and so are README.md's links."""
 
 from __future__ import annotations
 

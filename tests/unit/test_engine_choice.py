@@ -1,4 +1,4 @@
-"""Which engine a recipe gets, and what is refused before anything starts."""
+"""The choice of an engine, and what is refused before a run starts."""
 
 from __future__ import annotations
 

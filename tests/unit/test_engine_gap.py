@@ -1,4 +1,4 @@
-"""How far engine and trainer are apart at the same weights: sums, a step's metrics, the warning."""
+"""The gap between engine and trainer at the same weights: sums, metrics and the warning."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_differences_beyond_the_bins_are_in_the_first_and_the_last(difference: f
 
 
 def fresh_sequences(*, disturbed_by: float, version: int = 2) -> list[TrainingSequence]:
-    """Return sequences whose behaviour is the small policy's own, each token off by so much."""
+    """Return sequences sampled by the small policy, with these errors in log-probabilities."""
     policy = small_policy()
     policy.set_attn_implementation("eager")
     sequences = []
@@ -111,7 +111,7 @@ def test_step_finds_by_how_much_an_engine_is_off(disturbed_by: float, num_ranks:
 
 
 def test_policy_that_was_updated_already_is_not_compared() -> None:
-    """PPO computes no proximal policy: only its first minibatch is of the policy before."""
+    """PPO computes no proximal policy: only its first minibatch uses the initial policy."""
     sequences = fresh_sequences(disturbed_by=0.0)
     metrics = gap_of_step(sequences, PPO(num_minibatches=3))
     assert (

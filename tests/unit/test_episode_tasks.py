@@ -1,4 +1,4 @@
-"""The tasks of an episode's graph, one after the other in this process: engine, rewards, rows."""
+"""The tasks of an episode, run one by one in this process: engine, rewards, rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which settings a model is evaluated, and which models can be compared; without a cluster."""
+"""The settings of evaluations, and which models can be compared; without a cluster."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_several_samples_are_members_with_seeds_of_their_own() -> None:
 
 
 def test_set_with_a_number_of_samples_of_its_own_has_so_many() -> None:
-    """The seeds of a prompt are what they are without it."""
+    """It does not change the seeds of a prompt."""
     sources = ["", "code", "math", "code"]
     prompts = [replace(p, source=source) for p, source in zip(PROMPTS, sources, strict=False)]
     sets = [{"name": "code", "path": "c.jsonl", "num_samples": 40}, {"name": "math", "path": "m"}]

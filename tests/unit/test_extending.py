@@ -61,7 +61,7 @@ def my_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
 
 def apply_diff(text: str, before: str) -> str:
-    """Return a text with the lines that the page's diff with `before` takes out and puts in."""
+    """Apply the page's diff that contains `before` to a text."""
     (diff,) = [block for block in blocks(PAGE.read_text(), "diff") if before in block]
     kept = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
     changed = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " +")
@@ -70,7 +70,7 @@ def apply_diff(text: str, before: str) -> str:
 
 
 def checks_of(contract: ModuleType, *parameters: str) -> dict[str, Callable[..., Any]]:
-    """Return a contract's tests that take just these parameters."""
+    """Return a contract's tests that take exactly these parameters."""
     return {
         name: test
         for name, test in vars(contract).items()
@@ -79,7 +79,7 @@ def checks_of(contract: ModuleType, *parameters: str) -> dict[str, Callable[...,
 
 
 def one_quick(checks: Iterable[str]) -> list[Any]:
-    """Mark all checks but the first as slow: what they check, the shipped parts keep as well."""
+    """Mark all checks but the first as slow: the shipped parts run them too."""
     first, *others = checks
     return [first, *(pytest.param(check, marks=pytest.mark.slow) for check in others)]
 
@@ -239,7 +239,7 @@ def test_algorithm_trains_a_step(my_project: Callable[[str], ModuleType]) -> Non
 
 
 def plain_subject(engine: ModuleType) -> engines.Subject:
-    """Return the page's engine, with the weights and the reference of the torch engine's."""
+    """Return the page's engine with the torch engine's weights and reference."""
     torch_subject = engines.torch_subject()
 
     def make(*, max_num_seqs: int = 8, version: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Hung workers are found, busy ones are spared, and an observer that slept blames nobody."""
+"""Hung workers are detected, busy ones are spared, and an observer that slept blames nobody."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal_flow.cluster.health import FailureDetector, LivenessSample
 
 
 class Looks:
-    """A detector, and what it says of the workers at the latest look."""
+    """A detector and its latest verdict on the workers."""
 
     def __init__(self) -> None:
         self._detector = FailureDetector(heartbeat_timeout_s=10.0, lost_after_s=60.0)

@@ -1,4 +1,4 @@
-"""How many operations a step needs, against those that torch counts."""
+"""The number of operations of a step, against torch's counter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit.test_trainer import make_sequences, sequence_of, settings
 def test_formula_gives_the_operations_that_torch_counts(
     num_minibatches: int, rank: int, num_prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the members of a group share a long prompt."""
+    """Also if the members of a group share a long prompt."""
     monkeypatch.setattr(training_sequences, "PAD_MULTIPLE", 1)
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: False)  # torch counts its own alone
     policy, sequences = small_policy(), make_sequences(16)

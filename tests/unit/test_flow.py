@@ -71,7 +71,7 @@ def check_accounting(flow: Flow) -> None:
 
 
 def check_rows(log: MemoryLog) -> None:
-    """Each row's accounts explain exactly the part of the log that its watermark names."""
+    """Each row's token accounting covers exactly the log up to its watermark."""
     consumed = 0
     for row in log.rows:
         consumed += sum(
@@ -228,7 +228,7 @@ def waiting_group(submission_index: int, version: int) -> GroupReceipt:
 
 
 def test_group_that_a_step_made_stale_is_discarded_with_the_step() -> None:
-    """Nothing else is committed meanwhile, so nothing else would find it."""
+    """Nothing else is committed meanwhile, so nothing else would trigger it."""
     fresh = [waiting_group(index, version=1) for index in range(4)]
     aging = waiting_group(9, version=0)
     cluster, log = FakeCluster(random.Random(0), initial_version=1), MemoryLog()
@@ -298,7 +298,7 @@ def test_error_in_training_ends_the_run_as_itself() -> None:
 
 
 def test_run_whose_steps_go_on_changing_nothing_ends_and_says_why() -> None:
-    """Each of them is a step like any other until then: recorded, and its policy published."""
+    """Until then each is a normal step: recorded, and its policy published."""
     log, cluster = MemoryLog(), FakeCluster(random.Random(0))
     compute = cluster.step
 

@@ -1,4 +1,4 @@
-"""Groups on their way into the log: attempts, failures, commits, and what the end leaves."""
+"""Groups on their way into the log: attempts, failures, commits, and the end of a run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_group_that_cannot_be_written_is_written_again_and_generated_again_only_
 
 
 def fails(*outcomes: str) -> None:
-    """Run groups of these outcomes, then wait for a change: raises what ended the run."""
+    """Run groups with these outcomes and wait; raise the error that ended the run."""
     receipts: dict[str, GroupReceipt | BaseException] = {
         "dead": EngineError("died"),
         "unscored": group(0, scored=False, member_errors=("first", "verifier raised")),

@@ -1,4 +1,4 @@
-"""The stages of a flow, one at a time, each with backends that do what a test tells them."""
+"""The stages of a flow, one at a time, each with scripted backends."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def ids_of(index: int) -> tuple[str, ...]:
 
 
 def test_next_batch_is_named_once_while_a_step_runs() -> None:
-    """At once where it is complete already, else when it is; not once its step could begin."""
+    """At once if it is complete already, else when it is; not once its step could begin."""
     parts = Parts()
 
     async def scenario() -> None:

@@ -53,7 +53,7 @@ def parent(tmp_path: Path) -> RunLayout:
 def forked(
     parent: RunLayout, step: int | None, name: str = "child", *, reset: bool = False, **over: Any
 ) -> RunLayout:
-    """Make a run as far as its fork does."""
+    """Make a run up to the fork."""
     fork = Fork(parent, step, reset)
     layout, recipe = RunLayout(parent.root.parent / name), fork.recipe(over)
     create_run(layout, recipe)

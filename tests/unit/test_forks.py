@@ -1,4 +1,4 @@
-"""A replay that differs: refused where it must not, recorded and said where it may."""
+"""A replay that differs: refused where bits must repeat, recorded and reported elsewhere."""
 
 from __future__ import annotations
 

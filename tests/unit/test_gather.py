@@ -1,4 +1,4 @@
-"""Rows taken more than once: values, gradients, and the same bits by any number of threads."""
+"""Gathering rows repeatedly: values, gradients, and the same bits with any number of threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rows_and_their_gradients_are_those_of_an_index(
 
 @pytest.mark.usefixtures("two_threads")
 def test_gradient_has_the_same_bits_by_two_threads() -> None:
-    """That of PyTorch's own index has not: two threads add to one row as they get there."""
+    """PyTorch's own index does not: two threads add to a row in any order."""
     rows = torch.zeros(3000, 128)
     index = torch.tensor([3] * 2000 + [*range(10, 2010)] + [3] * 2000)
     weights = torch.randn(len(index), 128)

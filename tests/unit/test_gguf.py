@@ -1,4 +1,4 @@
-"""GGUF is refused wherever a model is named, with lines that convert it."""
+"""GGUF is refused wherever a model is named, with code that converts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
 def write_gguf(file: Path) -> dict[str, np.ndarray]:
-    """Write a Llama of one layer; return its weights as their eight bits have them."""
+    """Write a one-layer Llama; return its weights as dequantized from eight bits."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)

@@ -1,4 +1,4 @@
-"""One GPU in turns: generators sleep while the trainer trains, and nothing is asked of them."""
+"""One GPU in turns: generators sleep, without requests, while the trainer trains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_turns(**changed: Any) -> Recipe:
 
 
 class GpuEngine:
-    """An `Engine` that notes what is asked of it, and while it sleeps refuses all but `wake`."""
+    """An `Engine` that records its calls, and while asleep refuses all but `wake`."""
 
     def __init__(self, happened: list[str]) -> None:
         self.happened = happened
@@ -91,7 +91,7 @@ class GpuEngine:
 
 
 class Driver:
-    """A driver's turns over one generator, whose functions its client calls at once."""
+    """A driver's turns over one generator whose functions are called directly."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         layout, self.happened = RunLayout(root), list[str]()
@@ -230,7 +230,7 @@ def test_request_during_the_trainers_turn_waits_for_its_end(driver: Driver) -> N
 
 
 def test_new_generator_starts_once_the_trainers_turn_is_over(driver: Driver) -> None:
-    """As one does whose process was killed while it slept."""
+    """As after its process was killed while asleep."""
 
     async def train() -> None:
         async with driver.turns.of_trainer():

@@ -1,4 +1,4 @@
-"""Comparison of answers: plain data that somebody hostile wrote."""
+"""Comparison of answers: plain data from hostile programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_printed_answers_are_compared_by_line_and_number(
 
 
 class Answering:
-    """A pool whose program answers one call more each time, and ends in one way."""
+    """A pool whose program answers one more call each time, then ends as given."""
 
     modes, tier = ("call",), "none"
 

@@ -1,4 +1,4 @@
-"""What benchmarks measure is of the process that they measure."""
+"""Benchmarks measure the memory of their own process."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_hash_of_named_tensors_is_what_it_was() -> None:
 
 
 class LazyFuture(Future[None]):
-    """What `LastMoment` was given, which is done when somebody waits for it."""
+    """Work given to `LastMoment`, done when its result is awaited."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LazyFuture(Future[None]):
 
 
 class LastMoment(Executor):
-    """A thread that is as slow as it may be."""
+    """A thread that finishes at the last possible moment."""
 
     def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
         return LazyFuture(partial(work, *given, **named))

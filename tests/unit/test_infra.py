@@ -1,4 +1,4 @@
-"""What `infra/` says: manifests that Kubernetes accepts, and an image of this project alone."""
+"""The files of `infra/`: manifests that Kubernetes accepts, and an image of this project."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_drivers_script_starts_a_run_once_and_then_resumes_it(tmp_path: Path) ->
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions and their arguments, continued lines as one."""
+    """Return the Dockerfile's instructions and arguments, joining continued lines."""
     text = (ROOT / "infra/docker/Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""What a run is made of: recorded once, compared before the run goes on, verifiers by epoch."""
+"""Inputs of a run: recorded once, compared on resume, verifiers by epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST, OTHER = Verifier("grade@1", ("graders.py",)), Verifier("grade@2", ("grade
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    """A run that was prepared with a prompt file and a model directory beside it."""
+    """A run prepared from a prompt file and a model directory."""
     made = RunLayout(tmp_path / "r")
     for path in (made.train_prompts, made.held_out_prompts, made.model / "tokenizer.json"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a step did, token by token: against forward passes of each sequence alone."""
+"""Inspection of a step, token by token, against forward passes of single sequences."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
 def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
     kind: Any, num_ranks: int
 ) -> None:
-    """Against whole passes of both policies: of the one that sampled, or the one before the step.
+    """Against full passes of both policies: the sampling one, or the one before the step.
 
     The advantages that are shown are those that were trained, on average over trained tokens.
     """

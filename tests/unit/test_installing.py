@@ -1,4 +1,4 @@
-"""What is printed and written of how to install: nothing that takes a stranger's package."""
+"""Installation instructions never name a stranger's package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a trainer's process computes follows from its settings alone."""
+"""A trainer's kernels follow from its settings alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stepped(algorithm: str = "decoupled_ppo", **settings: Any) -> list[Any]:
 
 
 class Operators(TorchDispatchMode):
-    """Notes operators of float tensors, backward passes included."""
+    """Records operators on float tensors, including backward passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the Kubernetes launcher asks for and understands, without Kubernetes."""
+"""The Pods that the Kubernetes launcher requests and the states it parses, without Kubernetes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_second_lease_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> N
 
 @pytest.fixture
 def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lock as NFS does, by ranges of bytes: they need a file that is open for the kind of lock."""
+    """Lock byte ranges as NFS does; they need a file opened in the mode of the lock."""
     flock = fcntl.flock
     lacks = {fcntl.LOCK_EX: os.O_RDONLY, fcntl.LOCK_SH: os.O_WRONLY}
 
@@ -149,7 +149,7 @@ def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
 
 
 class Asleep(Writer):
-    """A writer that hung after it had looked, before it wrote."""
+    """A writer that hangs between its check and its write."""
 
     def check_current(self) -> None: ...
 
@@ -311,7 +311,7 @@ def test_fences_are_read_as_written_oldest_first(tmp_path: Path) -> None:
 
 
 def test_one_of_many_that_claim_at_once_gets_the_run(tmp_path: Path) -> None:
-    """Whoever looks before the winner's claim is there is refused when it makes its own."""
+    """A loser that checked before the winner's claim is refused when it claims."""
     start = Barrier(4)
 
     def claim(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the controller writes down: digests, seeds, token accounting, ledger rows."""
+"""What the controller records: digests, seeds, token accounting, ledger rows."""
 
 from __future__ import annotations
 

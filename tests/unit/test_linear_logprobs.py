@@ -113,7 +113,7 @@ def test_a_bfloat16_pass_on_a_cpu_multiplies_its_head_so_and_nothing_else(
 
 
 class Allocated(TorchDispatchMode):
-    """Notes the type and the shape of each tensor that an operation makes."""
+    """Records type and shape of each tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def policy_called(name: str) -> Any:
 
 
 def test_heads_that_are_no_plain_last_layer_are_left_to_the_policy() -> None:
-    """An adapter of the head, and a layer between the last hidden state and the head."""
+    """An adapter on the head, and a layer between the last hidden state and the head."""
     adapted, between = small_policy(), small_policy()
     add_adapter(adapted, LoraSettings(rank=2, target_modules="q_proj,lm_head"))
     between.lm_head.register_forward_pre_hook(lambda _, given: (given[0] * 2,))

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, kept and handed out of a policy that has one."""
+"""Adapters: what is trained, saved and exported of a policy with one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fresh_adapter_changes_nothing_and_is_drawn_from_the_seed_alone() -> Non
 
 
 def test_reference_is_the_policy_without_its_adapter() -> None:
-    """And the adapter is there again for the gradient."""
+    """The adapter is active again for the gradient."""
     backend = trained()
     how = replace(settings(), algorithm=DecoupledPPO(num_minibatches=1, kl_coefficient=0.1))
     own = TrainerBackend(small_policy(), TrainerSettings(learning_rate=1e-2))

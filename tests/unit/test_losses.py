@@ -142,7 +142,7 @@ def test_bound_is_beyond_what_training_needs_and_within_float32() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_takes_a_batch_without_a_token(name: str) -> None:
-    """Of a rank without work: it must name the metrics that the others name."""
+    """As on a rank without work, which must return the same metrics as the others."""
     algorithm = ALGORITHMS[name]()
     nothing, something = algorithm.loss(inputs([], [], [], [])), algorithm.loss(inputs())
     assert nothing.losses_T.shape == (0,)

@@ -1,4 +1,4 @@
-"""A trainer that is lost is restored at once, but not between a step and its publication."""
+"""A lost trainer is restored at once, but not between a step and its publication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESTORE_S = 30.0
 
 
 class Ranks(FakeCluster):
-    """Trainer ranks that can be lost, and generators that have no weights but from them."""
+    """Trainer ranks that can be lost, and generators that get weights only from them."""
 
     def __init__(self) -> None:
         super().__init__(random.Random(0))
@@ -142,7 +142,7 @@ def train(ranks: Ranks, log: MemoryLog, schedule: Any = run_async_schedule) -> N
 
 @pytest.mark.parametrize("schedule", [run_async_schedule, run_barrier_schedule])
 def test_lost_trainer_is_restored_although_no_batch_is_ready(schedule: Any) -> None:
-    """There will be none before: the generators wait for weights."""
+    """None would become ready: the generators wait for weights."""
     ranks, log = Ranks(), MemoryLog()
     ranks.lose()
     train(ranks, log, schedule)
@@ -348,7 +348,7 @@ def stepped(process: Process, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_trainer_whose_gpu_fails_is_restored_by_a_new_process(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old one is of no more use: CUDA refuses all further work."""
+    """The old one is unusable: CUDA refuses all further work."""
     process = Process(error, error)
     assert stepped(process, monkeypatch) == [1, 2]
     assert process.replaced[0] == f"trainer-0: the trainer's device failed: {error}"

@@ -1,4 +1,4 @@
-"""On macOS all works that needs no sandbox, and what needs Linux is refused by name."""
+"""On macOS everything without a sandbox works, and what needs Linux is refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINUX_ONLY = {
 
 @pytest.fixture
 def macos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Take away what only Linux has, as far as a test can."""
+    """Remove what only Linux has, as far as a test can."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
@@ -96,9 +96,9 @@ def test_all_modules_are_imported_without_what_only_linux_has() -> None:
 import asyncio, os, subprocess, sys, distributed, lance, mlflow, torch, transformers
 {deleted}
 import pkgutil, importlib, areal_flow
-for found in pkgutil.walk_packages(areal_flow.__path__, "areal_flow."):
-    if not any(part in found.name for part in ("vllm", "verifiers", "__main__", "inside")):
-        importlib.import_module(found.name)
+for module in pkgutil.walk_packages(areal_flow.__path__, "areal_flow."):
+    if not any(part in module.name for part in ("vllm", "verifiers", "__main__", "inside")):
+        importlib.import_module(module.name)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

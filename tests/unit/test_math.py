@@ -1,4 +1,4 @@
-r"""The verifier `math`: one answer a completion, and none that takes for ever."""
+r"""The verifier `math`: one answer per completion, with a time limit."""
 
 from __future__ import annotations
 

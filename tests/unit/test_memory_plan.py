@@ -1,4 +1,4 @@
-"""Predicted memory is that of the trainer's own step: of what it holds, and of what it computes."""
+"""Predicted memory follows from the trainer's own step: its state and its activations."""
 
 from __future__ import annotations
 

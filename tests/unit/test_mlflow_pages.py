@@ -1,4 +1,4 @@
-"""`areal-flow ui`: MLflow opens where the runs are, quietly, and leaves nothing behind."""
+"""`areal-flow ui`: MLflow opens beside the runs, quietly, and leaves nothing behind."""
 
 from __future__ import annotations
 

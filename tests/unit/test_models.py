@@ -1,4 +1,4 @@
-"""Models as they are trained: without noise, known by their kind, and each tensor by its name."""
+"""Models in training: without dropout, recognised by type, tensors by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def as_fine_tuning_trains(policy: Any, _: Path, activations: str) -> None:
 def test_policy_computes_in_training_what_it_computed_when_it_was_probed(
     tmp_path: Path, config: PretrainedConfig, prepare: Any, activations: str
 ) -> None:
-    """And recomputed layers have the gradients of what they computed at first."""
+    """Recomputed layers have the gradients of their first computation."""
     policy, micro = policy_from_config(config), pack_sequences(make_sequences())
 
     def logprobs_and_gradients() -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What Prometheus is shown of a run: totals of the ledger, the flow's stages, workers by state."""
+"""Metrics for Prometheus: totals of the ledger, stages of the flow, workers by state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fake_pool() -> Any:
 
 
 def shown(metrics: RunMetrics) -> dict[str, float]:
-    """Return what a scrape would read: values by series, as text, without the run's label."""
+    """Return a scrape: values by series, without the run's label."""
     registry = CollectorRegistry()
     registry.register(metrics)
     lines = generate_latest(registry).decode().splitlines()

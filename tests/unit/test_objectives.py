@@ -303,7 +303,7 @@ columns_of_tokens = st.tuples(*[st.floats(-2, 0)] * 3, st.sampled_from([-2.0, -0
 def test_gradient_is_reported_as_ended_where_there_is_none(
     variant: str, tokens: list[tuple[float, ...]]
 ) -> None:
-    """Also where the tokens of a sequence have advantages of their own."""
+    """Also if tokens of a sequence have different advantages."""
     algorithm = build_recipe({"algorithm": ENDING[variant]}, source="").algorithm
     owners = [at // 3 for at in range(len(tokens))]
     given_ = inputs(*(list(column) for column in zip(*tokens, strict=True)), owners)
@@ -321,7 +321,7 @@ def test_gradient_of_a_ratio_beyond_all_bounds_is_reported_as_ended(name: str) -
 
 
 def test_gspo_keeps_the_gradients_of_tokens_apart() -> None:
-    """Of a token that its weight masks, or whose advantage ends it, beside one that is trained."""
+    """Of a token masked by its weight, or clipped, beside one that is trained."""
     algorithm = GSPO(
         epsilon=0.01,
         epsilon_high=0.01,

@@ -152,7 +152,7 @@ def test_what_is_frozen_or_has_no_gradient_stays(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_another_order_of_sums_moves_weights_by_rounding_alone(name: Any) -> None:
-    """As it does where ranks share a policy, and their step is replayed in one process."""
+    """As when the step of several ranks is replayed in one process."""
 
     def trained(num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
         chosen = TrainerSettings(optimizer=name, learning_rate=1e-3, tokens_per_micro_batch=32)

@@ -1,4 +1,4 @@
-"""The twelve packages: their picture is that of the code, and core is no dump."""
+"""The packages: their picture matches the code, and core stays small."""
 
 from __future__ import annotations
 

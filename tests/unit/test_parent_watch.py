@@ -1,4 +1,4 @@
-"""A child of `multiprocessing` is gone with its parent, however that ended."""
+"""A child of `multiprocessing` ends with its parent, however that ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward and pass are two things, told apart by one rule: in Python and in SQL the same."""
+"""Rewards and passes: one rule decides what passes, in Python and in SQL."""
 
 from __future__ import annotations
 

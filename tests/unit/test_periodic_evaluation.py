@@ -1,4 +1,4 @@
-"""Evaluations beside training: each due one once, one at a time, and never in training's way."""
+"""Evaluations beside training: each once, one at a time, never delaying training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.finished_runs import answers, make_finished_run
 
 
 class Evaluating:
-    """Makes evaluations when it is let; notes which."""
+    """Runs evaluations when the test lets it; records which."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

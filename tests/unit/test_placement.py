@@ -1,4 +1,4 @@
-"""Every GPU worker has a device of its own; what does not fit is refused with its counts."""
+"""Every GPU worker has its own device; what does not fit is refused with the counts."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_calibration_recovers_the_efficiency_of_a_run(policy: Policy) -> None:
 
 
 def ledger_row(job: Job) -> dict[str, float]:
-    """Return what the ledger has of a step, in the mean of a simulated run."""
+    """Return a ledger row with the means of a simulated run."""
     made, costs = simulated_run(job.recipe, job.costs(job.recipe), job.lengths), job.costs
     return {
         "seconds_generate": made.generators_busy * job.recipe.cluster.num_generators * made.step_s,
@@ -175,7 +175,7 @@ def test_work_after_a_step_and_before_the_buffer_makes_tokens_older(policy: Poli
 
 
 def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) -> None:
-    """A run is simulated with each number; the plan sees its ledger, and not what it reached."""
+    """A run is simulated with each number; the plan sees only its ledger."""
     job = replace(job_of(policy, controller={"batch_size": 128}), efficiency=REACHED)
 
     def with_number(number: int) -> Job:

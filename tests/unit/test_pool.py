@@ -1,4 +1,4 @@
-"""The pool starts again what ends unasked, quarantines what keeps dying, and fits GPUs."""
+"""The pool restarts workers that exit, quarantines those that keep dying, and assigns GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preferences: losses by numbers, pairs in one micro-batch, reward models as they are read."""
+"""Preferences: golden losses, pairs in one micro-batch, scores as transformers reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices are compared with what the machine has, and verifiers tried, before anything starts."""
+"""Before a run starts, devices are compared with the machine, and verifiers are tried."""
 
 from __future__ import annotations
 

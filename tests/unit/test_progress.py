@@ -1,4 +1,4 @@
-"""What a driver shows while it works, and what of it stands in its log."""
+"""A driver's live display and its log."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.Monkey
 
 
 def screen(written: str) -> str:
-    """Return what a terminal shows after all that was written: lines, erased and overwritten."""
+    """Return the final content of a terminal after erasing and overwriting lines."""
     lines, row, column = [""], 0, 0
     for code, char in re.findall(rf"{ESCAPE}\[([?\d;]*[A-Za-z])|(.)", written, re.DOTALL):
         if code == "2K":

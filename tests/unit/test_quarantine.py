@@ -1,4 +1,4 @@
-"""Three early deaths in a row condemn a worker; nothing else does."""
+"""Three early deaths in a row quarantine a worker; nothing else does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIVES = st.lists(st.floats(0, 30), max_size=12)
 
 
 def after(lives: Sequence[float]) -> WorkerRecord:
-    """Return a generator that has lived so often and so long."""
+    """Return a generator with these lifetimes."""
     record = WorkerRecord(WorkerPlacement("generator-1", "generator", 4))
     for life in lives:
         record.joined_at = 100.0

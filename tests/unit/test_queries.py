@@ -1,4 +1,4 @@
-"""What became of trajectories, pages and files: the parts that need no run."""
+"""Status of trajectories, pages and files: the parts that need no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer rank: it answers what it has computed, and refuses where it does not stand."""
+"""A trainer rank: repeats a computed answer, and refuses a step from other weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RECIPE: Recipe = build_recipe(
 
 
 def rows(*indices: int) -> list[dict[str, Any]]:
-    """Two groups of two completions; one token is masked, and one of another row too old."""
+    """Two groups of two completions; one token is masked, one in another row is too old."""
     group_rows = [row for index in indices for row in group_table(index, version=3).to_pylist()]
     group_rows[0]["loss_mask"] = [True, False, True]
     group_rows[1]["version_spans"] = [{"version": 1, "length": 1}, {"version": 2, "length": 2}]

@@ -57,7 +57,7 @@ def make_flow(
 
 
 def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialState:
-    """Plan from the whole of both logs, as a brute force does."""
+    """Plan from both complete logs, as brute force."""
     rows = log.rows if rows is None else rows
     consumed = {identifier for row in rows for identifier in row["trajectory_ids"]}
     consumed |= {discard["trajectory_id"] for row in rows for discard in row["discarded"]}
@@ -126,7 +126,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
 
 
 class SlowAlways(FakeCluster):
-    """An episode takes as long again as it took before: what makes it long is its prompt."""
+    """A retried episode takes as long as before, since its prompt makes it long."""
 
     async def roll_out(self, episode: Episode) -> FakeRolledOut:
         self.duration_s = lambda _: duration_of(episode.submission_index)

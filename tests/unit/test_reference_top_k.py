@@ -92,7 +92,7 @@ def test_bound_is_what_the_others_differ_by_and_nothing_is_left_of_it_at_the_las
 
 
 def test_tail_that_one_minus_the_rest_would_lose_in_float32_is_exact() -> None:
-    """A teacher that is sure, and a student that is not."""
+    """A confident teacher and an unsure student."""
     logits_TV = torch.zeros(2, 1, 1000)
     logits_TV[1, 0, 0], logits_TV[0, 0, 0] = 40.0, 9.0
     exact_TV = logits_TV.double().log_softmax(-1)
@@ -192,7 +192,7 @@ DISTILLATION: dict[str, Any] = {
 def gradients_of_step(
     student: Any, teacher: Any, sequences: list[TrainingSequence], k: int, **settings: Any
 ) -> tuple[list[Tensor], float]:
-    """Return the gradients of one update, and the divergence that it found."""
+    """Return the gradients of one update, and its divergence."""
     trainer = TrainerSettings(max_grad_norm=1e9, **settings)
     backend = TrainerBackend(student, trainer)
     backend.hold_reference(teacher)

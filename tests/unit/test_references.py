@@ -1,4 +1,4 @@
-"""What a user calls a run or a model, in every command that takes one."""
+"""References to runs and models in every command that takes one."""
 
 from __future__ import annotations
 

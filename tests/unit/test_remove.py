@@ -1,4 +1,4 @@
-"""`areal-flow runs remove`: asked on a terminal, refused while a driver lives."""
+"""`areal-flow runs remove`: asks on a terminal, refuses while a driver is alive."""
 
 from __future__ import annotations
 

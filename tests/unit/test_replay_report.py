@@ -1,4 +1,4 @@
-"""What a replay prints of trajectories: what a policy wrote is shown as it is."""
+"""What a replay prints about trajectories; completions are shown unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay over the algorithm's seam, on a run that is made in this process: no cluster."""
+"""Replay with changed losses and algorithms, on a run made in this process, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer ranks: batches add up, processes make what one process makes, ends are noticed."""
+"""Trainer ranks: batches add up, several processes equal one, and exits are noticed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HASHES = PolicyHashes("weights", "served")
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(name: str) -> None:
-    """Also with more ranks than sequences: batches may be empty."""
+    """Also with more ranks than sequences, so that batches may be empty."""
     algorithm = ALGORITHMS[name](num_minibatches=1)
 
     def step_on(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
@@ -135,7 +135,7 @@ def test_a_reference_is_gathered_for_its_passes_alone(one_rank: ConnectedRanks) 
 
 
 class FakeRanks:
-    """A Dask client whose ranks answer after some time; one that waits for ever can be replaced."""
+    """A Dask client whose ranks answer after some time; one that never answers can be replaced."""
 
     def __init__(self, *answers: tuple[float, Any]) -> None:
         self._answers = answers
@@ -161,7 +161,7 @@ class FakeRanks:
 
 
 def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Sequence[str], float]:
-    """Return what such ranks answer, which were replaced, and the seconds it took."""
+    """Return the outcome of such ranks, which were replaced, and the seconds it took."""
 
     async def restore() -> Any:
         ranks = FakeRanks(*answers)

@@ -1,4 +1,4 @@
-"""The page about a run: what is drawn, and that nothing in it is executed or loaded."""
+"""The report of a run: its charts, and that nothing in it is executed or loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier `reward_model`: what a model in a directory says of prompt and completion."""
+"""The verifier `reward_model`: scores of a model in a directory."""
 
 from __future__ import annotations
 

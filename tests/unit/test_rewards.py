@@ -405,7 +405,7 @@ def test_sum_with_a_part_that_failed_is_no_reward(tmp_path: Path) -> None:
 
 
 class TooFew:
-    """A reward that forgets one of its inputs; notes when it is opened and closed."""
+    """A reward that skips one of its inputs; records when it is opened and closed."""
 
     events: list[str] = []  # noqa: RUF012
 

@@ -61,7 +61,7 @@ class FakeRewardWorkers:
 
 
 def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
-    """Return what groups hear: some are ready at once, the next ones ten seconds later."""
+    """Return the receipts of groups, some ready at once, the others ten seconds later."""
 
     async def all_receipts() -> list[Any]:
         ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_task_that_fails_costs_only_the_group_that_makes_it_fail() -> None:
 
 
 class Poisoned:
-    """A client whose reward workers die over the rows of these numbers, two of each task."""
+    """A client whose reward workers die over these rows, two per task."""
 
     def __init__(self, *rows: int, num_rows: int = 4) -> None:
         self.registry = self
@@ -277,7 +277,7 @@ def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
 
 
 class BrokenSandboxes:
-    """A client and a pool of reward workers, of which the first tries find no sandbox."""
+    """A client and a pool of reward workers whose first attempts have no sandbox."""
 
     def __init__(self, *addresses: str, num_broken: int) -> None:
         self.registry = self

@@ -1,4 +1,4 @@
-"""A run directory says which schema version wrote it; one of another version is not touched."""
+"""A run directory records its schema version; one of another version is refused."""
 
 from __future__ import annotations
 

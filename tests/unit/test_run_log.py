@@ -1,4 +1,4 @@
-"""What workers print reaches the run's log with their names; events as JSON; `areal-flow logs`."""
+"""Output of workers in the run's log, with their names; events as JSON; `areal-flow logs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page `/rl` shows, from rows of the log and a flow, by numbers alone."""
+"""The numbers of the page `/rl`, from rows of the log and a flow."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_processed_probabilities_in_numbers(
 
 def test_repetition_penalty_and_early_stops_in_numbers() -> None:
     """Positive logits are divided, negative ones multiplied, once however often a token occurred;
-    a row that has its fewest tokens may stop."""
+    a row that has its minimum of tokens may stop."""
     sampling = Sampling(9, repetition_penalty=2.0, min_new_tokens=2, stop_token_ids=(1,))
     prompts = [as_tokens([0, 0]), as_tokens([1, 2])]
     own = [as_tokens([3]), as_tokens([2, 2])]

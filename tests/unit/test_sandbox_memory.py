@@ -29,7 +29,7 @@ class NoZygote:
 
 @pytest.fixture
 def most_living(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Have programs sleep for a moment in place of running, and count how many live at a time."""
+    """Replace programs by short sleeps, and count how many run at a time."""
     living = max_living = 0
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Slots of the engine: who decodes where, first come first served."""
+"""Slots of the engine: first come, first served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments write pages: one runs in its quickest form, and intervals say what they may."""
+"""Experiments write pages: one runs in its quick form, and conclusions follow from intervals."""
 
 from __future__ import annotations
 

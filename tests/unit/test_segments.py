@@ -61,7 +61,7 @@ def varlen_reference(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What `varlen_attn` is documented to compute, with masks aligned to a segment's last key."""
+    """The documented result of `varlen_attn`, with masks aligned to a segment's last key."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))

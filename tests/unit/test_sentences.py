@@ -1,4 +1,4 @@
-"""The job `smollm`: which sentences pass, and that no answer passes for every pair of words."""
+"""The recipe `smollm`: which sentences pass, and that no answer passes for every pair of words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its rows, its loss, its order, and going on to the bit."""
+"""Supervised fine-tuning: rows, loss, order, and resuming bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of a completion's form, and of a judge that is asked over HTTP."""
+"""Rewards of a completion's form, and of a judge over HTTP."""
 
 from __future__ import annotations
 

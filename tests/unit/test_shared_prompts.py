@@ -36,7 +36,7 @@ def sequence(prompt: list[int], num_output: int, seed: int = 0) -> TrainingSeque
 def logprobs_and_gradients(
     policy: Any, rows: list[list[TrainingSequence]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return what the sequences of some rows add up to, each token with a weight of its own."""
+    """Return the sum over the sequences of some rows, each token with its own weight."""
     policy.zero_grad()
     results = []
     for row in rows:
@@ -90,7 +90,7 @@ def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
     real = [torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)]
 
     def unfolded(packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return what attention reads of it: nobody sees padding."""
+        """Return the tokens that attention reads, without padding."""
         rows = unfolding.rows_of(packed)
         return [of * real_NL[:, None, :, None] for of, real_NL in zip(rows, real, strict=True)]
 
@@ -110,7 +110,7 @@ def test_one_sequence_alone_is_not_unfolded() -> None:
 
 
 def test_passes_in_bfloat16_attend_in_float32_on_a_cpu() -> None:
-    """And with less padding: a thousandth of what rows of one head in float32 may have."""
+    """With less padding: a thousandth of the limit for rows of one head in float32."""
     lengths, rule = [200, 5, 195, 60], AttentionRule(scale=0.25)
     layout = PackedLayout(lengths)
     drawn = [torch.randn(1, heads, sum(lengths), 16) for heads in (256, 2, 2)]

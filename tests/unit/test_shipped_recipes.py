@@ -1,4 +1,4 @@
-"""The recipes that ship: rows as they are published are read, and the job `code` makes its own."""
+"""The shipped recipes read rows as published, and the recipe `code` makes its own."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def recipe_of(eta: int, *, schedule: str = "async", generators: int = 4) -> Reci
 
 
 def decoding(**changes: float) -> Costs:
-    """Return costs of which a generator's are most of a step."""
+    """Return costs dominated by generation."""
     costs = replace(COSTS, decode_step_s=0.01, row_s=1e-4, prefill_token_s=1e-6, max_rows=128)
     return replace(costs, trajectory_s=0.01, **changes)
 

@@ -1,4 +1,4 @@
-"""Several sinks at once, sinks that are not installed, and secrets that no sink gets."""
+"""Several sinks at once, sinks that are not installed, and secrets kept from sinks."""
 
 from __future__ import annotations
 

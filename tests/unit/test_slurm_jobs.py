@@ -1,4 +1,4 @@
-"""What the Slurm launcher asks for and understands, without Slurm."""
+"""The jobs that the Slurm launcher requests and the states it parses, without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How SmolLM2 is fetched; what it is converted to is shown by `nox -s real_model`."""
+"""How SmolLM2 is downloaded; `nox -s real_model` tests the converted model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's rows and times say of it: golden numbers, and what a replay compares of them."""
+"""Metrics of a step from its rows and times: golden numbers, and what a replay compares."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_batch_is_described_by_its_rows() -> None:
 
 
 def metrics_of_losses() -> set[str]:
-    """Return what the algorithms show, each with everything that can be asked for beside it."""
+    """Return the metrics of each algorithm with all options enabled."""
     given = replace(inputs(), reference_logprobs_T=inputs().logprobs_T)
     algorithms = [algorithm(kl_coefficient=0.1) for algorithm in ALGORITHMS.values()]
     return {name for algorithm in algorithms for name in algorithm.loss(given).metrics}

@@ -29,8 +29,7 @@ def test_ranks_that_are_waited_for_and_idle_hang(
     idle_s: dict[str, tuple[int, float]], hung: list[str]
 ) -> None:
     ranks = {
-        name: StepProgress(*found, seconds_since_collective=found[1])
-        for name, found in idle_s.items()
+        name: StepProgress(*idle, seconds_since_collective=idle[1]) for name, idle in idle_s.items()
     }
     assert [*hung_ranks(ranks, num_ranks=len(ranks), heartbeat_timeout_s=10.0)] == hung
 

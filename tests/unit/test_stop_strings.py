@@ -1,4 +1,4 @@
-"""Stop strings are found in the text of a completion, wherever its tokens are cut."""
+"""Stop strings are detected in the text of a completion, however it is tokenised."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def search_for(
 
 
 def end_of(tokenizer: Tokenizer, text: str, *strings: str, min_tokens: int = 0) -> int | None:
-    """Return after how many tokens a text's completion ends."""
+    """Return the number of tokens after which a text's completion ends."""
     search = search_for(tokenizer, *strings, min_tokens=min_tokens)
     tokens = tokenizer.encode(text).ids
     return next((n for n, token in enumerate(tokens, 1) if search.ends_with(token)), None)

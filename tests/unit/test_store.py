@@ -152,19 +152,19 @@ def test_reader_returns_the_requested_rows_in_order(
     newest_fragments: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However much of the log it has to look through for them."""
+    """However much of the log it has to search."""
     monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
     commit(log, *(written_group(path, index) for index in range(6)))
     read_rows = TrainingRows(layout)
     assert read_rows(["00000000-0000-00"])
     commit(log, *(written_group(path, index) for index in range(6, 9)))
-    wanted = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
-    random.Random(0).shuffle(wanted)
-    found = read_rows(wanted)
-    assert [row["trajectory_id"] for row in found] == wanted
-    assert [row["reward"] for row in found] == [0.0 if w.endswith("1-00") else 1.0 for w in wanted]
+    ids = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
+    random.Random(0).shuffle(ids)
+    rows = read_rows(ids)
+    assert [row["trajectory_id"] for row in rows] == ids
+    assert [row["reward"] for row in rows] == [0.0 if i.endswith("1-00") else 1.0 for i in ids]
     with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000-00"):
-        read_rows([*wanted, "00000042-0000-00"])
+        read_rows([*ids, "00000042-0000-00"])
 
 
 def test_time_travel_follows_commits_where_a_compaction_reorders_rows(
@@ -317,7 +317,7 @@ def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
 
 
 def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, log: RunLog) -> None:
-    """Whatever the algorithm computes: of two steps that computed something else, too."""
+    """Whatever the algorithm computes, also if two steps computed different metrics."""
     append(log, {**ledger_row(1), "metrics": {"importance_weight_max": 2.5, "entropy": 0.1}})
     table = run.steps("arrow").sort_by("step")
     assert "metrics" not in table.column_names

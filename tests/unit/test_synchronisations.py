@@ -37,7 +37,7 @@ ON_DEVICE = TrainerSettings(device="meta", tokens_per_micro_batch=32)
 
 
 class Synchronisations(TorchDispatchMode):
-    """Counts what of `meta` is read on the host, and what goes there other than by `to_device`."""
+    """Counts reads of `meta` tensors on the host, and copies other than by `to_device`."""
 
     def __init__(self) -> None:
         super().__init__()

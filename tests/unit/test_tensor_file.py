@@ -1,4 +1,4 @@
-"""Safetensors files that are written a tensor at a time are the files of any other writer."""
+"""Safetensors files written one tensor at a time equal those of other writers."""
 
 from __future__ import annotations
 

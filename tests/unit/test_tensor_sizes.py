@@ -58,7 +58,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def storage(tensor: Tensor) -> StorageWeakRef:
-    """Not by its address, which another one has later."""
+    """Not by its address, which a later one may have."""
     return StorageWeakRef(tensor.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""Tokens on their way from a completion to tensors: arrays all the way, and the same ones."""
+"""Tokens on their way from a completion to tensors: always arrays, without copies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_rows_hold_the_drafts_to_the_bit() -> None:
 
 
 def test_rows_hold_the_parts_of_their_rewards_as_the_log_does() -> None:
-    """Not as version spans, which are lists of pairs too."""
+    """Not as version spans, which are also lists of pairs."""
     parts = [[{"name": "length", "reward": 0.5}, {"name": "numeric", "reward": None}], []]
     field = TRAJECTORIES.field("reward_parts")
     rows = array_rows(pa.table({"reward_parts": pa.array(parts, field.type)}))

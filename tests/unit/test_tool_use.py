@@ -1,4 +1,4 @@
-"""Tools: what they answer, what a call is, what a policy is told, and what ends an episode."""
+"""Tools: results, calls, errors that the policy sees, and the end of an episode."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CALL, UNKNOWN, ANSWER = [1, 2, 5, 6], [1, 4, 5, 6], [7, 0]
 
 
 class ScriptedServices(FakeServices):
-    """`EpisodeServices` of a policy that says one thing a turn, each token by a newer version."""
+    """`EpisodeServices` of a scripted policy, each token sampled by a newer version."""
 
     def __init__(self, *script: list[int], **settings: Any) -> None:
         super().__init__(lambda _: Score(1.0, "right"), **settings)

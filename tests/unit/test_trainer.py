@@ -81,7 +81,7 @@ def settings(**algorithm: Any) -> StepSettings:
 def state(
     seed: int = 0, replicas: ReplicaGroup | None = None, num_ranks: int = 1, **trainer: Any
 ) -> TrainerBackend:
-    """Return a backend; without replicas, of one process that computes for as many ranks."""
+    """Return a backend; without replicas, that of one process that computes for this many ranks."""
     defaults: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 64}
     chosen = TrainerSettings(**{**defaults, **trainer})
     return TrainerBackend(small_policy(seed=seed), chosen, replicas or ReplicaGroup(num_ranks))
@@ -202,7 +202,7 @@ def with_loss_that_is_not_finite() -> list[TrainingSequence]:
 
 
 def with_gradient_that_overflows() -> list[TrainingSequence]:
-    """And a finite loss."""
+    """The loss stays finite."""
     return [replace(sequence, reward=sequence.reward * 1e30) for sequence in make_sequences()]
 
 

@@ -1,4 +1,4 @@
-"""What a table of rows is refused for: by which words, and at what cost for one that is sound."""
+"""Validation of a table of rows: its messages, and its cost for a valid table."""
 
 from __future__ import annotations
 

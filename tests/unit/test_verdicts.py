@@ -1,4 +1,4 @@
-"""What a report says of a run's health, by numbers alone."""
+"""Verdicts of the report on a run's health, from numbers alone."""
 
 from __future__ import annotations
 

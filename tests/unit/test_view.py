@@ -1,4 +1,4 @@
-"""`areal-flow view`: what a page finds, shows and refuses, without a browser."""
+"""`areal-flow view`: what a page selects, shows and refuses, without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights are loaded by every generator; a silent one is not waited for."""
+"""Every generator loads new weights; a silent one is not waited for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Published(MemoryWriter):
 
 
 class FakeClient:
-    """A Dask client whose generators take some time to load, and then serve something."""
+    """A Dask client whose generators take some time to load and report what they serve."""
 
     def __init__(
         self, load_s: dict[str, float] | None = None, served: dict[str, Any] | None = None
@@ -76,7 +76,7 @@ class FakeGenerators:
 
     @property
     def scheduler(self) -> SimpleNamespace:
-        """What heartbeats say: the other one drains, and decodes for a while."""
+        """The heartbeats: the other generator drains and decodes for a while."""
         if self._decodes_until is None:
             return SimpleNamespace(workers={})
         busy_s = min(asyncio.get_running_loop().time(), self._decodes_until)

@@ -1,4 +1,4 @@
-"""What a worker holds is closed: a broken engine before it is replaced, everything at the end."""
+"""Workers close what they hold: a broken engine before it is replaced, everything at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_RESOURCES = SimpleNamespace(total_resources={})
 
 
 class FakeEngine:
-    """An `Engine` that notes what is done to it."""
+    """An `Engine` that records its calls."""
 
     def __init__(self) -> None:
         self.version = 0

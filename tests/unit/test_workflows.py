@@ -1,4 +1,4 @@
-"""Conversations: what is discounted, what ends them, what a failure costs, what becomes one."""
+"""Conversations: discounts, ends, failures, and rows that become conversations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.plain import plain
 
 
 def conversation(services: FakeServices, **settings: object) -> TrajectoryDraft:
-    """Return what the first member that stopped by itself did."""
+    """Return the trajectories of the first member that stopped by itself."""
     workflow = MultiTurn.model_validate(settings)
     group = asyncio.run(run_group(workflow, episode_of(), services))
     return next(d for _, d in group.drafts if d.branch == 0 and STOP in d.output_tokens)
@@ -49,7 +49,7 @@ def end_of_first_answer(draft: TrajectoryDraft) -> int:
 
 
 def right_at_turn(turn: int) -> FakeServices:
-    """Return services whose judge is content with the answers of one turn."""
+    """Return services whose judge accepts only the answers of one turn."""
 
     def judge(_: Tokens) -> Score:
         right = len(services.scored) == turn + 1
@@ -125,7 +125,7 @@ def test_conversation_that_is_late_is_cut_and_says_so_only_where_it_would_go_on(
 
 @dataclass
 class BoundBySeed:
-    """A workflow of somebody's: each member's completion has a bound of its own."""
+    """A user's workflow: each member's completion has its own limit."""
 
     num_bounds: int
     least: int = 1
@@ -211,7 +211,7 @@ def test_branches_share_the_first_answer_and_train_it_once() -> None:
 
 
 class FailsFor(SingleTurn):
-    """Single turns, but for some members."""
+    """Single turns that fail for some members."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         drafts = await super().run(prompt, context)

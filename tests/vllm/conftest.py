@@ -1,4 +1,4 @@
-"""These tests are there only where vLLM is: in the environment of `nox -s tests_vllm`."""
+"""These tests need vLLM: they run in `nox -s tests_vllm`."""
 
 from __future__ import annotations
 

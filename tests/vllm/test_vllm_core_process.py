@@ -1,4 +1,4 @@
-"""A core in a process of its own: it dies with its worker, and whoever waits for it learns of it.
+"""A core in its own process: it dies with its worker, and its callers notice.
 
 On a GPU every engine has one; on the CPU tests alone choose it.
 """

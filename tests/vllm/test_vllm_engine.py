@@ -1,4 +1,4 @@
-"""What only vLLM's engine has: caches that may be stale, tied weights, updates that fail."""
+"""Behaviour specific to vLLM's engine: stale caches, tied weights, failing updates."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def torn(engine: TransferEngine, update: Any) -> None:
-    """Load a few tensors; then their medium goes away."""
+    """Load a few tensors, then lose their medium."""
     engine.model.load_weights(list(update.tensors.items())[:5])
     raise OSError("the medium went away")
 

@@ -1,4 +1,4 @@
-"""What this project uses of vLLM without its promise: when it moves, this says so first."""
+"""The internals of vLLM that this project uses; these tests notice first when they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for is what a recipe says."""
+"""vLLM's settings follow from the recipe."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from areal_flow.core.types import GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.policy import policy_tensors
-from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings, VLLMSettings
 from areal_flow.rollout.engines.registry import engine_factory
 from benchmarks import harness

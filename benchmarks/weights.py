@@ -31,8 +31,7 @@ from areal_flow.policy.models.policy import assign_tensors, empty_policy, policy
 from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import WeightsReader, WeightsWriter
 from areal_flow.policy.weights.directory import DirectoryWriter
-from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.protocol import Engine
 from areal_flow.rollout.engines.registry import engine_factory
 from benchmarks import harness

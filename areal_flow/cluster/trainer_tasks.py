@@ -19,7 +19,7 @@ from areal_flow.core.lease import Writer
 from areal_flow.core.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 from areal_flow.log.inputs import reference_directory
 from areal_flow.policy.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.shared_memory import ChosenChannel
 
 if TYPE_CHECKING:
     from areal_flow.log.trajectories import TrainingRows

@@ -43,8 +43,7 @@ from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger_row import Provenance, genesis_row
 from areal_flow.log.run_log import RunLog
 from areal_flow.policy.checkpoints import list_checkpoints
-from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking, start_tracking
 from pipelines.cluster_address import dashboard_text, reachable

@@ -20,17 +20,17 @@ from areal_flow.core.lease import hold_lease
 from areal_flow.flow.recovery.bootstrap import take_over
 from areal_flow.log.run_log import create_logs
 from areal_flow.policy.models.hashing import hash_tensors
-from areal_flow.policy.weights import media, shared_memory
+from areal_flow.policy.weights import shared_memory
 from areal_flow.policy.weights.directory import KEEP_VERSIONS, DirectoryReader
-from areal_flow.policy.weights.media import ChosenChannel, check_medium
 from areal_flow.policy.weights.shared_memory import (
     SHARED_MEMORY,
+    ChosenChannel,
+    check_medium,
     create_segments,
     free_segments,
-    map_tensors,
     segments_of,
 )
-from areal_flow.policy.weights.tensor_file import write_tensors
+from areal_flow.policy.weights.tensor_file import map_tensors, write_tensors
 
 NUM_VALUES = 4_000_000
 
@@ -38,7 +38,7 @@ DIES_WHILE_IT_STAGES = f"""
 import os, signal, sys, torch
 from pathlib import Path
 from areal_flow.policy.weights import shared_memory
-from areal_flow.policy.weights.media import ChosenChannel
+from areal_flow.policy.weights.shared_memory import ChosenChannel
 
 class HalfWritten:
     def __init__(self, file): self.file = file
@@ -184,7 +184,7 @@ def test_a_life_keeps_the_medium_that_its_first_version_went_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "00000001"
-    monkeypatch.setattr(media, "available_bytes", lambda: 0)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 0)
     publish(ChosenChannel(root, "auto"), 0)
     monkeypatch.undo()
     publish(ChosenChannel(root, "auto"), 1)
@@ -195,13 +195,13 @@ def test_a_life_keeps_the_medium_that_its_first_version_went_through(
 def test_shared_memory_that_is_too_small_is_refused_or_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "available_bytes", lambda: 20 * NUM_VALUES)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 20 * NUM_VALUES)
     with pytest.raises(StorageError, match=r"expected room for 6 copies.*0\.096 GB, found 0\.08"):
         publish(ChosenChannel(tmp_path / "must", "shared_memory"), 0)
     publish(ChosenChannel(tmp_path / "may", "auto"), 0)
     assert (tmp_path / "may").is_dir()
     assert not (tmp_path / "may").is_symlink()
-    monkeypatch.setattr(media, "available_bytes", lambda: 0)
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 0)
     with pytest.raises(ConfigError, match=f"expected free memory in {SHARED_MEMORY}"):
         check_medium("shared_memory")
 

@@ -11,19 +11,17 @@ import pytest
 import torch
 
 from areal_flow.core.errors import WeightsError
-from areal_flow.policy.models.hashing import HANDED_OVER_BYTES, hash_tensors
+from areal_flow.policy.models.hashing import MIN_ASYNC_BYTES, hash_tensors
 from areal_flow.policy.models.policy import assign_tensors, policy_tensors
 from areal_flow.policy.weights.channel import (
     HashingWriter,
     StreamedTensors,
     WeightsReader,
     WeightsWriter,
-    converted,
     described,
 )
 from areal_flow.policy.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
-from areal_flow.policy.weights.media import ChosenChannel
-from areal_flow.policy.weights.shared_memory import free_segments
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy
 
@@ -105,7 +103,7 @@ def large_weights() -> dict[str, torch.Tensor]:
     """Return tensors that another thread hashes, and a small one amid them."""
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     large = {f"{n:02d}": torch.rand(1000, 700).to(dtypes[n % 3]) for n in range(9)}
-    assert min(tensor.nbytes for tensor in large.values()) > HANDED_OVER_BYTES
+    assert min(tensor.nbytes for tensor in large.values()) > MIN_ASYNC_BYTES
     return {**large, "04a": torch.rand(3)}
 
 
@@ -163,17 +161,17 @@ def test_failed_read_takes_the_place_of_what_was_staged_before(medium: Medium) -
 
 def test_names_types_and_sizes_of_streamed_weights_need_no_read() -> None:
     gathered = GatheredTensors(weights(1))
-    streamed = converted(gathered.streamed(), dtype=torch.float16)
+    streamed = gathered.streamed()
     assert (set(streamed), len(streamed)) == ({"a", "b"}, 2)
     assert "a" in streamed
     assert "c" not in streamed
     assert {name: tensor.nbytes for name, tensor in described(streamed).items()} == {
-        "a": 12,
+        "a": 48,
         "b": 8,
     }
     assert described(weights(1)).keys() == streamed.keys()
     assert gathered.names_read == []
-    assert torch.equal(streamed["a"], weights(1)["a"].half())
+    assert torch.equal(streamed["a"], weights(1)["a"])
     assert gathered.names_read == ["a"]
 
 

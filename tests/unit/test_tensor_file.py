@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from areal_flow.core.errors import WeightsError
 from areal_flow.policy.models.hashing import hash_files, hash_tensors
-from areal_flow.policy.weights.shared_memory import map_tensors
-from areal_flow.policy.weights.tensor_file import DTYPES, write_tensors
+from areal_flow.policy.weights.tensor_file import DTYPES, map_tensors, write_tensors
 
 
 def every_type() -> dict[str, torch.Tensor]:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from areal_flow.policy.models.hashing import hash_tensors
-from areal_flow.policy.weights.delta import BLOCK_SIZE, apply_delta, are_alike, make_delta
+from areal_flow.policy.weights.delta import (
+    BLOCK_SIZE,
+    TensorDelta,
+    apply_delta,
+    are_alike,
+    tensor_delta,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 SIZES = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 4001)
@@ -19,6 +25,10 @@ def any_bits(generator: torch.Generator, size: int, dtype: torch.dtype) -> Tenso
     """Return values of any bits: NaNs, infinities and both zeros among them."""
     num_bytes = size * dtype.itemsize
     return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def make_delta(base: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, TensorDelta]:
+    return {name: tensor_delta(base[name], weights[name]) for name in base}
 
 
 def num_different(before: Tensor, after: Tensor) -> int:

@@ -1,8 +1,8 @@
-"""What every medium promises: what is read is what was published, version by version.
+"""The contract of every medium: readers get exactly the versions that were published.
 
-A medium has two ends, made where they are used. It keeps what was published until a reader asks for
-it. One that pushes, such as NCCL or RDMA, would hand it to its readers when it is published, and
-`load` would return what has arrived: neither end would see the difference.
+A medium has two ends, made where they are used, and keeps published weights until a reader loads
+them. One that pushes, such as NCCL or RDMA, would send them to its readers when they are published,
+and `load` would return what has arrived: neither end would see a difference.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class WeightsWriter(Protocol):
     """The trainer's end. The trainer stages, and the driver publishes once a step is recorded."""
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
-        """Keep weights aside, where no reader looks; return their hash.
+        """Store weights where no reader looks; return their hash.
 
-        Every writer reads each tensor exactly once, in the order of sorted names: all ranks of a
-        sharded trainer may have to read a tensor together. What it has to know beforehand it
-        takes from `described`. If a read raises, nothing is staged.
+        Every writer reads each tensor exactly once, in the order of sorted names, since all ranks
+        of a sharded trainer may have to read a tensor together. Shapes and types come from
+        `described`. If a read raises, nothing is staged.
 
         Raises:
             StorageError: there is no room for them.
         """
 
     def publish(self, version: int) -> None:
-        """Make staged weights the newest, at once and whole; again for the same version is fine.
+        """Make staged weights the newest version, atomically and idempotently.
 
         Raises:
             WeightsError: nothing was staged.
@@ -54,10 +54,10 @@ class WeightsReader(Protocol):
 
 
 class StreamedTensors(Mapping[str, Any]):
-    """Weights of which each tensor is made when it is read: gathered from ranks, or converted."""
+    """Weights whose tensors are made when they are read: gathered from ranks, or converted."""
 
     def __init__(self, like: Mapping[str, Any], *, read: Callable[[str], Any]) -> None:
-        """Take what is known of the tensors, and what makes one of them."""
+        """`like` has a tensor of the same type and shape for each name; `read` makes one."""
         self.like = like
         self._read = read
 
@@ -65,14 +65,14 @@ class StreamedTensors(Mapping[str, Any]):
         expected, tensor = self.like[name], self._read(name)
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
             raise WeightsError(
-                f"{name}: expected a tensor like the one it was described by, "
+                f"{name}: expected a tensor of the type and shape that were described, "
                 f"{expected.dtype} {tuple(expected.shape)}, "
                 f"found {tensor.dtype} {tuple(tensor.shape)}"
             )
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self.like  # the mapping's own would read it
+        return name in self.like  # `Mapping` itself would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
@@ -82,26 +82,12 @@ class StreamedTensors(Mapping[str, Any]):
 
 
 def described(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors of the same names, types, shapes and sizes without reading any of these.
-
-    Their values are not to be used.
-    """
+    """Return tensors of the same names, types and shapes, whose values must not be used."""
     return tensors.like if isinstance(tensors, StreamedTensors) else tensors
 
 
-def converted(tensors: Mapping[str, Any], *, dtype: Any) -> StreamedTensors:
-    """Return tensors of another of torch's types, each of which is converted when it is read."""
-    import torch
-
-    like = {
-        name: torch.empty(tensor.shape, dtype=dtype, device="meta")
-        for name, tensor in described(tensors).items()
-    }
-    return StreamedTensors(like, read=lambda name: tensors[name].to(dtype))
-
-
 class HashingWriter:
-    """A `WeightsWriter` that keeps the hash alone, for ranks and replays that must not write."""
+    """A `WeightsWriter` that only hashes, for ranks and replays that must not write."""
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         from areal_flow.policy.models.hashing import hash_tensors
@@ -109,4 +95,4 @@ class HashingWriter:
         return hash_tensors(tensors)
 
     def publish(self, version: int) -> None:
-        """Do nothing: there is nobody to read."""
+        """Do nothing: nobody reads."""

@@ -1,14 +1,15 @@
 """Weights through a shared directory: files that are written aside and renamed into place.
 
-    weights/00000011/{model.safetensors, hash}      published: a whole version
-    weights/00000012/{delta.safetensors, hash}      published: what leads to 12 from 11
-    weights/.staged-00000013/                       not yet
+    weights/00000011/{model.safetensors, hash}      published, in full
+    weights/00000012/{delta.safetensors, hash}      published, as the changes since 11
+    weights/.staged-00000013/                       not yet published
 
-A small step changes few bfloat16 weights. A version is whole where the one before it is not what
-this writer staged last, and where the deltas since the last whole version would take more bytes: a
-late reader reads two policies' bytes at most. A reader that missed versions applies their deltas in
-order, and the hash of the result is checked. Writer and reader keep a copy of their last version.
-Weights of other types change nearly everywhere: they are always whole, and no copy is kept.
+A small step changes few bfloat16 weights, so a version may be a delta. It is written in full if the
+writer did not stage the version before it, or if the deltas since the last full version would
+take more bytes, so a late reader reads the bytes of two policies at most. A reader that missed
+versions applies their deltas in order, and checks the hash of the result. Writer and reader keep a
+copy of their last version. Larger types change nearly everywhere: they are always written in full,
+and no copy is kept.
 
 The driver publishes without importing torch.
 """
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 DELTA_FILE = "delta.safetensors"
 HASH_FILE = "hash"
 BYTES_FILE = "num_bytes"
-"""Of all tensors, whatever part of them a version's own files have."""
+"""Holds the size of all tensors, also if the version is a delta."""
 
 KEEP_VERSIONS = 4
-"""Published versions that stay: the newest, and some for readers that are behind."""
+"""Number of published versions to keep, for readers that are behind."""
 
 
 class HeldWeights(NamedTuple):
@@ -64,7 +65,7 @@ class DirectoryReader:
         return self.load_with_hash(version)[0]
 
     def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
-        """Do as `load`, and return the hash that was found, too."""
+        """Return published weights and their hash, which is checked."""
         try:
             tensors, expected, actual = self.read(version)
             if actual != expected:
@@ -75,12 +76,13 @@ class DirectoryReader:
         except WeightsError:
             if self._held is None:
                 raise
-            self._held = None  # the engine changed what it was given, or a fork replaced a version
+            # The engine changed the tensors that it got, or a fork replaced a version.
+            self._held = None
             return self.load_with_hash(version)
         return tensors, actual
 
     def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:
-        """Return published weights, the hash that they were published with, and that of them."""
+        """Return published weights, the hash that they were published with, and their own."""
         from areal_flow.policy.models.hashing import hash_tensors
 
         directory = published(self.root, version)
@@ -108,10 +110,12 @@ class DirectoryReader:
         from areal_flow.policy.weights.delta import apply_delta, delta_of_parts
 
         base = version
-        while not self._holds(base) and (published(self.root, base) / DELTA_FILE).exists():
+        while (
+            not (held := self._held_at(base)) and (published(self.root, base) / DELTA_FILE).exists()
+        ):
             base -= 1
-        if self._held and self._holds(base):
-            tensors = {name: tensor.clone() for name, tensor in self._held.tensors.items()}
+        if held:
+            tensors = {name: tensor.clone() for name, tensor in held.tensors.items()}
         else:
             tensors = load_file(published(self.root, base) / MODEL_FILE)
         for later in range(base + 1, version + 1):
@@ -119,13 +123,11 @@ class DirectoryReader:
             apply_delta(tensors, delta_of_parts(parts))
         return tensors
 
-    def _holds(self, version: int) -> bool:
+    def _held_at(self, version: int) -> HeldWeights | None:
         held = self._held
-        return (
-            held is not None
-            and held.version == version
-            and held.content_hash == hash_of(published(self.root, version))
-        )
+        if held is None or held.version != version:
+            return None
+        return held if held.content_hash == hash_of(published(self.root, version)) else None
 
 
 class DirectoryWriter:
@@ -166,42 +168,42 @@ class DirectoryWriter:
             raise WeightsError(f"version {version} was never staged in {self.root}")
         versions = published_versions(self.root)
         oldest = versions[-KEEP_VERSIONS:][0]
-        first = oldest - sum(1 for _ in self._deltas_up_to(oldest))  # the whole one before it
+        base = oldest - sum(1 for _ in self._deltas_up_to(oldest))  # its last full version
         for old in versions:
-            if old < first:
+            if old < base:
                 self._retire(published(self.root, old))
         self._clear_staged(version)
 
     def _prepare(self, directory: Path) -> None:
-        """Make an empty directory; what a replay staged before, on its way, goes."""
+        """Make an empty directory, and remove versions that a replay has staged before."""
         self._clear_staged()
         directory.mkdir(parents=True)
 
     def _write(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
     ) -> None:
-        """Write all tensors as they come: the trainer goes on to change them."""
+        """Write all tensors as they come, since the trainer changes them afterwards."""
         from areal_flow.policy.weights.delta import is_delta_candidate
 
         last, self._last = self._last, None  # until this version is written
         if not is_delta_candidate(like):
-            self._write_whole(version, tensors, like=like)
+            self._write_full(version, tensors, like=like)
         elif last is not None and self._may_follow(last, version, like):
             self._write_changes(version, tensors, held=last.tensors)
             self._last = HeldWeights(version, "", last.tensors)
         else:
             copies: dict[str, Tensor] = {}
-            self._write_whole(version, _copied_into(copies, tensors), like=like)
+            self._write_full(version, _copied_into(copies, tensors), like=like)
             self._last = HeldWeights(version, "", copies)
 
-    def _write_whole(
+    def _write_full(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
     ) -> None:
         with (staged(self.root, version) / MODEL_FILE).open("wb") as file:
             write_tensors(tensors, file, like=like)
 
     def _may_follow(self, last: HeldWeights, version: int, like: Mapping[str, Tensor]) -> bool:
-        """Return whether readers may get from the last version to this one by a delta."""
+        """Return whether readers of the last version can get to this one by a delta."""
         from areal_flow.policy.weights.delta import are_alike
 
         return (
@@ -213,23 +215,24 @@ class DirectoryWriter:
     def _write_changes(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Tensor]
     ) -> None:
-        """Bring what is held to this version, and write a delta, or everything if that is less."""
+        """Update the held weights, and write the changes, or all weights if they are smaller."""
         from safetensors.torch import save_file
 
-        from areal_flow.policy.weights.delta import is_smaller, labelled_parts, tensor_delta
+        from areal_flow.policy.weights.delta import labelled_parts, tensor_delta
 
         delta = {}
         for name, tensor in tensors:
             delta[name] = tensor_delta(held[name], tensor)
             held[name].copy_(tensor)
-        earlier = sum(file.stat().st_size for file in self._deltas_up_to(version - 1))
-        if is_smaller(delta, held, beside_bytes=earlier):
+        delta_bytes = sum(changes.nbytes for changes in delta.values())
+        delta_bytes += sum(file.stat().st_size for file in self._deltas_up_to(version - 1))
+        if delta_bytes < sum(tensor.nbytes for tensor in held.values()):
             save_file(labelled_parts(delta), staged(self.root, version) / DELTA_FILE)
         else:
-            self._write_whole(version, held.items(), like=held)
+            self._write_full(version, held.items(), like=held)
 
     def _deltas_up_to(self, version: int) -> Iterator[Path]:
-        """Yield the deltas since the last whole version, the newest first."""
+        """Yield the deltas since the last full version, the newest first."""
         while (file := published(self.root, version) / DELTA_FILE).exists():
             yield file
             version -= 1
@@ -271,7 +274,7 @@ def hash_of(directory: Path) -> str | None:
 def _copied_into(
     copies: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a copy of each tensor, which nobody else changes, once it is among the copies."""
+    """Copy each tensor, put the copy among `copies`, and yield it."""
     for name, tensor in tensors:
         copies[name] = tensor.clone()
         yield name, copies[name]

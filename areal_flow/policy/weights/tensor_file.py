@@ -1,9 +1,13 @@
-"""Writes safetensors files one tensor at a time, so that nobody has to hold them all."""
+"""Safetensors files that are written one tensor at a time, and read in place."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from areal_flow.core.errors import WeightsError
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEADER_ALIGNMENT = 64
-"""Bytes; the first tensor begins at a multiple of it."""
+"""In bytes; the first tensor begins at a multiple of it."""
 
 DTYPES = {
     "F64": "float64",
@@ -28,13 +32,13 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""What torch calls a type, by what safetensors calls it."""
+"""Torch's names of types, by those of safetensors."""
 
 
 def write_tensors(
     tensors: Iterable[tuple[str, Tensor]], file: BinaryIO, *, like: Mapping[str, Tensor]
 ) -> None:
-    """Write a safetensors file of tensors that come one after the other, in any order."""
+    """Write tensors as they come, in any order; `like` has their names, types and shapes."""
     import torch
 
     header, offsets = file_header(like)
@@ -49,28 +53,55 @@ def file_header(
     like: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """Return a file's header and each tensor's offset; larger types first, so all are aligned."""
-    described: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     end = 0
     for name in sorted(like, key=lambda name: (-like[name].element_size(), name)):
         begin, end = end, end + like[name].nbytes
-        described[name] = {
+        entries[name] = {
             "dtype": _dtype_name(name, like[name]),
             "shape": list(like[name].shape),
             "data_offsets": [begin, end],
         }
-    beside = {"__metadata__": dict(metadata)} if metadata else {}
-    header = json.dumps({**beside, **described}).encode()
+    extra = {"__metadata__": dict(metadata)} if metadata else {}
+    header = json.dumps({**extra, **entries}).encode()
     header += b" " * (-(8 + len(header)) % HEADER_ALIGNMENT)
     content = len(header).to_bytes(8, "little") + header
-    return content, {name: len(content) + of["data_offsets"][0] for name, of in described.items()}
+    offsets = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return content, offsets
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    names = {of_torch: of_file for of_file, of_torch in DTYPES.items()}
+    names = {torch_name: file_name for file_name, torch_name in DTYPES.items()}
     if dtype not in names:
         raise WeightsError(
             f"{name}: expected one of the types {', '.join(names)}, found {dtype}; convert it "
             "before it is staged"
         )
     return names[dtype]
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """Return views of a file's tensors, which keep it locked: nobody writes to it meanwhile."""
+    import torch
+
+    with file.open("rb") as segment:
+        fcntl.flock(segment, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(segment.fileno()), file.stat()):
+            raise FileNotFoundError(f"{file} was retired while it was opened")
+        # The mapping keeps a copy of the descriptor, and with it the lock.
+        mapped = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_COPY)
+    num_header_bytes = int.from_bytes(mapped[:8], "little")
+    entries = json.loads(mapped[8 : 8 + num_header_bytes])
+    tensors = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        dtype = getattr(torch, DTYPES[entry["dtype"]])
+        count, offset = (end - begin) // dtype.itemsize, 8 + num_header_bytes + begin
+        values = (
+            torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
+            if count
+            else torch.empty(0, dtype=dtype)  # `frombuffer` refuses an empty tensor
+        )
+        tensors[name] = values.view(entry["shape"])
+    return tensors

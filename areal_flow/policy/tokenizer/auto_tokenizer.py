@@ -1,8 +1,8 @@
-"""The tokenizer that a user of `transformers` gets from a model's directory, and its chat template.
+"""The tokenizer that `transformers` makes of a model's directory, and its chat template.
 
 For some architectures, Qwen2 among them, `AutoTokenizer` makes another kind of tokenizer than
-tokenizer.json says. A run tokenises as `AutoTokenizer` does, since its exported model is used so.
-The run's own tokenizer.json holds the result, so that no worker loads `transformers` to tokenise.
+tokenizer.json describes. A run tokenises as `AutoTokenizer` does, since users of the exported model
+do. The run's own tokenizer.json holds the result, so that no worker needs `transformers` for it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_COMPARED = 20
-"""Texts that are tokenised in both ways, to say whether these differ."""
+"""Number of texts that are tokenised in both ways, to see whether these differ."""
 _SHOWN_TOKENS = 12
 _QUESTION: Message = {"role": "user", "content": "1 + 1 ="}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _ANSWER: Message = {"role": "assistant", "content": "2"}
-_ASKED: tuple[tuple[list[Message], list[Tool]], ...] = (
+_PROBES: tuple[tuple[list[Message], list[Tool]], ...] = (
     ([_QUESTION], []),
     ([_SYSTEM, _QUESTION], []),
     ([_QUESTION, _ANSWER, _QUESTION], []),
@@ -39,10 +39,10 @@ _ASKED: tuple[tuple[list[Message], list[Tool]], ...] = (
 
 
 def auto_tokenizer(directory: Path) -> Tokenizer:
-    """Return what `AutoTokenizer` makes of a directory, without its padding and truncation.
+    """Return the tokenizer that `AutoTokenizer` makes, without padding and truncation.
 
-    Tokens that it adds beyond the model's embedding are left out: a Qwen2 that has no
-    `<|endoftext|>` gets one.
+    Tokens that it adds beyond the model's embedding are left out, such as `<|endoftext|>` of a
+    Qwen2 that has none.
     """
     return _backend_of(_loaded(directory), directory)
 
@@ -65,15 +65,15 @@ def write_tokenizer(source: Path, target: Path) -> None:
 def warn_of_other_tokens(source: Path, target: Path, texts: Sequence[str]) -> None:
     """Warn where a model's own tokenizer.json makes other tokens than `AutoTokenizer`."""
     compared = texts[:NUM_COMPARED]
-    own, used = (
+    original, used = (
         [tokenizer_of(directory).encode(text).tokens for text in compared]
         for directory in (source, target)
     )
-    differing = [at for at in range(len(compared)) if own[at] != used[at]]
+    differing = [i for i in range(len(compared)) if original[i] != used[i]]
     if not differing:
         return
     first = differing[0]
-    pairs = zip(own[first], used[first], strict=False)
+    pairs = zip(original[first], used[first], strict=False)
     num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     begin = max(0, num_equal - 2)
     shown = slice(begin, begin + _SHOWN_TOKENS)
@@ -81,7 +81,7 @@ def warn_of_other_tokens(source: Path, target: Path, texts: Sequence[str]) -> No
         f"{source}: AutoTokenizer tokenises {len(differing)} of the first {len(compared)} texts "
         "otherwise than tokenizer.json says. The run uses AutoTokenizer's tokens, as users of the "
         f"exported model do. In {compared[first][:80]!r}, from token {begin}:\n"
-        f"  tokenizer.json: {own[first][shown]}\n  AutoTokenizer:  {used[first][shown]}\n"
+        f"  tokenizer.json: {original[first][shown]}\n  AutoTokenizer:  {used[first][shown]}\n"
         "If the model was trained with tokenizer.json as it is, its answers suffer: ask its makers "
         "for a tokenizer that AutoTokenizer loads as they meant it"
     )
@@ -94,7 +94,7 @@ def _loaded(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a tokenizer's class may fail in any way
+    except Exception as error:  # a tokenizer's class can fail in any way
         raise ModelError(
             f"{directory}: AutoTokenizer cannot load the tokenizer: {type(error).__name__}: {error}"
         ) from error
@@ -122,10 +122,10 @@ def _compare_chat_template(loaded: Any, directory: Path) -> None:
     template = chat_template_of(directory)
     if template is None:
         return
-    for messages, tools in _ASKED:
+    for messages, tools in _PROBES:
         try:
             rendered = template.render(messages, tools=tools)
-        except ValueError:  # refused where a run needs it
+        except ValueError:  # refused if a run needs it
             continue
         expected = loaded.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True

@@ -1,6 +1,6 @@
-"""Model directories: resolves names, refuses what cannot be trained, reads what the tokenizer says.
+"""Model directories: their names, checks of their files, their tokenizers and chat templates.
 
-It looks at files alone, without torch; whether a model computes what it should is the probe's work.
+Nothing here imports torch; `models.probe` checks whether a model can be computed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def refuse_gguf(path: Path) -> None:
 
 
 def check_model_directory(directory: Path) -> None:
-    needed = {
+    required = {
         "config.json": ": save the model with save_pretrained",
         "tokenizer.json": ": save a fast tokenizer beside the model with save_pretrained",
         "*.safetensors": "; other weight formats are not loaded",
     }
-    for pattern, advice in needed.items():
+    for pattern, advice in required.items():
         if not any(directory.glob(pattern)):
             raise ModelError(f"{directory} has no {pattern}{advice}")
     if (vocab_size := vocab_size_of(directory)) is not None:
@@ -88,10 +88,10 @@ def _check_vocabulary(directory: Path, vocab_size: int) -> None:
         tokens = tokenizer_of(directory).get_vocab()
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(f"{directory}/tokenizer.json cannot be read: {error}") from error
-    if beyond := [token for token, index in tokens.items() if index >= vocab_size]:
+    if too_large := [token for token, index in tokens.items() if index >= vocab_size]:
         raise ModelError(
             f"{directory}: expected a tokenizer with ids below the model's vocab_size "
-            f"({vocab_size}), found {len(beyond)} beyond it, such as {beyond[0]!r}: use the "
+            f"({vocab_size}), found {len(too_large)} beyond it, such as {too_large[0]!r}: use the "
             "tokenizer that the model was trained with"
         )
     for stop in stop_token_ids(directory):
@@ -113,19 +113,17 @@ def _check_chat_template(directory: Path) -> None:
 
 
 def chat_template_of(directory: Path) -> ChatTemplate | None:
-    """Return the tokenizer's own chat template; of several `default`, and `tool_use` for tools."""
+    """Return the tokenizer's `default` chat template, and `tool_use` for those with tools."""
     settings = _read_json(directory / "tokenizer_config.json")
     file = directory / "chat_template.jinja"
     templates = file.read_text() if file.is_file() else settings.get("chat_template")
-    several = (
-        {each["name"]: each["template"] for each in templates}
-        if isinstance(templates, list)
-        else {}
-    )
-    for more in directory.glob(_MORE_TEMPLATES):
-        several[more.stem] = more.read_text()
+    by_name: dict[str, str] = {}
     if isinstance(templates, list):
-        templates = several.get("default")
+        by_name = {each["name"]: each["template"] for each in templates}
+    for extra in directory.glob(_MORE_TEMPLATES):
+        by_name[extra.stem] = extra.read_text()
+    if isinstance(templates, list):
+        templates = by_name.get("default")
     if not templates:
         return None
     named = {**_read_json(directory / "special_tokens_map.json"), **settings}
@@ -134,7 +132,7 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
         for name, token in named.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    return ChatTemplate(templates, special_tokens, several.get("tool_use", ""))
+    return ChatTemplate(templates, special_tokens, by_name.get("tool_use", ""))
 
 
 def copy_model_description(source: Path, target: Path) -> None:
@@ -163,21 +161,21 @@ def tokenizer_of(directory: Path) -> Tokenizer:
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text that no chat template rendered.
 
-    It begins with the special tokens that the tokenizer puts before a text, such as Llama's
-    `<|begin_of_text|>`, once. Those that it puts after one are left out, since the policy goes on.
+    They begin, once, with the special tokens that the tokenizer puts before a text, such as Llama's
+    `<|begin_of_text|>`. Those that it puts after a text are left out, since the policy continues.
     """
     encoded = tokenizer.encode(text)
-    is_text = [not added for added in encoded.special_tokens_mask]
-    begin = is_text.index(True) if any(is_text) else 0
-    before = encoded.ids[:begin]
+    is_text = [not special for special in encoded.special_tokens_mask]
+    num_special = is_text.index(True) if any(is_text) else 0
+    prefix = encoded.ids[:num_special]
     tokens = [token for token, kept in zip(encoded.ids, is_text, strict=True) if kept]
-    return tokens if tokens[:begin] == before else before + tokens
+    return tokens if tokens[:num_special] == prefix else prefix + tokens
 
 
 def texts_of(tokenizer: Tokenizer, sequences: Sequence[Tokens]) -> list[str]:
     """Return the text of each sequence, without special tokens.
 
-    Some at a time: a tokenizer takes Python's integers, which are nine times as large as tokens.
+    They are decoded in batches: a tokenizer takes Python integers, nine times as large as tokens.
     """
     batches = np.cumsum([len(tokens) for tokens in sequences]) // TOKENS_AT_ONCE
     by_batch = groupby(zip(batches, sequences, strict=True), key=itemgetter(0))
@@ -197,7 +195,7 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check_stop_tokens(directory: Path, token_ids: Sequence[int]) -> None:
-    """Refuse tokens that are to end completions and that the tokenizer does not have."""
+    """Refuse stop tokens that the tokenizer does not have."""
     tokenizer = tokenizer_of(directory)
     for token in token_ids:
         if tokenizer.id_to_token(token) is None:
@@ -208,7 +206,7 @@ def check_stop_tokens(directory: Path, token_ids: Sequence[int]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return a file's object, empty where there is no such file."""
+    """Return the object in a file, empty if there is none."""
     if not file.is_file():
         return {}
     try:

@@ -25,7 +25,7 @@ from areal_flow.core.errors import ArealFlowError, ConfigError, EngineError, Wei
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt, Score
-from areal_flow.policy.tokenizer.tool_calls import (
+from areal_flow.policy.tokenizer.chat import (
     PROMPT_END,
     arguments_of,
     begins_reasoning,

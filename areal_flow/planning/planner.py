@@ -23,7 +23,7 @@ from areal_flow.flow.flow_setup import groups_in_flight
 from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Lengths, Policy, costs_of
 from areal_flow.planning.gpus import Gpu
 from areal_flow.planning.simulator import Simulated, simulate
-from areal_flow.rollout.engines.prefill import TOKENS_A_STEP
+from areal_flow.rollout.engines.torch_engine import TOKENS_A_STEP
 
 MEASURED_STEPS = {"async": 12, "sync": 4}
 """Minimum of measured steps. Asynchronous steps repeat with a period of `max_staleness` + 1,

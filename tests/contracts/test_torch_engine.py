@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.core.types import Completion, GroupRequest
-from areal_flow.policy.models.paged_prefill import Chunk, PagedCache, fill_pages
+from areal_flow.policy.models.paged import Chunk, PagedCache, fill_pages
 from areal_flow.rollout.engines import torch_engine
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.sampling import sample

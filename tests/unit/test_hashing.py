@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_flow.policy.models.hashing import (
-    HANDED_OVER_BYTES,
+    MIN_ASYNC_BYTES,
     TensorHash,
     hash_files,
     hash_tensors,
@@ -58,7 +58,7 @@ class LastMoment(Executor):
 def test_hash_beside_other_work_is_that_of_the_same_tensors(
     threads: Callable[[], Executor],
 ) -> None:
-    tensors = {f"{n}": torch.rand(HANDED_OVER_BYTES // 4 + n % 3 - 1) for n in range(9)}
+    tensors = {f"{n}": torch.rand(MIN_ASYNC_BYTES // 4 + n % 3 - 1) for n in range(9)}
     content = TensorHash()
     with threads() as thread:
         passed = dict(content.hash_async(in_main_memory(tensors), thread=thread))

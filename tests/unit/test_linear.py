@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from areal_flow.policy.models import linear as module
 from areal_flow.policy.models.linear import (
-    LEAST_WIDTH,
+    MIN_WIDTH,
     OneDnnLinear,
     PackedLinear,
     linear,
@@ -159,7 +159,7 @@ def test_policy_keeps_its_names_and_kinds(monkeypatch: pytest.MonkeyPatch) -> No
     names = [*plain.state_dict()]
     policy = disable_dropout_and_move(plain, "cpu")
     layers = [m for m in policy.modules() if isinstance(m, nn.Linear)]
-    wide = [layer for layer in layers if min(layer.weight.shape) >= LEAST_WIDTH]
+    wide = [layer for layer in layers if min(layer.weight.shape) >= MIN_WIDTH]
     assert 0 < len(wide) < len(layers)
     assert all((type(layer) is OneDnnLinear) == (layer in wide) for layer in layers)
     assert [*policy.state_dict()] == names
@@ -184,7 +184,7 @@ def test_nothing_is_swapped_where_pytorch_is_as_fast(monkeypatch: pytest.MonkeyP
 def test_onednn_is_chosen_by_the_processor_alone(
     maker: str, capability: str, faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_maker", lambda: maker)
+    monkeypatch.setattr(module, "_cpu_vendor", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")

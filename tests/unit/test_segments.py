@@ -23,7 +23,7 @@ from torch.nn.attention import flex_attention, varlen
 from areal_flow.policy.models import segments
 from areal_flow.policy.models.attention import AttentionRule
 from areal_flow.policy.models.packed_layout import PackedLayout
-from areal_flow.policy.models.paged_prefill import Chunk, PagedCache, prefill
+from areal_flow.policy.models.paged import Chunk, PagedCache, prefill
 from areal_flow.policy.models.probe import probe_config
 from areal_flow.policy.models.segments import (
     BLOCK,

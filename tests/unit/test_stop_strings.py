@@ -12,8 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel as Bytes
 
 from areal_flow.core.errors import EngineError
 from areal_flow.core.types import GroupRequest, Sampling, as_tokens
-from areal_flow.rollout.engines.scheduler import SlotScheduler
-from areal_flow.rollout.engines.stop_strings import StopStringSearch
+from areal_flow.rollout.engines.scheduler import SlotScheduler, StopStringSearch
 from tests.engines import letters
 
 MERGED = ("ab", "##")

@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from areal_flow.core.errors import ConfigError, EngineError, ModelError, WeightsError
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.rollout.engines.registry import engine_factory
+from areal_flow.rollout.engines.vllm.core import TransferEngine
 from areal_flow.rollout.engines.vllm.support import CPU_HEAD_SIZES, installed_vllm
-from areal_flow.rollout.engines.vllm.transfer import TransferEngine
 from areal_flow.rollout.engines.vllm.weights import check_logprobs
 from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
 from tests.fakes import MemoryReader, MemoryWriter

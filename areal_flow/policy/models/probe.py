@@ -1,9 +1,9 @@
-"""Asks of a model, before a run starts, whether engine and trainer compute what the model computes.
+"""Checks, before a run starts, that engine and trainer compute what the model computes.
 
 A small copy of the model, with its own widths, heads, scales and rotary settings and random
 weights, runs a packed pass, as the trainer does, and a prefilled and decoded one, as the engine
-does; both are compared with the model's own plain forward. Cut are the number of layers (every kind
-of layer stays), the vocabulary, the MLPs and the window, which must be shorter than the probe.
+does; both are compared with the model's own plain forward. The copy has fewer layers (of every
+kind), a smaller vocabulary, smaller MLPs, and a window that is shorter than the probe.
 
 Letters: T tokens of a sequence, V vocabulary.
 """
@@ -28,16 +28,15 @@ from areal_flow.policy.models.huggingface import (
     revert_weight_conversion,
 )
 from areal_flow.policy.models.packed_layout import PackedLayout
-from areal_flow.policy.models.paged_decode import decode
-from areal_flow.policy.models.paged_prefill import Chunk, PagedCache, prefill
+from areal_flow.policy.models.paged import Chunk, PagedCache, decode, prefill
 from areal_flow.policy.models.policy import load_policy, logits_at, policy_from_config
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
-"""Rotary settings whose frequencies change with the longest sequence of a batch."""
+"""Rotary embeddings whose frequencies depend on the longest sequence of a batch."""
 
 TOLERANCE = 1e-3
-"""Largest difference of log-probabilities that float32 passes in another order may show."""
+"""Maximum difference of log-probabilities from rounding in float32."""
 
 _PREFIX_LENGTHS = (2, 9, 4)
 _NUM_DECODED = 12
@@ -47,7 +46,7 @@ _VOCABULARY = 64
 _MLP_WIDTH = 64
 _MIN_LAYERS = 4
 _WEIGHT_GAIN = 3.0
-"""Random weights are this much larger than usual, so that caps, scales and windows matter."""
+"""Factor on random weights, so that caps, scales and windows matter."""
 
 
 def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
@@ -69,8 +68,7 @@ def probe_config(config: Any, *, max_model_len: int) -> None:
     except ModelError as error:
         raise ModelError(f"{name} is not supported: {error}") from error
     except Exception as error:
-        # A model's code may fail in any way when it is called with a layout. To the user each of
-        # them says the same.
+        # A model's code may fail in any way when it gets a layout, and it means the same to users.
         raise ModelError(
             f"{name} is not supported: its forward failed with {type(error).__name__}: {error}"
         ) from error
@@ -79,9 +77,9 @@ def probe_config(config: Any, *, max_model_len: int) -> None:
 def _check_config(config: Any, max_model_len: int) -> None:
     if config.get_text_config() is not config:
         raise ModelError("it is more than a language model; give its text model's directory")
-    if odd := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
+    if unsupported := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
         raise ModelError(
-            f"it has layers of kind {', '.join(sorted(odd))}, expected only "
+            f"it has layers of kind {', '.join(sorted(unsupported))}, expected only "
             f"{' and '.join(sorted(SUPPORTED_LAYERS))}"
         )
     longest = getattr(config, "max_position_embeddings", None) or max_model_len
@@ -100,7 +98,7 @@ def _compare(config: Any) -> None:
     policy = policy_from_config(config)
     if "logits_to_keep" not in inspect.signature(policy.forward).parameters:
         raise ModelError("its forward cannot be asked for the logits of some positions")
-    _sharpen(policy)
+    _enlarge_weights(policy)
     lengths = [length + _NUM_DECODED for length in _PREFIX_LENGTHS]
     sequences = [torch.randint(_VOCABULARY, (length,)) for length in lengths]
     passes = {"packed": _packed(policy, sequences), "decoded": _decoded(policy, sequences)}
@@ -138,7 +136,7 @@ def small_copy(config: Any) -> Any:
     return small
 
 
-def _sharpen(policy: Any) -> None:
+def _enlarge_weights(policy: Any) -> None:
     for parameter in policy.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=_WEIGHT_GAIN * parameter.shape[-1] ** -0.5)
@@ -163,27 +161,28 @@ def _decoded(policy: Any, sequences: Sequence[Tensor]) -> list[Tensor]:
             "than the attention that transformers lets us choose"
         )
     tables_SW = np.arange(len(sequences))[:, None]
-    prefixes = [ids_T[:-_NUM_DECODED].numpy() for ids_T in sequences]
-    prefill(
-        policy, cache, [Chunk(of, 0, pages) for of, pages in zip(prefixes, tables_SW, strict=True)]
-    )
+    chunks = [
+        Chunk(ids_T[:-_NUM_DECODED].numpy(), 0, pages)
+        for ids_T, pages in zip(sequences, tables_SW, strict=True)
+    ]
+    prefill(policy, cache, chunks)
     logits = []
-    for left in range(_NUM_DECODED, 0, -1):
-        tokens_S = np.array([int(ids_T[-left]) for ids_T in sequences])
-        positions_S = np.array([len(ids_T) - left for ids_T in sequences])
+    for remaining in range(_NUM_DECODED, 0, -1):
+        tokens_S = np.array([int(ids_T[-remaining]) for ids_T in sequences])
+        positions_S = np.array([len(ids_T) - remaining for ids_T in sequences])
         logits.append(decode(policy, cache, tokens_S, positions_S, tables_SW))
     return list(torch.stack(logits, dim=1))
 
 
 def check_weights(directory: Path, config: Any) -> None:
-    """Refuse a directory whose files lack tensors of the model: they would be drawn at random.
+    """Refuse a directory that lacks tensors of the model: they would be drawn at random.
 
-    Names and shapes in the files' headers answer for a model that is stored as the installed
-    transformers would store it. Any other (an old one, or a base model's) is loaded to know.
+    Names and shapes in the headers of files suffice if a model is stored as the installed
+    transformers would store it. Otherwise (an old model, or a base model) it is loaded.
     """
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)
-    needed = {
+    required = {
         name: tuple(tensor.shape)
         for name, tensor in revert_weight_conversion(policy, policy.state_dict()).items()
         if name not in policy.all_tied_weights_keys
@@ -196,5 +195,5 @@ def check_weights(directory: Path, config: Any) -> None:
                 stored |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read: {error}. Copy it again") from error
-    if not needed.items() <= stored.items():
+    if not required.items() <= stored.items():
         load_policy(directory, dtype="bfloat16")

@@ -1,6 +1,6 @@
-"""Decides which completion decodes in which slot, and keeps what each of them has so far.
+"""Decides which completion decodes in which slot, keeps what it has sampled, and sees it end.
 
-It does not know how tokens are sampled: no torch, no threads.
+How tokens are sampled is unknown here: no torch, no threads.
 """
 
 from __future__ import annotations
@@ -13,41 +13,84 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.decoders import DecodeStream
 
 from areal_flow.core.errors import EngineError
 from areal_flow.core.types import Completion, FinishReason, GroupRequest, Sampling, VersionSpan
-from areal_flow.rollout.engines.stop_strings import StopStringSearch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+class StopStringSearch:
+    """Searches a completion's text for stop strings, which may span tokens.
+
+    The text is the tokenizer's, of prompt and completion, with special tokens; only what follows
+    the prompt is searched. vLLM's own search has the same decoder and the same rules.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: GroupRequest) -> None:
+        self._tokenizer = tokenizer
+        self._sampling = request.sampling
+        prompt = request.prompt_tokens.tolist()
+        self._stream = DecodeStream(ids=prompt, skip_special_tokens=False)
+        self._num_kept = max(map(len, request.sampling.stop_strings)) - 1
+        self._text = ""
+        self._num_tokens = 0
+
+    def ends_with(self, token: int) -> bool:
+        """Take the next token; return whether its text completes a stop string.
+
+        A character of several tokens belongs to the last of them. A stop string within the first
+        `min_new_tokens` tokens is ignored.
+        """
+        num_before, text = len(self._text), self._text + self._text_of(token)
+        self._text = text[max(0, len(text) - self._num_kept) :]
+        self._num_tokens += 1
+        if self._num_tokens <= self._sampling.min_new_tokens:
+            return False
+        return any(
+            text.find(string, max(0, num_before + 1 - len(string))) >= 0
+            for string in self._sampling.stop_strings
+        )
+
+    def _text_of(self, token: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            # Bytes that are no character are left out, as in vLLM:
+            # https://github.com/vllm-project/vllm/issues/17448
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return self._stream.step(self._tokenizer, token) or ""
+
+
 @dataclass(slots=True)
 class SampledSequence:
-    """One completion of a group while it is sampled: arrays that grow at their ends."""
+    """One completion of a group while it is sampled."""
 
     request: GroupRequest
     index: int
     distribution: Sampling
-    """What its tokens are drawn from: the same object for all sequences that are drawn alike."""
+    """How its tokens are drawn: the same object for all sequences with equal sampling."""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[list[int]] = field(default_factory=list)
-    """Version and length of each stretch of tokens that one policy version sampled."""
+    """`[version, length]` of each run of tokens that one policy version sampled."""
     finish_reason: FinishReason | None = None
-    """Why it has ended, if it has."""
+    """None while it is sampled."""
     stop_strings: StopStringSearch | None = None
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values the next decode step expects in a cache."""
+        """Number of tokens whose keys and values the next decode step needs in a cache."""
         return len(self.request.prompt_tokens) + len(self.tokens) - 1
 
     def prefix(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return tokens of prompt and completion, by their places in both together."""
-        prompt = self.request.prompt_tokens
-        length, own = len(prompt), np.frombuffer(self.tokens, np.int32)
-        parts = prompt[start:end], own[max(0, start - length) : max(0, end - length)]
+        """Return tokens `start:end` of prompt and completion together."""
+        prompt, sampled = self.request.prompt_tokens, np.frombuffer(self.tokens, np.int32)
+        parts = prompt[start:end], sampled[max(0, start - len(prompt)) : max(0, end - len(prompt))]
         return np.concatenate(parts, dtype=np.int64)
 
     def append(self, token: int, logprob: float, version: int) -> None:
@@ -74,10 +117,6 @@ class SampledSequence:
         return Completion(tokens, logprobs, spans, self.finish_reason)
 
 
-def _anywhere(slot: int, member: SampledSequence) -> bool:
-    return True
-
-
 def require_room(request: GroupRequest, max_model_len: int) -> None:
     num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
     if num_prompt + num_new > max_model_len:
@@ -97,7 +136,7 @@ class SlotScheduler:
         *,
         finds_stop_strings: bool = True,
     ) -> None:
-        """Without `finds_stop_strings` the engine itself ends completions at them."""
+        """Without `finds_stop_strings` the engine itself ends completions at stop strings."""
         self._tokenizer = tokenizer
         self._finds_stop_strings = finds_stop_strings
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -112,9 +151,9 @@ class SlotScheduler:
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
             raise EngineError(f"request {request.request_id} is running already")
-        drawn = request.sampling.distribution
-        drawn = self._distributions.setdefault(drawn, drawn)
-        members = [SampledSequence(request, index, drawn) for index in range(len(request.seeds))]
+        sampling = request.sampling.distribution
+        sampling = self._distributions.setdefault(sampling, sampling)
+        members = [SampledSequence(request, index, sampling) for index in range(len(request.seeds))]
         if request.sampling.stop_strings and self._finds_stop_strings:
             if self._tokenizer is None:
                 raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")
@@ -130,27 +169,29 @@ class SlotScheduler:
         return {"batch_size": len(self.running), "queue_length": len(self._waiting)}
 
     def has_started(self) -> bool:
-        """Return whether a member has begun and not ended, whether it has a slot or not."""
+        """Return whether a member has begun and not ended, with a slot or without."""
         return bool(self.running or (self._waiting and self._waiting[0].tokens))
 
-    def admit(self, place: Callable[[int, SampledSequence], bool] = _anywhere) -> None:
+    def admit(self, place: Callable[[int, SampledSequence], bool] | None = None) -> None:
         """Give free slots to waiting members, in order, until `place` returns False."""
-        while self._free and self._waiting and place(self._free[-1], self._waiting[0]):
+        while self._free and self._waiting:
+            if place and not place(self._free[-1], self._waiting[0]):
+                break
             self.running[self._free.pop()] = self._waiting.popleft()
 
     def preempt(self, slot: int) -> None:
-        """Free a slot; its member goes on before any that waits, with the tokens that it has."""
+        """Free a slot; its member keeps its tokens, and is the first to continue."""
         self._waiting.appendleft(self._vacate(slot))
 
     def still_waiting(self, request_id: str) -> bool:
-        """Return whether a member of this group has never had a slot."""
+        """Return whether a member of this group has not started yet."""
         return any(m.request.request_id == request_id and not m.tokens for m in self._waiting)
 
     def finish(self) -> list[tuple[str, list[Completion]]]:
         """Free the slots of members that have ended; return the groups that are complete."""
         ended = [slot for slot, member in self.running.items() if member.finish_reason]
-        touched = dict.fromkeys(self._vacate(slot).request.request_id for slot in ended)
-        complete = [i for i in touched if all(m.finish_reason for m in self._groups[i])]
+        request_ids = dict.fromkeys(self._vacate(slot).request.request_id for slot in ended)
+        complete = [i for i in request_ids if all(m.finish_reason for m in self._groups[i])]
         return [(i, [m.completion() for m in self._groups.pop(i)]) for i in complete]
 
     def cancel(self, request_id: str) -> None:

@@ -1,17 +1,19 @@
 """A torch engine with continuous batching: the CPU's, and the reference of every other engine.
 
-Requests join and leave at any decode step, which prefills what is new and samples one token for
+Requests join and leave at any decode step, which prefills new tokens and samples one token for
 every sequence that is ready. Prompts of several groups are prefilled together, each once and in
-chunks, and their whole pages are shared. When pages run out, the sequence that came last gives its
-own up and is prefilled again later. New weights interrupt between two tokens: prefixes are
-prefilled with them, and then sampling continues. Letters: S sequences, N chunks, V vocabulary.
+chunks, and their full pages are shared. When pages run out, the newest sequence gives its own up
+and is prefilled again later. New weights interrupt between two tokens: prefixes are prefilled with
+them, and then sampling continues.
+
+Letters: S sequences, N chunks, V vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +23,25 @@ from torch import Tensor
 
 from areal_flow.core.types import Completion, GroupRequest
 from areal_flow.policy.models.linear import pack_linear_layers
-from areal_flow.policy.models.paged_decode import decode
-from areal_flow.policy.models.paged_prefill import PagedCache, fill_pages, page_tokens_for, prefill
+from areal_flow.policy.models.paged import (
+    Chunk,
+    PagedCache,
+    Pages,
+    decode,
+    fill_pages,
+    page_tokens_for,
+    prefill,
+)
 from areal_flow.policy.models.policy import assign_tensors, policy_with
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.policy.weights.channel import WeightsReader
-from areal_flow.rollout.engines.pages import CACHE_SHARE, PageTables, PromptPages, cached_numbers
-from areal_flow.rollout.engines.prefill import CPU_TOKENS_A_PASS, PrefillPlan
+from areal_flow.rollout.engines.pages import (
+    CACHE_SHARE,
+    PageTables,
+    PromptPages,
+    SlotPages,
+    cached_numbers,
+)
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.sampling import adjust_logits, sample, uniforms
 from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler, require_room
@@ -35,6 +49,93 @@ from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+TOKENS_A_STEP = 8192
+"""Maximum number of tokens that are prefilled before the next decode step."""
+
+CPU_TOKENS_A_PASS = 2048
+"""Larger passes on a CPU are a fifth slower, since activations do not fit into its caches."""
+
+PlannedChunk = tuple[Chunk, PromptPages | SlotPages]
+"""A chunk, and the pages of the prompt or the sequence that it belongs to."""
+
+
+class PrefillPlan:
+    """Which tokens of prompts and prefixes to compute next, in chunks.
+
+    A group's prompt is computed once for all of its members, and so is what follows its full pages.
+    """
+
+    def __init__(
+        self,
+        running: Mapping[int, SampledSequence],
+        pages: PageTables,
+        *,
+        tokens_a_pass: float,
+        alone: bool,
+    ) -> None:
+        self.tokens_a_step = TOKENS_A_STEP
+        self.pending_prefill: dict[int, None] = {}
+        """Slots whose prompt or prefix is not computed yet, in their order."""
+        self._running = running
+        self._pages = pages
+        self._tokens_a_pass = tokens_a_pass
+        self._alone = alone
+
+    def passes(self) -> Iterator[list[PlannedChunk]]:
+        """Yield the chunks of each pass; they count as computed from then on."""
+        batch: list[PlannedChunk] = []
+        num_tokens = 0
+        for planned in self._chunks():
+            num_tokens += len(planned[0].tokens)
+            if batch and (self._alone or num_tokens > self._tokens_a_pass):
+                yield batch
+                batch, num_tokens = [], len(planned[0].tokens)
+            batch.append(planned)
+        if batch:
+            yield batch
+
+    def _chunks(self) -> Iterator[PlannedChunk]:
+        """Yield chunks within a step's budget, of prompts before those of single members."""
+        budget = self.tokens_a_step
+        for slot in list(self.pending_prefill):
+            member = self._running[slot]
+            for part, pages, required, peers in self._parts(slot, member):
+                end = min(required, part.num_computed + budget)
+                if part.num_computed < end:
+                    tokens = member.prefix(part.num_computed, end)
+                    copies = [self._pages.tables_SW[peer] for peer in peers]
+                    yield Chunk(tokens, part.num_computed, pages, copies), part
+                    budget -= 0 if self._alone else len(tokens)
+                    part.num_computed = end
+                    for peer in peers:
+                        self._pages.slots[peer].num_computed = end
+                if part.num_computed < required:
+                    break
+            else:
+                del self.pending_prefill[slot]
+
+    def _parts(
+        self, slot: int, member: SampledSequence
+    ) -> Iterator[tuple[PromptPages | SlotPages, Pages, int, Sequence[int]]]:
+        """Yield each part of a member's prefix, its pages, the number of tokens to compute, and
+        other slots with the same tokens, which get the same keys and values."""
+        held, pages = self._pages.slots[slot], self._pages.tables_SW[slot]
+        if held.prompt is not None:
+            prompt = held.prompt
+            required = prompt.num_shared if member.tokens else prompt.num_tokens
+            yield prompt, np.array(prompt.pages), required, ()
+            if held.num_computed < prompt.num_tokens and not self._alone:
+                slots = self._pages.slots
+                peers = [
+                    peer
+                    for peer in self.pending_prefill
+                    if peer != slot
+                    and slots[peer].prompt is prompt
+                    and slots[peer].num_computed == held.num_computed
+                ]
+                yield held, pages, prompt.num_tokens, peers
+        yield held, pages, member.num_cached, ()
 
 
 class TorchEngine:
@@ -46,7 +147,7 @@ class TorchEngine:
         version: int,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Take a policy that serves `version`, and what makes text of tokens, for stop strings."""
+        """Take a policy with the weights of `version`; stop strings need a tokenizer."""
         self.policy = policy
         self.settings = settings
         self.version = version
@@ -68,13 +169,13 @@ class TorchEngine:
             alone=self._alone,
         )
         self._prompts: dict[str, PromptPages] = {}
-        """Of groups with members that have not started."""
+        """By request, while members have not started."""
         self._prompt_logits: dict[PromptPages, Tensor] = {}
-        """What follows each of them, `[V]`, once it is computed."""
+        """Logits `[V]` of the first token, of prompts that are computed."""
         self._oldest_versions = [version] * settings.max_num_seqs
-        """Of the keys and values of each slot: what its next token counts as sampled by."""
+        """Oldest version in each slot's cache, which its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
-        self._pack()
+        pack_linear_layers(self.policy, num_rows=settings.max_num_seqs)
         with torch.inference_mode():
             self._cache = PagedCache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
 
@@ -125,7 +226,7 @@ class TorchEngine:
         self.prefill.pending_prefill.pop(slot, None)
 
     def _place(self, slot: int, member: SampledSequence) -> bool:
-        """Take pages for a member that would have this slot; return whether there are enough."""
+        """Take pages for a member that is to get this slot; return whether there are enough."""
         if member.tokens:
             num_tokens = member.num_cached + 1
             has_pages = self._pages.resume(slot, num_tokens) or (
@@ -164,7 +265,7 @@ class TorchEngine:
             self._prompt_logits |= {prompt: logits_NV[row] for row, prompt in prompts.items()}
 
     def _start_members(self) -> bool:
-        """Sample the first tokens of members whose prompt is computed; return whether one has."""
+        """Sample first tokens of members whose prompt is computed; return whether there are any."""
         starting: dict[PromptPages, list[int]] = {}
         if self._prompt_logits:
             for slot, member in self._scheduler.running.items():
@@ -174,7 +275,7 @@ class TorchEngine:
         if not starting:
             return False
         slots = [slot for members in starting.values() for slot in members]
-        self._copy_ends(starting)
+        self._copy_last_pages(starting)
         logits = [
             self._prompt_logits[p].expand(len(members), -1) for p, members in starting.items()
         ]
@@ -185,7 +286,7 @@ class TorchEngine:
                 self._close_prompt(request_id)
         return True
 
-    def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
+    def _copy_last_pages(self, starting: Mapping[PromptPages, list[int]]) -> None:
         """Give each member its own copy of the page in which its prompt ends."""
         for prompt, slots in starting.items():
             if num_tokens := prompt.num_tokens - prompt.num_shared:
@@ -199,7 +300,7 @@ class TorchEngine:
             self._pages.close_prompt(prompt)
 
     def _close_idle_prompts(self) -> bool:
-        """Give up prompts that nobody is starting from; return whether there were any."""
+        """Give up prompts that no running member will start from; return whether there are any."""
         starting = {m.request.request_id for m in self._scheduler.running.values() if not m.tokens}
         idle = [request_id for request_id in self._prompts if request_id not in starting]
         for request_id in idle:
@@ -243,24 +344,21 @@ class TorchEngine:
         for rows in by_distribution.values():
             sequences = [members[row] for row in rows]
             sampling = sequences[0].distribution
-            drawn_S = uniforms(
+            uniforms_S = uniforms(
                 [sequence.request.seeds[sequence.index] for sequence in sequences],
                 [len(sequence.tokens) for sequence in sequences],
             )
-            chosen_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
+            rows_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
             if sampling.depends_on_prefix:
                 prompts = [sequence.request.prompt_tokens for sequence in sequences]
-                own = [np.array(sequence.tokens) for sequence in sequences]
-                chosen_SV = adjust_logits(chosen_SV, sampling, prompts, own)
-            tokens_S, logprobs_S = sample(chosen_SV, drawn_S.to(logits_SV.device), sampling)
+                sampled = [np.array(sequence.tokens) for sequence in sequences]
+                rows_SV = adjust_logits(rows_SV, sampling, prompts, sampled)
+            tokens_S, logprobs_S = sample(rows_SV, uniforms_S.to(logits_SV.device), sampling)
             versions = [self._oldest_versions[slots[row]] for row in rows]
-            for sequence, *sampled in zip(
+            for sequence, token, logprob, version in zip(
                 sequences, tokens_S.tolist(), logprobs_S.tolist(), versions, strict=True
             ):
-                sequence.append(*sampled)
-
-    def _pack(self) -> None:
-        pack_linear_layers(self.policy, num_rows=self.settings.max_num_seqs)
+                sequence.append(token, logprob, version)
 
     @torch.inference_mode()
     def _switch_weights(self) -> None:
@@ -268,7 +366,7 @@ class TorchEngine:
         tensors, self.version = self._pending
         self._pending = None
         assign_tensors(self.policy, tensors)
-        self._pack()
+        pack_linear_layers(self.policy, num_rows=self.settings.max_num_seqs)
         self._close_idle_prompts()
         for prompt in self._prompts.values():
             prompt.num_computed = 0
@@ -283,7 +381,7 @@ class TorchEngine:
 
 
 def _room(policy: Any, page_tokens: int) -> float:
-    """Return how many pages a GPU has room for; a CPU's memory is taken when a page is used."""
+    """Return the number of pages that fit into a GPU; a CPU's memory is taken page by page."""
     if policy.device.type != "cuda":
         return math.inf
     free_bytes, _ = torch.cuda.mem_get_info(policy.device)
@@ -300,8 +398,8 @@ async def start_torch_engine(
 def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> TorchEngine:
     version = reader.newest()
     weights = reader.load(version).items()
-    # New versions are copied into these tensors, and the reader's are its own.
-    own = {name: tensor.to(settings.device, copy=True) for name, tensor in weights}
-    policy = policy_with(model, own, dtype=settings.dtype).to(settings.device)
+    # New versions are copied into these tensors, which must not be the reader's.
+    copies = {name: tensor.to(settings.device, copy=True) for name, tensor in weights}
+    policy = policy_with(model, copies, dtype=settings.dtype).to(settings.device)
     tokenizer = tokenizer_of(model) if settings.stop.strings else None
     return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

@@ -1,16 +1,16 @@
-"""vLLM's core, in this process or in one of its own: how it is made, called, watched and ended.
+"""vLLM's core, in this process or its own: how it is made, called, watched, updated and ended.
 
-It does not know requests; see `engine`. What vLLM does not promise is used here alone. Of a core in
-a process of its own:
+Requests are handled in `engine`. Only this module uses what vLLM does not promise. If the core has
+its own process:
 
 | who                      | waits for  | unblocked by                                     |
 |--------------------------|------------|--------------------------------------------------|
-| `LLMEngine.step`, `call` | the core   | its answer, or a thread here that finds it dead  |
+| `LLMEngine.step`, `call` | the core   | its answer, or a thread here that sees it die    |
 | a thread of the core     | its parent | the parent's end, of any kind: it kills the core |
 | ranks of a split model   | the core   | the core's end, by vLLM                          |
 
-Whoever imports this module gets a process for generation alone: vLLM seeds torch's global
-generator and makes `torch.set_num_threads` do nothing.
+A process that imports this module can only generate: vLLM seeds torch's global generator and makes
+`torch.set_num_threads` do nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,16 +34,16 @@ from areal_flow.core.errors import EngineError
 from areal_flow.core.machine import usable_bytes
 from areal_flow.policy.models.huggingface import TokenizersBackend
 from areal_flow.policy.tokenizer.directory import tokenizer_of
-from areal_flow.policy.weights.tensor_file import write_tensors
+from areal_flow.policy.weights.tensor_file import map_tensors, write_tensors
 from areal_flow.rollout.engines.pages import CACHE_SHARE
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm.parent_watch import end_with_parent
 from areal_flow.rollout.engines.vllm.support import BLOCK_TOKENS, engine_arguments, environment
 
-end_with_parent()  # a core process, which imports this for its executor, before all else
+end_with_parent()  # first, in a core process, which imports this module for its executor
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a core has a process of its own if we say so
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `CoreProcess` asks for it
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a worker has threads, which a fork would break
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share cores
     "VLLM_HOST_IP": "127.0.0.1",
@@ -50,7 +51,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""vLLM reads these when it is imported, and has no other setting for them."""
+"""Read by vLLM when it is imported; it has no other setting for them."""
 
 os.environ.update(ENVIRONMENT)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -61,7 +62,10 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm.config import VllmConfig, WeightTransferConfig  # noqa: E402
+from vllm.distributed import weight_transfer as vllm_transfer  # noqa: E402
 from vllm.model_executor.layers import rotary_embedding  # noqa: E402
+from vllm.model_executor.model_loader import reload  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.core_client import SyncMPClient  # noqa: E402
@@ -70,7 +74,7 @@ from vllm.v1.executor import Executor  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
-from areal_flow.rollout.engines.vllm.transfer import BACKEND, RegistersTransfer  # noqa: E402
+TRANSFER_BACKEND = "areal_flow"
 
 END_TIMEOUT_S = 2.0
 """How long a core process may take to end before it is killed: it has nothing to save."""
@@ -92,11 +96,11 @@ class InProcessCore:
 
 
 class CoreProcess:
-    """A core in a process of its own, which steps for as long as it has requests."""
+    """A core in its own process, which steps for as long as it has requests."""
 
     def __init__(self, config: VllmConfig) -> None:
         is_split = config.parallel_config.world_size > 1
-        executor = SplitExecutor if is_split else WholeExecutor
+        executor = SplitExecutor if is_split else SingleExecutor
         try:
             self.llm = LLMEngine(config, executor, log_stats=False, multiprocess_mode=True)
         except RuntimeError as error:
@@ -110,7 +114,7 @@ class CoreProcess:
 
     @contextmanager
     def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[str]:
-        """Yield a memory file of tensors, which ends with this process or with the block."""
+        """Yield the path of a file in memory with the tensors, which is freed after the block."""
         file = os.memfd_create("areal-flow-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")
@@ -128,12 +132,12 @@ VLLMCore = InProcessCore | CoreProcess
 
 
 def _fail_when_dead(client: SyncMPClient) -> None:
-    """Have those fail that wait for a core process once it has ended.
+    """Wait for a core process to end, then fail the calls that wait for it.
 
-    vLLM tells only those who call it later.
+    vLLM itself fails only later calls.
     """
     connection.wait(client.resources.engine_manager.sentinels())
-    client.resources.engine_dead = True  # first, so that nobody begins to wait
+    client.resources.engine_dead = True  # first, so that no new call waits
     dead = EngineDeadError()
     client.outputs_queue.put(dead)
     for answer in list(client.utility_results.values()):
@@ -141,21 +145,21 @@ def _fail_when_dead(client: SyncMPClient) -> None:
             answer.set_exception(dead)
 
 
-class WholeExecutor(UniProcExecutor):
+class SingleExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         _compile_nothing_on_cpu(self.vllm_config)
         super()._init_executor()
 
 
 class SplitExecutor(MultiprocExecutor):
-    """Runs each rank of a model that is split in a process, which vLLM ends with the core's."""
+    """Runs each rank of a split model in a process, which vLLM ends with the core's."""
 
 
 def _compile_nothing_on_cpu(config: VllmConfig) -> None:
-    """Spare the first step a C++ compiler, and half a minute.
+    """Do without compiled C++ on a CPU, which would delay the first step by half a minute.
 
-    For compilation vLLM changes classes of transformers in place, and a process that builds
-    policies of such a class for itself, as ours does to check weights, then fails.
+    For compilation vLLM also changes classes of transformers in place, and then building a policy
+    of such a class, which checks weights, would fail.
     """
     if config.device_config.device_type == "cpu":
         torch._dynamo.config.disable = True
@@ -165,17 +169,17 @@ def _compile_nothing_on_cpu(config: VllmConfig) -> None:
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     """Return vLLM's own settings for a model directory, with random weights."""
     os.environ.update(environment(settings))
-    # Engines of a process share these modules. One that broke in an update left them half loaded,
-    # and log-probabilities of the next one differed by 0.005.
+    # Engines of a process share these modules. An engine that broke in an update left them half
+    # loaded, and the next engine's log-probabilities differed by 0.005.
     rotary_embedding._ROPE_DICT.clear()
     arguments = EngineArgs(
         **engine_arguments(model, settings),
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         worker_extension_cls=f"{RegistersTransfer.__module__}.{RegistersTransfer.__name__}",
     )
     config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     if settings.device == "cpu" or settings.kv_cache_tokens:
-        # vLLM would take nearly all memory of the machine.
+        # By default vLLM takes nearly all of the machine's memory.
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
     return config
 
@@ -190,8 +194,58 @@ def _cache_bytes(config: VllmConfig, settings: GenerationSettings) -> int:
 
 
 def find_stop_strings(llm: LLMEngine, model: Path) -> None:
-    """Have vLLM decode with the model's own tokenizer.
+    """Make vLLM decode with the model's own tokenizer.
 
-    The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
+    vLLM's choice adds tokens, and `min_tokens` suppresses those, too.
     """
     llm.output_processor.tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
+
+
+class RegistersTransfer:
+    """The worker extension, through which each process of a split model imports this module."""
+
+
+class TransferEngine(vllm_transfer.WeightTransferEngine[Any, Any]):
+    """Loads a checkpoint's tensors into a worker's model, which an error leaves half new.
+
+    `update_weights` blocks the worker, so waiting for a network there would stop generation.
+    Therefore weights arrive in main memory before, while decoding continues.
+    """
+
+    init_info_cls = update_info_cls = SimpleNamespace
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Do nothing: weights come from this machine's memory."""
+
+    def start_weight_update(self) -> None:
+        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        reload.initialize_layerwise_reload(self.model)
+        for module in self.model.modules():
+            if not module._parameters and module._non_persistent_buffers_set.issuperset(
+                module._buffers
+            ):
+                # Its buffers are computed, such as sines of positions, and stay. No checkpoint has
+                # them, so vLLM would warn that nothing was loaded.
+                get_layerwise_info(module).load_numel_total = 0
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Take `tensors`, as a mapping or as a file in memory.
+
+        `tied` maps further names to those that they share a tensor with: on the CPU vLLM has a
+        packed copy of a tied head, which loading the embedding would not change.
+        """
+        tensors, tied = update_info.tensors, update_info.tied
+        if isinstance(tensors, str):
+            tensors = map_tensors(Path(tensors))
+        names = {name: source for name, source in tied.items() if name in self._names}
+        copies = {name: tensors[source] for name, source in names.items() if source in tensors}
+        self.model.load_weights([*tensors.items(), *copies.items()])
+
+    def finish_weight_update(self) -> None:
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Do nothing: no connection is open."""
+
+
+vllm_transfer.WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, TransferEngine)

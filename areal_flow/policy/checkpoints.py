@@ -1,4 +1,4 @@
-"""Lists, describes and prunes a run's checkpoints; a directory named by its step is complete."""
+"""Lists, describes and prunes a run's checkpoints: complete directories, named by their steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from areal_flow.core.types import PolicyHashes
 
 RNG_STATE = "torch_rng_state"
-"""The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
+"""Name of the tensor with torch's random state in optimizer.safetensors."""
 
 MODEL_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
@@ -29,7 +29,7 @@ class CheckpointState:
     next_submission_index: int
     config_hash: str
     optimizer_hash: str = ""
-    """Of the optimizer's tensors; computed when they are written."""
+    """Hash of the optimizer's tensors, computed when they are written."""
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -59,9 +59,9 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
 
 
 def set_aside(path: Path) -> Path:
-    aside = path.with_name(f".damaged-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+    target = path.with_name(f".damaged-{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    return path.rename(target)
 
 
 def move_damaged_checkpoint(path: Path, error: Exception) -> None:
@@ -72,7 +72,7 @@ def checkpoint_hashes(root: Path) -> dict[int, str]:
     """Return the weights hash of each checkpoint that can be read, by step, ascending."""
     hashes: dict[int, str] = {}
     for step in list_checkpoints(root):
-        with suppress(OSError, ValueError, TypeError):  # a damaged one: there are older ones
+        with suppress(OSError, ValueError, TypeError):  # damaged: older ones remain
             hashes[step] = read_checkpoint_state(checkpoint_path(root, step)).weights_hash
     return hashes
 
@@ -83,7 +83,7 @@ def record_fork(path: Path, fork: Mapping[str, Any]) -> None:
 
 
 def read_forks(path: Path) -> list[dict[str, Any]]:
-    """Return the replayed steps that made other weights than the ledger has, oldest first."""
+    """Return the replayed steps whose weights differ from the ledger's, oldest first."""
     forks = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with suppress(ValueError):  # an audit reports a damaged line
@@ -92,7 +92,7 @@ def read_forks(path: Path) -> list[dict[str, Any]]:
 
 
 def forked_policies(path: Path) -> dict[int, list[PolicyHashes]]:
-    """Return what replayed steps made instead of what the ledger has, by step."""
+    """Return the policies of replayed steps that differ from the ledger's, by step."""
     policies: dict[int, list[PolicyHashes]] = {}
     for fork in read_forks(path):
         with suppress(KeyError, TypeError):
@@ -101,20 +101,20 @@ def forked_policies(path: Path) -> dict[int, list[PolicyHashes]]:
 
 
 def is_recorded(step: int, weights_hash: str, row: Mapping[str, Any], forks: Path) -> bool:
-    """Return whether weights are a step's: by its ledger row, or by a replay that forked."""
+    """Return whether weights are those of a step, in its ledger row or in a replay that forked."""
     forked = forked_policies(forks).get(step, ())
-    return weights_hash in (row["weights_hash"], *(each.weights_hash for each in forked))
+    return weights_hash in (row["weights_hash"], *(policy.weights_hash for policy in forked))
 
 
 def prune_checkpoints(root: Path, *, keep: int, protected: Set[Path] = frozenset()) -> list[Path]:
-    """Remove all but step 0, the newest `keep` and the protected; return what was removed.
+    """Remove all but step 0, the newest `keep` and the protected; return the removed ones.
 
-    Each is renamed first: one that is half removed must not look complete.
+    Each is renamed first, so that no half removed checkpoint looks complete.
     """
     old = [checkpoint_path(root, step) for step in list_checkpoints(root)[1:-keep]]
     pruned = [path for path in old if path not in protected]
     for path in pruned:
         path.rename(path.with_name(f".pruned-{path.name}"))
-    for rest in root.glob(".pruned-*"):
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in root.glob(".pruned-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     return pruned

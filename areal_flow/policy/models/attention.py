@@ -1,8 +1,8 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
-A layout decides what a token may see. `packed_layout` serves training, `paged_prefill` and
-`paged_decode` sampling. A model that asks for more than scaled, causal, windowed and soft-capped
-attention, with or without sinks, is refused: to ignore what it asks for would change its numbers.
+A layout decides what a token may see. `packed_layout` serves training, `paged` sampling. A model
+that needs more than scaled, causal, windowed and soft-capped attention, with or without sinks, is
+refused, since ignoring the rest would change its numbers.
 
 Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
 K key-value heads, D head dimension.
@@ -27,20 +27,20 @@ from areal_flow.policy.models.huggingface import AttentionInterface
 ATTENTION_NAME = "areal_flow"
 
 IGNORED_KWARGS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""Keyword arguments of models whose content a layout has already."""
+"""Arguments that models pass to attention, and that a layout has already."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
-    """What one layer's scores go through before the softmax."""
+    """How one layer's scores become attention weights."""
 
     scale: float
     window: int | None = None
-    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    """A token sees itself and the `window - 1` tokens before it; None: all tokens before it."""
     softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`; None: they stay."""
+    """Scores become `softcap * tanh(score / softcap)`; None: they are not capped."""
     sinks: Tensor | None = None
-    """Of each head `[H]`, a score that takes part in the softmax, and has no value."""
+    """A score of each head `[H]` that takes part in the softmax without a value."""
 
     @property
     def is_plain(self) -> bool:
@@ -59,7 +59,7 @@ class AttentionRule:
 
 
 def pass_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type that products of a pass have: autocast's, else a tensor's own."""
+    """Return the type of a pass's products: autocast's, or else the tensor's own."""
     device = tensor.device.type
     autocast = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else tensor.dtype
@@ -69,7 +69,7 @@ class AttentionLayout(Protocol):
     """Decides which keys and values each query of a layer attends to."""
 
     position_ids: Tensor
-    """Of each token within its sequence, `[N, T]`."""
+    """Position of each token in its sequence, `[N, T]`."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
@@ -81,7 +81,7 @@ class RowLayout(AttentionLayout, Protocol):
     """The layout of sequences side by side in one row, or in a slice of it."""
 
     places: Sequence[NDArray[np.int64]]
-    """Where each sequence's tokens lie in the whole row."""
+    """The places of each sequence's tokens in the row, also if this is a slice of it."""
 
 
 def attend_by_layout(
@@ -99,21 +99,21 @@ def attend_by_layout(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Hand one layer's attention to the layout that came with the forward call.
+    """Pass one layer's attention to the layout of the forward call.
 
-    Attention dropout is left out: a policy's numbers must not depend on anything but its tokens.
+    There is no attention dropout: a policy's numbers must depend on its tokens alone.
     """
     if layout is None:
         raise ModelError(
-            f"{type(module).__name__} is not told the arguments of its model's forward"
+            f"{type(module).__name__} did not receive `layout`: its model drops keyword arguments"
         )
-    _refuse_what_no_layout_does(module, {"a mask of the model's own": attention_mask, **others})
+    _refuse_unsupported(module, {"a mask of the model's own": attention_mask, **others})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return layout.attend(module.layer_idx, query, key, value, rule), None
 
 
-def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> None:
+def _refuse_unsupported(module: Any, arguments: Mapping[str, Any]) -> None:
     unsupported = [
         name
         for name, value in arguments.items()
@@ -134,7 +134,7 @@ AttentionInterface.register(ATTENTION_NAME, attend_by_layout)
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-    """Return values `[N, H, L, D]` of rows that start at their first token.
+    """Return values `[N, H, L, D]` of rows that begin with their first token.
 
     `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """

@@ -1,9 +1,9 @@
-"""Linear layers on a CPU that oneDNN multiplies: in float32 where MKL is slow, and to decode.
+"""Linear layers that oneDNN multiplies on a CPU: in float32 where MKL is slow, and to decode.
 
-MKL, in PyTorch's builds for x86, uses the widest vectors of Intel's processors only; oneDNN, in the
-same builds, those of any maker: twice as fast (`docs/decisions/0017-products-by-onednn.md`).
-What multiplies is a matter of the machine and of shapes alone, never of measured times: a step's
-bits must be those of its replay.
+In PyTorch's builds for x86, MKL uses the widest vectors of Intel's processors only, oneDNN those of
+all processors, which is twice as fast (`docs/decisions/0017-products-by-onednn.md`). The choice
+depends on the machine and on shapes alone, never on measured times: a replayed step must have the
+same bits.
 
 Letters: R rows, K inputs, N outputs.
 """
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-FEWEST_PRODUCTS = 2**20
-"""R K N below which the call of oneDNN costs more than it saves."""
+MIN_PRODUCTS = 2**20
+"""R K N below which calling oneDNN costs more than it saves."""
 
-LEAST_WIDTH = 64
-"""Of inputs and outputs: narrower layers leave wide vectors empty."""
+MIN_WIDTH = 64
+"""Minimum number of inputs and outputs: narrower layers leave wide vectors empty."""
 
 
 def swap_linear_layers(model: nn.Module) -> None:
-    """Have oneDNN compute a model's linear layers, in place, on processors where it is faster."""
+    """Make oneDNN compute a model's linear layers, in place, on processors where it is faster."""
     if not onednn_is_faster():
         return
     for module in model.modules():
-        if type(module) is nn.Linear and min(module.weight.shape) >= LEAST_WIDTH:
+        if type(module) is nn.Linear and min(module.weight.shape) >= MIN_WIDTH:
             module.__class__ = OneDnnLinear
 
 
@@ -43,27 +43,27 @@ def onednn_is_faster() -> bool:
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _maker() not in ("", "GenuineIntel")
+        and _cpu_vendor() not in ("", "GenuineIntel")
     )
 
 
 @lru_cache
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16 by itself, and oneDNN can tell it to."""
+    """Return whether this processor multiplies bfloat16, and oneDNN can use that."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and torch.cpu._is_avx512_bf16_supported()
 
 
-def _maker() -> str:
-    described = Path("/proc/cpuinfo")
-    if not described.is_file():
+def _cpu_vendor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
         return ""
-    fields = (line.partition(":") for line in described.read_text().splitlines())
+    fields = (line.partition(":") for line in cpuinfo.read_text().splitlines())
     return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer whose products are oneDNN's where they are large float32 ones on the CPU."""
+    """A linear layer whose large float32 products on the CPU are computed by oneDNN."""
 
     def forward(self, input: Tensor) -> Tensor:
         is_plain = input.dtype == torch.float32 and input.device.type == "cpu"
@@ -76,13 +76,13 @@ class OneDnnLinear(nn.Linear):
 
 
 def pack_linear_layers(model: nn.Module, *, num_rows: int) -> None:
-    """Have oneDNN decode with copies of bfloat16 weights in its own order, on a CPU that can.
+    """Make oneDNN decode with reordered copies of bfloat16 weights, on a CPU that supports it.
 
-    PyTorch's own layers order them anew for each few rows, which takes longer than to multiply.
-    Call it again after new weights.
+    PyTorch's own layers reorder them for each product, which takes longer than a product of few
+    rows. Call it again after new weights.
 
     Args:
-        num_rows: how many are multiplied together, most of the time.
+        num_rows: the usual number of rows in a product.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and _is_packable(module.weight):
@@ -97,7 +97,7 @@ def _is_packable(weight_NK: Tensor) -> bool:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer without gradients, whose weights oneDNN has in an order of its own, too."""
+    """A linear layer without gradients, with a copy of its weights in oneDNN's order."""
 
     packed_NK: Tensor
 
@@ -111,7 +111,7 @@ class PackedLinear(nn.Linear):
 def linear(rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return `rows @ weight.T + bias` of float32 matrices on the CPU, without a gradient."""
     num_products = rows_RK.shape[0] * weight_NK.numel()
-    if num_products < FEWEST_PRODUCTS or not onednn_is_faster():
+    if num_products < MIN_PRODUCTS or not onednn_is_faster():
         return nn.functional.linear(rows_RK, weight_NK, bias_N)
     # The operator that PyTorch's own compiler calls for linear layers on the CPU.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows_RK, weight_NK, bias_N, "none", [], "")
@@ -119,7 +119,7 @@ def linear(rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` with gradients, which are two such products again."""
+    """`linear` with gradients, which are computed by `linear`, too."""
 
     @staticmethod
     def forward(ctx: Any, rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -129,8 +129,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient_RN,) = gradients
+    def backward(ctx: Any, gradient_RN: Tensor) -> tuple[Tensor | None, ...]:
         rows_RK, weight_NK = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         return (

@@ -1,7 +1,7 @@
 """Low-rank adapters of policies (LoRA; Hu et al., arXiv 2106.09685). The only importer of `peft`.
 
-Of each chosen matrix W a policy with an adapter computes W + (alpha / rank) B A, of which A and B
-alone are trained. Whoever serves, evaluates or exports it gets that sum as a plain matrix.
+A policy with an adapter computes W + (alpha / rank) B A for each chosen matrix W, and only A and B
+are trained. It is served, evaluated and exported with that sum as a plain matrix.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from areal_flow.core.errors import ConfigError
 from areal_flow.policy.settings import LoraSettings
 
 PREFIX = "base_model.model."
-"""What names of an adapter's tensors begin with, as `peft` writes them."""
+"""Prefix of the names of an adapter's tensors in files of `peft`."""
 _NAME = "default"
 
 Named = TypeVar("Named")
 
 
 def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen."""
-    import torch.distributed.tensor  # which `peft` reads, and does not import
+    """Add an adapter, which changes no output yet, to a policy in place, and freeze the rest."""
+    import torch.distributed.tensor  # used by `peft`, which does not import it
     from peft import inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(_config(settings), policy, adapter_name=_NAME)
+            inject_adapter_in_model(_peft_config(settings), policy, adapter_name=_NAME)
         except ValueError as error:
             raise ConfigError(
                 f"trainer.lora.target_modules = {settings.target_modules!r}: {error}"
@@ -41,22 +41,19 @@ def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
 def drawn_adapter(policy: Any, settings: LoraSettings, *, seed: int) -> dict[str, Tensor]:
     """Return an adapter's tensors as `add_adapter` draws them, by stored name.
 
-    The policy, on the meta device and without an adapter, is used up.
+    The policy must be on the meta device without an adapter, and cannot be used afterwards.
     """
     for module in policy.modules():
         for name, weight in module.named_parameters(recurse=False):
-            # What is drawn goes where the matrix is; of that, one number takes memory.
-            like = torch.empty(1).expand(weight.shape)
-            setattr(module, name, torch.nn.Parameter(like, requires_grad=False))
+            # An adapter is drawn on the device of its matrix, whose memory is one number here.
+            expanded = torch.empty(1).expand(weight.shape)
+            setattr(module, name, torch.nn.Parameter(expanded, requires_grad=False))
     add_adapter(policy, settings, seed=seed)
     return {stored_name(n): t.detach() for n, t in policy.named_parameters() if ".lora_" in n}
 
 
 def stored_name(name: str) -> str:
-    """Return what a tensor of a policy is called in files, whether or not it has an adapter.
-
-    A frozen matrix keeps its own name, and an adapter's tensors have those of `peft`.
-    """
+    """Return a tensor's name in files: `peft`'s for an adapter, without its changes for others."""
     if ".lora_" in name:
         return PREFIX + name.replace(f".{_NAME}.", ".")
     return name.replace(".base_layer.", ".")
@@ -68,9 +65,9 @@ def split_adapter(tensors: Mapping[str, Named]) -> tuple[dict[str, Named], dict[
 
 
 def merge_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-    """Return what makes, of a matrix that an adapter adapts, the sum that both stand for.
+    """Return a function that adds to a matrix its adapter, read from `tensors` by `stored_name`.
 
-    Its adapter's tensors, as `tensors` has them by `stored_name`, are read by the way.
+    Other tensors are returned as they are.
     """
     if not any(name.startswith(PREFIX) for name in tensors):
         return lambda name, weight: weight
@@ -83,8 +80,9 @@ def merge_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> Callable[[str, 
         module = name.removesuffix(".weight")
         if module == name or module not in layers:
             return weight
-        down, up = (tensors[f"{PREFIX}{module}.lora_{of}.weight"] for of in "AB")
-        delta = transpose(up @ down, layers[module].fan_in_fan_out) * layers[module].scaling[_NAME]
+        down, up = (tensors[f"{PREFIX}{module}.lora_{side}.weight"] for side in "AB")
+        layer = layers[module]
+        delta = transpose(up @ down, layer.fan_in_fan_out) * layer.scaling[_NAME]
         merged: Tensor = weight + delta.to(weight.device)
         return merged
 
@@ -104,11 +102,15 @@ def without_adapter(policy: Any) -> Iterator[None]:
 
 
 def adapter_description(settings: LoraSettings, *, base: str) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`, by which `peft` loads an adapter."""
-    return {**_config(settings).to_dict(), "base_model_name_or_path": base, "inference_mode": True}
+    """Return the content of `adapter_config.json`, which `peft` needs to load an adapter."""
+    return {
+        **_peft_config(settings).to_dict(),
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
 
 
-def _config(settings: LoraSettings) -> Any:
+def _peft_config(settings: LoraSettings) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(

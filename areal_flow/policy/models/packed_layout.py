@@ -1,4 +1,4 @@
-"""Sequences side by side in one row, and how attention sees them apart: for training.
+"""Sequences packed into one row, with attention within each sequence, for training.
 
 Letters: N sequences, T packed tokens, L padded length, H heads, K key-value heads, D head
 dimension, R padded tokens of all groups, O tokens of all sequences.
@@ -20,13 +20,13 @@ from areal_flow.policy.models.attention import AttentionRule, attend_causally, p
 from areal_flow.policy.models.segments import Segments
 
 FREE_SCORES = 2**20
-"""Scores of padding, of one head, that cost no more than another group of rows does.
+"""Scores of padding, of one head, that cost as much as another group of rows.
 
-Far too many on a CPU, where float32 passes keep the number, and so the bits of their logs.
+On a CPU the number should be far smaller, but float32 passes keep it, and so their bits.
 """
 
 FREE_PRODUCTS = 2**22
-"""The same on the CPU of passes in bfloat16: scores of all heads times a head's width."""
+"""The same for bfloat16 passes on a CPU, times the heads and a head's width."""
 
 
 def group_by_length(
@@ -34,8 +34,8 @@ def group_by_length(
 ) -> list[list[int]]:
     """Return the indices of rows that attend together, padded to the longest of them.
 
-    Longest first; a group takes the next row while the scores of padding are at most `padding` of
-    its real ones, or `free_scores`. In their own order if all are one group.
+    Rows are grouped longest first, while the scores of padding are at most `padding` of the real
+    ones, or `free_scores`. If there is only one group, it keeps the order of the rows.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -56,9 +56,9 @@ class PackedLayout:
     """Sequences packed into one row `[1, T]`; no token sees another sequence's tokens.
 
     Sequences may share their first tokens, which are then in the row once, and all layers but
-    attention compute them once (Prefix Grouper, arXiv 2506.05433). For attention alone the row is
-    unfolded, to `[N, L]` of each group of sequences that are about equally long. On a GPU only keys
-    and values are, and lie side by side: the shared tokens attend once, too.
+    attention compute them once (Prefix Grouper, arXiv 2506.05433). For attention the row is
+    unfolded into rows `[N, L]` of sequences of about equal length. On a GPU only keys and values
+    are unfolded, side by side, so shared tokens attend once, too.
     """
 
     def __init__(
@@ -68,10 +68,9 @@ class PackedLayout:
         *,
         places: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
-        """Find where each token goes.
+        """`places` has each sequence's positions in the row; None: one sequence after the other.
 
-        `places` has each sequence's positions in the row; without, one sequence follows the
-        other. A token that several sequences have is at the same position in all.
+        A token that several sequences share has the same position in each of them.
         """
         ends = np.cumsum(lengths)
         self.places = places or [
@@ -115,7 +114,7 @@ class PackedLayout:
 
 
 class Unfolding:
-    """How a packed row becomes rows of one sequence each, and how their gradients come back."""
+    """Copies a packed row to padded rows of one sequence each, and sums their gradients."""
 
     def __init__(
         self,
@@ -139,10 +138,10 @@ class Unfolding:
         owners_O = real_R[np.argsort(gather_R[real_R], kind="stable")]
         first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
         tensor = partial(to_device, device=device)
-        # Padding has the place of the row's first token, and gives no gradient.
+        # Padding reads the row's first token, and gives it no gradient.
         self.gather = GatherIndex(tensor(gather_R), tensor(owners_O), tensor(first_T))
         self.scatter_T = tensor(owners_O[first_T])
-        """Of each token of the row: where its first sequence has it among the `R`."""
+        """For each token of the row, its place among the `R` in the first sequence that has it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Return values `[T, H, D]` for `query [T, H, D]`, and for keys and values `[T, K, D]`."""

@@ -1,7 +1,7 @@
-"""Reward models: a policy's layers, and one number after each token instead of logits.
+"""Reward models: a policy's layers, with one score after each token instead of logits.
 
-Such a model is a plain `AutoModelForSequenceClassification` of one label. What it says of a
-completion is its score after the last token, without a stop token: `transformers` reads it there.
+Such a model is a plain `AutoModelForSequenceClassification` with one label. The score of a
+completion is the one after its last token that is no stop token, as in `transformers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_flow.policy.models.huggingface import (
 from areal_flow.policy.models.policy import disable_dropout_and_move, hidden_at
 
 SCORE = "score"
-"""The layer that makes a score of a hidden state; a policy has none."""
+"""Name of the layer that scores hidden states, which a policy lacks."""
 
 
 def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
@@ -45,7 +45,7 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
 
 
 def reward_model_of(description: Path, *, device: torch.device | str = "cpu") -> Any:
-    """Return the reward model of a directory's configuration, drawn at random."""
+    """Return the reward model of a directory's configuration, with random weights."""
     config = AutoConfig.from_pretrained(str(description), local_files_only=True)
     return disable_dropout_and_move(_scoring_model(config, torch.float32), device)
 
@@ -57,13 +57,13 @@ def _scoring_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def drawn_scores(model: Any) -> Tensor:
-    """Return weights of the layer that a policy's directory lacks, as `transformers` draws them."""
+    """Return random weights of the scoring layer, as `transformers` draws them."""
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     return torch.normal(0.0, deviation, model.score.weight.shape)
 
 
 def critic_of(policy: Any, *, device: torch.device | str = "cpu") -> Any:
-    """Return a model that scores with layers like a policy's, whose weights are yet to come."""
+    """Return a model that scores with layers like a policy's; weights come later."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id or 0
@@ -88,5 +88,5 @@ def scores_at(model: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: 
     hidden_MH = hidden_at(model, input_ids_1T, layout, positions_M)
     with torch.autocast(hidden_MH.device.type, enabled=False):
         scores_M1 = model.score(hidden_MH.to(model.dtype))
-    # No view: FSDP has hooks on what a pass returns, which it would lose of a changed one.
+    # No view: FSDP has hooks on the output of a pass, which a view that changes would lose.
     return scores_M1[:, 0].float().clone()  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Attention on a GPU: no scores in memory, no keys repeated for the heads that share them.
 
-A segment is a run of queries that are the last tokens of a run of keys, each sees itself and what
-is before it. A packed row of sequences, completions of a shared prompt and chunks that follow what
-pages have are all segments, side by side in one row of queries and one of keys.
+A segment is a run of queries that are the last tokens of a run of keys; each query sees itself and
+the keys before it. Packed sequences, completions of a shared prompt and chunks after the tokens in
+pages are all segments, side by side in one row of queries and one of keys.
 
 Letters: N segments, Q queries of all segments, K keys of all segments, T tokens of a row, H heads,
 G key-value heads, D head dimension.
@@ -24,18 +24,18 @@ from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.policy.models.attention import AttentionRule, pass_dtype, to_device
 
 BLOCK = 128
-"""Queries, and keys, that FlexAttention skips or computes together."""
+"""Number of queries, and of keys, that FlexAttention skips or computes together."""
 
-FLEX_LEAST_WIDTH = 16
-"""Of heads; narrower ones are filled up with zeros."""
+FLEX_MIN_WIDTH = 16
+"""Of heads; narrower ones are padded with zeros."""
 
 FLEX_KERNEL = {"BACKEND": "TRITON"}
-"""Of FlexAttention: that for few queries (`TRITON_DECODE`) has no configuration for float32."""
+"""The kernel for few queries (`TRITON_DECODE`) has no configuration for float32."""
 
 MAX_FLEX_GRAPHS = 64
-"""Beyond these torch.compile gives up, and FlexAttention has all scores in memory."""
+"""With more graphs torch.compile gives up, and FlexAttention keeps all scores in memory."""
 
-VARLEN_MOST_WIDTH = 256
+VARLEN_MAX_WIDTH = 256
 
 Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
 """Returns values `[Q, H, D]` for `query [Q, H, D]`, `key, value [K, G, D]`."""
@@ -44,7 +44,7 @@ Kernel = Callable[["Segments", Tensor, Tensor, Tensor, AttentionRule], Tensor]
 def has_fused_kernels(device: torch.device) -> bool:
     """Return whether a device attends without scores in memory, and multiplies into float32.
 
-    Called by the module's name: who plans a GPU's memory on a CPU replaces it.
+    Call it through its module: the memory planner, which runs on a CPU, replaces it.
     """
     return device.type == "cuda"
 
@@ -58,10 +58,12 @@ class Segments:
         *,
         keys: GatherIndex | None = None,
     ) -> None:
-        """`keys` has the place in the row of each segment's keys; None: they lie as they are."""
+        """`keys` has the place of each segment's keys in the row; None: they are in order."""
         self.keys = keys
-        self.max_seqlen_q, self.most_keys = max(query_lengths), max(key_lengths)
-        query_ends, key_ends = (np.cumsum([0, *of]) for of in (query_lengths, key_lengths))
+        self.max_seqlen_q, self.max_seqlen_k = max(query_lengths), max(key_lengths)
+        query_ends, key_ends = (
+            np.cumsum([0, *lengths]) for lengths in (query_lengths, key_lengths)
+        )
         self.query_ends, self.key_ends = (
             to_device(ends.astype(np.int32), device) for ends in (query_ends, key_ends)
         )
@@ -73,10 +75,10 @@ class Segments:
 
     @classmethod
     def of(cls, places: Sequence[NDArray[np.int64]], device: torch.device | str) -> Segments:
-        """Return the segments of a row with a sequence's tokens at each of `places`.
+        """Return the segments of a row with the tokens of a sequence at each of `places`.
 
-        Sequences may begin with tokens that an earlier one has. What a sequence has alone follows
-        in the row what the one before it has.
+        Sequences may begin with tokens of an earlier one. A sequence's own tokens follow those of
+        the sequence before it.
         """
         query_lengths, key_lengths, places_per_segment, end = [], [], [], 0
         for places_L in places:
@@ -101,7 +103,7 @@ class Segments:
         return kernel(self, query, key, value, rule)
 
     def block_mask(self, window: int | None) -> Any:
-        """Return FlexAttention's mask, made of blocks: nothing of Q times K entries."""
+        """Return FlexAttention's mask, made of blocks, without Q times K entries."""
         if window not in self._block_masks:
             first_Q, last_Q = self._first_Q, self._last_Q
             if window is not None:
@@ -111,18 +113,18 @@ class Segments:
 
 
 def choose_kernel(dtype: torch.dtype, widths: tuple[int, int], rule: AttentionRule) -> Kernel:
-    """Return what computes attention on a GPU; `widths` are a head's of keys and of values.
+    """Return the attention kernel of a GPU; `widths` are a head's of keys and of values.
 
-    Flash attention knows neither soft-caps nor sinks (its gradients leave out those of the
-    log-sum-exp that sinks need), no float32, and few widths. FlexAttention does the rest.
+    Flash attention supports neither soft-caps nor sinks (it has no gradient of the log-sum-exp that
+    sinks need), nor float32, and few widths. FlexAttention does the rest.
     """
-    flash = (
+    is_supported = (
         dtype in (torch.bfloat16, torch.float16)
-        and widths[0] == widths[1] <= VARLEN_MOST_WIDTH
+        and widths[0] == widths[1] <= VARLEN_MAX_WIDTH
         and widths[0] % 8 == 0
         and rule.is_plain
     )
-    return attend_by_varlen if flash else attend_by_flex
+    return attend_by_varlen if is_supported else attend_by_flex
 
 
 def attend_by_varlen(
@@ -138,7 +140,7 @@ def attend_by_varlen(
         segments.query_ends,
         segments.key_ends,
         segments.max_seqlen_q,
-        segments.most_keys,
+        segments.max_seqlen_k,
         scale=rule.scale,
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -150,7 +152,7 @@ def attend_by_varlen(
 def attend_by_flex(
     segments: Segments, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """Sinks take their part of the weights afterwards, by the log-sum-exp of the others."""
+    """Sinks take their share of the weights afterwards, through the log-sum-exp of the scores."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     width = value.shape[-1]
@@ -173,10 +175,10 @@ def attend_by_flex(
 
 @lru_cache
 def flex_attention(device: str) -> Any:
-    """Return FlexAttention, on a GPU compiled for rows of any length.
+    """Return FlexAttention, compiled for rows of any length on a GPU.
 
-    It is compiled once for each scale and soft-cap, since its gradient fails where the compiler
-    takes the soft-cap for a variable, as it does with numbers that change between calls.
+    It is compiled for each scale and soft-cap: if the compiler makes the soft-cap a variable, as it
+    does with numbers that change between calls, the gradient fails.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -187,7 +189,7 @@ def flex_attention(device: str) -> Any:
 
 
 def _widened(heads_THD: Tensor) -> Tensor:
-    missing = FLEX_LEAST_WIDTH - heads_THD.shape[-1]
+    missing = FLEX_MIN_WIDTH - heads_THD.shape[-1]
     return pad(heads_THD, (0, missing)) if missing > 0 else heads_THD
 
 
@@ -201,8 +203,8 @@ def _soft_capped(softcap: float) -> Callable[..., Tensor]:
 def _block_mask(first_Q: NDArray[np.int64], last_Q: NDArray[np.int64], device: torch.device) -> Any:
     """Return a mask of queries that see the keys from their first to their last one.
 
-    A block of queries and keys counts if a query may see a key of it, and counts as full, and needs
-    no look at single keys, if each query sees each key of it.
+    A block of queries and keys is computed if a query may see a key of it, and is full, so that
+    single keys need no check, if each query sees each key of it.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -212,7 +214,7 @@ def _block_mask(first_Q: NDArray[np.int64], last_Q: NDArray[np.int64], device: t
     seen = (begins + BLOCK > first_seen[:, None]) & (begins <= last_seen[:, None])
     first_full, last_full = np.maximum.reduceat(first_Q, at), np.minimum.reduceat(last_Q, at)
     full = (begins >= first_full[:, None]) & (begins + BLOCK <= last_full[:, None] + 1)
-    first, last = (to_device(of.astype(np.int32), device) for of in (first_Q, last_Q))
+    first, last = (to_device(keys_Q.astype(np.int32), device) for keys_Q in (first_Q, last_Q))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
@@ -227,7 +229,7 @@ def _block_mask(first_Q: NDArray[np.int64], last_Q: NDArray[np.int64], device: t
 
 
 def _blocks(mask: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row has, and their numbers, those that it has first."""
+    """Return each row's number of blocks, and block numbers, with its own first."""
     arrays = mask.sum(axis=1), np.argsort(~mask, axis=1, kind="stable")
     counts, numbers = (to_device(each.astype(np.int32), device) for each in arrays)
     return counts[None, None], numbers[None, None]

@@ -29,6 +29,7 @@ from areal_flow.core.types import (
     merged_spans,
     trajectory_id,
 )
+from areal_flow.flow.flow_setup import RetryBudget
 
 
 def flow_recipe(*, num_steps: int, seed: int = 0, **controller: int) -> Recipe:
@@ -45,16 +46,6 @@ def prompt_at(submission_index: int) -> Prompt:
     """Return one of seven prompts, in order, over and over."""
     index = submission_index % 7
     return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, as_tokens([1, 2, 3]))
-
-
-@dataclass
-class FakeRolledOut:
-    """A group that is written immediately."""
-
-    receipt: GroupReceipt
-
-    async def write(self) -> GroupReceipt:
-        return self.receipt
 
 
 @dataclass
@@ -85,13 +76,17 @@ class FakeCluster:
         self.lock = asyncio.Lock()
         self.served = [self.initial_version] * self.num_generators
 
-    async def roll_out(self, episode: Episode) -> FakeRolledOut:
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> GroupReceipt:
         """`Rollouts.roll_out`."""
         self.num_running += 1
         try:
-            return FakeRolledOut(await self._roll_out(episode))
+            return await self._roll_out(episode)
         finally:
             self.num_running -= 1
+
+    async def write(self, rows: GroupReceipt, budget: RetryBudget) -> GroupReceipt:
+        """`Rollouts.write`, at once."""
+        return rows
 
     async def _roll_out(self, episode: Episode) -> GroupReceipt:
         generator = self.randomness.randrange(self.num_generators)

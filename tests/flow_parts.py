@@ -16,7 +16,7 @@ from areal_flow.core.types import (
     trajectory_id,
 )
 from areal_flow.flow.flow import Flow
-from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget
 from areal_flow.log.ledger_row import Provenance, TokenAccounting
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
@@ -47,28 +47,20 @@ class Rollouts:
     write_s: float = 0.0
     write_failures: list[BaseException] = field(default_factory=list)
 
-    async def roll_out(self, episode: Episode) -> RolledOut:
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> GroupReceipt:
         self.episodes.append(episode)
         self.started_at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.duration_s)
         outcome = self.outcomes.pop(0) if self.outcomes else group(episode.submission_index)
         if isinstance(outcome, BaseException):
             raise outcome
-        return RolledOut(self, outcome)
+        return outcome
 
-
-@dataclass
-class RolledOut:
-    """A group whose writing takes `Rollouts.write_s`, or fails."""
-
-    rollouts: Rollouts
-    receipt: GroupReceipt
-
-    async def write(self) -> GroupReceipt:
-        await asyncio.sleep(self.rollouts.write_s)
-        if self.rollouts.write_failures:
-            raise self.rollouts.write_failures.pop(0)
-        return self.receipt
+    async def write(self, rows: GroupReceipt, budget: RetryBudget) -> GroupReceipt:
+        await asyncio.sleep(self.write_s)
+        if self.write_failures:
+            raise self.write_failures.pop(0)
+        return rows
 
 
 @dataclass

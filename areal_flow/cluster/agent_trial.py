@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.cluster import episode_requests
 from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.reward_tasks import call_tool
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.core.failures import cause_of
 from areal_flow.core.layout import RunLayout
@@ -83,7 +83,7 @@ class StandIn(GeneratorRole):
         return [Score(0.0)] * len(completions)
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        return await asyncio.to_thread(episode_requests.call_tool, path, calls)
+        return await asyncio.to_thread(call_tool, path, calls)
 
 
 async def try_episode(layout: RunLayout) -> Trial:

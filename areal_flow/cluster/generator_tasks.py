@@ -15,8 +15,8 @@ from typing import Any
 
 from distributed import Worker
 
-from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, score_completions
-from areal_flow.cluster.reward_tasks import checked_rewards
+from areal_flow.cluster.reward_tasks import call_tool, checked_rewards, score_completions
+from areal_flow.cluster.scoring import on_reward_worker
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.core.errors import EngineError, EpisodeError

@@ -30,7 +30,7 @@ from areal_flow.cluster.launchers.queued import QueuedLauncher
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import Executions
+from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
 from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic, time
@@ -31,11 +31,11 @@ from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement
 from areal_flow.cluster.registry import (
     UNREACHABLE,
+    Executions,
     WorkerRecord,
     WorkerRegistry,
     version_conflict,
 )
-from areal_flow.cluster.results import Executions, fail_on_next_worker_death
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.core.errors import EngineError, RunError
 from areal_flow.flow.schedules import run_until_first_ends
@@ -173,8 +173,22 @@ class WorkerPool(SchedulerPlugin):
         if record.role == "trainer":
             self.trainer_lost.set()
         if record.role == "reward":
-            fail_on_next_worker_death(scheduler, worker, self.executions.last(record.process).key)
+            self._count_executed_task(worker, self.executions.last(record.process).key)
         self._notify()
+
+    def update_graph(self, scheduler: Any, *, keys: Iterable[Any], **options: Any) -> None:
+        """Fail a generator's task when its worker dies: its group's budget decides what follows."""
+        for key in keys:
+            if str(key).startswith("generator/") and (task := scheduler.tasks.get(key)):
+                task.suspicious = scheduler.allowed_failures
+
+    def _count_executed_task(self, worker: str, executed: str) -> None:
+        """Have Dask fail the task that a reward worker executed at its end if the next worker that
+        has it ends, too; the tasks that only waited there run elsewhere, which counts nothing."""
+        event = self.scheduler.get_events(worker)[-1][1]
+        keys = () if event["expected"] else event["processing-tasks"]
+        for task in filter(None, map(self.scheduler.tasks.get, keys)):
+            task.suspicious = self.scheduler.allowed_failures if task.key == executed else 0
 
     def _notify(self) -> None:
         for receive in self._subscribers:

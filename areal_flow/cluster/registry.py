@@ -1,15 +1,19 @@
 """Remembers a run's workers and their deaths, and decides which are quarantined.
 
-A pure state machine: it imports no Dask and starts no process.
+A state machine that imports no Dask and starts no process. `Executions` records which task each
+process of a reward worker executes. Dask knows which tasks a dead worker had, but most of them only
+waited. So each process writes the key of every task that it begins to its own file, in a folder
+that workers and driver share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.results import Execution
 
 NUM_EARLY_DEATHS = 3
 """A worker is quarantined after so many early deaths in a row."""
@@ -25,6 +29,41 @@ SILENT = "silent for"
 """The beginning of the cause when `health` kills a worker."""
 UNREACHABLE = "ssh ended"
 """The beginning of the cause when the connection to a worker's host ended, or was never made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """The last task of one process."""
+
+    key: str = ""
+    """Empty while it executes none."""
+    num_ended: int = 0
+    """Tasks that the process has ended."""
+
+
+class Executions:
+    """The files of all processes of one driver's life."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def note(self, process: str, execution: Execution) -> None:
+        (self._folder / process).write_text(f"{execution.num_ended} {execution.key}")
+
+    def last(self, process: str) -> Execution:
+        with suppress(OSError, ValueError):
+            num_ended, _, key = (self._folder / process).read_text().partition(" ")
+            return Execution(key, int(num_ended))
+        return Execution()
+
+    def num_ends(self, key: str) -> int:
+        """Return how many processes ended while they executed a task.
+
+        Args:
+            key: the beginning of its keys; it does not run now.
+        """
+        processes = list(self._folder.glob("*"))
+        return sum(self.last(process.name).key.startswith(key) for process in processes)
 
 
 @dataclass(frozen=True, slots=True)

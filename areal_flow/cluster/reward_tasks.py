@@ -1,19 +1,26 @@
-"""The Dask tasks of reward workers: they score groups after their rollout and write them."""
+"""The Dask tasks of reward workers: they score groups after their rollout and write them.
+
+For an episode that runs, they score completions and call tools. Such a task runs again elsewhere if
+its worker dies; it is dropped if its episode's worker dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pyarrow as pa
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
-from areal_flow.core.errors import InfrastructureError, SchemaError
+from areal_flow.core.errors import ArealFlowError, InfrastructureError, RewardError, SchemaError
 from areal_flow.core.pass_rates import verdict_of
+from areal_flow.core.settings import import_function
 from areal_flow.core.types import GroupReceipt, Prompt, Score, Tokens, VersionSpan
 from areal_flow.log.codec import (
     RolloutNotes,
@@ -40,6 +47,9 @@ SCORING_KILLS = Score(
     error="reward workers died over this completion, or over each of the first "
     f"{MAX_KILLING_ROWS} of its group: the verifier ends its process, as os._exit does, or it "
     "crashes, or needs more memory than there is",
+)
+TOOL_KILLS = RewardError(
+    "this tool call crashed its worker: the tool ends its process, as os._exit does, or crashes"
 )
 
 
@@ -195,6 +205,38 @@ async def judge(
             for (prompt, tokens, version), text in zip(completions, texts, strict=True)
         ]
     )
+
+
+async def score_completions(
+    prompt_and_version: tuple[Prompt, int], completions: Sequence[Tokens]
+) -> Sequence[Score]:
+    """Score completions of a prompt, of which this policy version sampled the newest tokens."""
+    prompt, version = prompt_and_version
+    return await judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
+
+
+def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call a function at an import path, each call in a thread; return results or errors."""
+    set_memory_limit(worker_context())
+    function = import_function(path, setting="a tool", error=ArealFlowError)
+
+    def outcome(arguments: tuple[Any, ...]) -> Any:
+        try:
+            return function(*arguments)
+        except ArealFlowError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - fails only the member that called
+            return ArealFlowError(f"{type(error).__name__}: {error}")
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [*threads.map(outcome, calls)]
+
+
+RESULT_ON_CRASH: dict[Callable[..., Any], Any] = {
+    score_completions: SCORING_KILLS,
+    call_tool: TOOL_KILLS,
+}
+"""The result of an item of an episode's task that kills workers."""
 
 
 def _trainer_state(context: WorkerContext, version: int) -> TrainerState:

@@ -19,7 +19,7 @@ from distributed import Client
 
 from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.placement import trainer_name
-from areal_flow.cluster.results import run_task
+from areal_flow.cluster.scoring import run_task
 from areal_flow.core.errors import DeviceError, EngineError, TrainerLost, TrainingError
 from areal_flow.core.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
 
-from areal_flow.cluster.results import Execution, Executions
+from areal_flow.cluster.registry import Execution, Executions
 from areal_flow.cluster.step_progress import StepClock, StepProgress
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.layout import RunLayout

@@ -9,6 +9,7 @@
     ├── StorageError        a write failed; the last committed state is intact
     ├── EpisodeError        a workflow failed
     ├── EngineError         a generator cannot serve
+    │   └── WorkersLost     a task's workers have died, perhaps because of another task
     ├── RewardError         a verifier cannot be loaded or keeps failing
     │   └── InfrastructureError  no verdict here, through no fault of the completion; ask elsewhere
     ├── TrainingError       a step cannot be computed
@@ -68,6 +69,10 @@ class EpisodeError(ArealFlowError):
 
 class EngineError(ArealFlowError):
     """A generator cannot serve."""
+
+
+class WorkersLost(EngineError):
+    """Workers that had a task have died; another of their tasks may be the cause."""
 
 
 class RewardError(ArealFlowError):

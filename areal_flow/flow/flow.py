@@ -38,7 +38,7 @@ from areal_flow.core.step_metrics import SkippedSteps
 from areal_flow.core.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.flow.buffer import Batch, Buffer
 from areal_flow.flow.changes import Changes
-from areal_flow.flow.flow_setup import FlowBackends, InitialState, RolledOut
+from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget
 from areal_flow.flow.gate import Gate
 from areal_flow.log.ledger_row import Provenance, batch_digest, group_seeds, step_row
 
@@ -137,22 +137,28 @@ class Flow(Changes):
         seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
         epoch = self.provenance.writer_epoch
         first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
-        rolled_out: RolledOut | None = None
-        for attempt in range(self.recipe.controller.max_attempts):
+        budget = RetryBudget(self.recipe.controller.max_attempts)
+        rows = None
+        while True:
+            attempt = budget.num_failures
             try:
-                if rolled_out is None:
-                    is_last = attempt + 1 == self.recipe.controller.max_attempts
+                if rows is None:
+                    is_last = budget.is_last_attempt
                     episode = replace(first, attempt=attempt, is_last_attempt=is_last)
-                    rolled_out = await self._roll_out(episode)
-                receipt = await rolled_out.write()
+                    rows = await self._roll_out(episode, budget)
+                receipt = await self.backends.rollouts.write(rows, budget)
             except ArealFlowError as error:
                 self._log_first(error, first.group_id, attempt)
                 failure = error
                 if isinstance(error, SchemaError):  # another attempt would make the same rows
                     break
+                if not budget.spend(error):
+                    failure = type(error)(f"{error} ({budget.exhausted})")
+                    self._log_first(failure, first.group_id, attempt)
+                    break
                 if isinstance(error, EngineError | WeightsError | EpisodeError):
-                    rolled_out = None  # its rows are lost
-                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
+                    rows = None  # they are lost
+                await asyncio.sleep(RETRY_DELAY_S * max(1, budget.num_failures))
                 continue
             self._written.append(receipt)
             return
@@ -161,11 +167,11 @@ class Flow(Changes):
         self.accounting.entries.failed_submissions.append(submission_index)
         self._count_failure(submission_index, failure)
 
-    async def _roll_out(self, episode: Episode) -> RolledOut:
-        if episode.attempt:
+    async def _roll_out(self, episode: Episode, budget: RetryBudget) -> Any:
+        if budget.num_failures or budget.num_collateral:  # it was rolled out before
             self.gate.started()
         try:
-            return await self.backends.rollouts.roll_out(episode)
+            return await self.backends.rollouts.roll_out(episode, budget)
         finally:
             self.gate.finished()
             self.notify()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_flow.config import Recipe
+from areal_flow.core.errors import ArealFlowError, WorkersLost
 from areal_flow.core.types import (
     Discard,
     EngineStats,
@@ -42,28 +43,64 @@ class InitialState:
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
-class RolledOut(Protocol):
-    """A group whose completions are generated; its rows are on the cluster."""
+MAX_COLLATERAL_FAILURES = 20
+"""How many failures that may be the fault of others a group survives, such as a worker's death."""
 
-    async def write(self) -> GroupReceipt:
-        """Score the group and write it, while its generator works on other groups.
+
+class RetryBudget:
+    """How many failures one group survives, those of generation and of scoring together.
+
+    Whoever catches a failure and tries again spends it. What may be the fault of another group, as
+    the death of a worker that several share, spends from an allowance of its own.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self.max_attempts = max_attempts
+        self.num_failures = 0
+        self.num_collateral = 0
+        self.exhausted = ""
+        """Which part of the budget is exhausted; empty while none is."""
+
+    @property
+    def is_last_attempt(self) -> bool:
+        return self.num_failures + 1 >= self.max_attempts
+
+    def spend(self, failure: ArealFlowError, *, is_collateral: bool = False) -> bool:
+        """Count a failure; return whether the group may be tried again."""
+        if isinstance(failure, WorkersLost) or is_collateral:
+            self.num_collateral += 1
+            if self.num_collateral > MAX_COLLATERAL_FAILURES:
+                self.exhausted = (
+                    f"no retry is left of {MAX_COLLATERAL_FAILURES} after failures that other "
+                    "groups may have caused"
+                )
+        else:
+            self.num_failures += 1
+            if self.num_failures >= self.max_attempts:
+                self.exhausted = (
+                    f"no attempt is left: controller.max_attempts = {self.max_attempts}"
+                )
+        return not self.exhausted
+
+
+class Rollouts(Protocol):
+    """Generates groups, then scores and writes them."""
+
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> Any:
+        """Generate the completions of one group; return what stands for its rows.
+
+        Raises:
+            SchemaError: no attempt can generate the group.
+            ArealFlowError: this attempt failed; the message is the root cause.
+        """
+
+    async def write(self, rows: Any, budget: RetryBudget) -> GroupReceipt:
+        """Score a group and write it, while its generator works on other groups.
 
         Raises:
             SchemaError: its rows are not valid.
             EngineError, WeightsError, EpisodeError: its rows were lost with their generator; roll
                 it out again.
-            ArealFlowError: this attempt failed; the message is the root cause.
-        """
-
-
-class Rollouts(Protocol):
-    """Generates groups."""
-
-    async def roll_out(self, episode: Episode) -> RolledOut:
-        """Generate the completions of one group.
-
-        Raises:
-            SchemaError: no attempt can generate the group.
             ArealFlowError: this attempt failed; the message is the root cause.
         """
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
@@ -33,6 +33,7 @@ from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import (
     FlowBackends,
     InitialState,
+    RetryBudget,
     groups_in_flight,
     max_running_trajectories,
 )
@@ -84,15 +85,6 @@ class Simulated:
         return self.train_s / self.step_s
 
 
-class Written(NamedTuple):
-    """A group whose write takes no time."""
-
-    receipt: GroupReceipt
-
-    async def write(self) -> GroupReceipt:
-        return self.receipt
-
-
 class VirtualCluster:
     """A flow's `Rollouts`, `Trainer`, `WeightsPublisher` and `Logs`."""
 
@@ -121,7 +113,7 @@ class VirtualCluster:
         self.num_failures = 0
         self.lock = asyncio.Lock()
 
-    async def roll_out(self, episode: Episode) -> Written:
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> GroupReceipt:
         async with self._slots:
             members: list[Spans] = []
             while not members:  # a group that its generator lost runs again on another one
@@ -137,7 +129,10 @@ class VirtualCluster:
             for member, spans in enumerate(members)
         )
         self._spans |= {receipt.trajectory_id: receipt.version_spans for receipt in receipts}
-        return Written(GroupReceipt(index, (), receipts))
+        return GroupReceipt(index, (), receipts)
+
+    async def write(self, rows: GroupReceipt, budget: RetryBudget) -> GroupReceipt:
+        return rows
 
     async def _score(self, number: int) -> None:
         """Wait until the reward workers have scored everything in their queue."""

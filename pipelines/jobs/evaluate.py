@@ -282,7 +282,9 @@ async def _answer(
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
         progress.phase(phase)
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
-        rollouts = DaskRollouts(cluster.client, reader, cluster.pool)
+        rollouts = DaskRollouts(
+            cluster.client, reader, cluster.pool, max_attempts=recipe.controller.max_attempts
+        )
         answers = answer_held_out(
             counted(rollouts.answer, progress, total=len(prompts)),
             prompts,

@@ -114,7 +114,9 @@ class Training:
         verifier, pool = read_inputs(layout).verifier, cluster.pool
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
-        self.rollouts = DaskRollouts(cluster.client, self.channel, pool)
+        self.rollouts = DaskRollouts(
+            cluster.client, self.channel, pool, max_attempts=recipe.controller.max_attempts
+        )
         self.weights = DaskWeights(cluster.client, self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking

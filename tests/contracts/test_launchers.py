@@ -30,7 +30,7 @@ from areal_flow.cluster.placement import (
     worker_environment,
 )
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import Executions
+from areal_flow.cluster.registry import Executions
 from areal_flow.config.cluster import ClusterSettings, KubernetesSettings, RemoteSettings
 from areal_flow.core.errors import EngineError
 from tests.kubernetes_api import IMAGE, running_kubernetes

@@ -11,9 +11,11 @@ import pytest
 
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.results import Executions, KillsWorkers, run_reward_task
+from areal_flow.cluster.registry import Executions
+from areal_flow.cluster.scoring import KillsWorkers, run_reward_task
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config.cluster import ClusterSettings
+from areal_flow.flow.flow_setup import RetryBudget
 
 REWARD = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
 POISONED = (1, 4)
@@ -31,7 +33,10 @@ async def test_tasks_that_wait_beside_those_that_kill_their_worker_get_their_res
 
     async with launch_cluster([REWARD], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
         executions: Executions = cluster.pool.executions
-        tasks = [run_reward_task(cluster.client, executions, judge, n) for n in range(8)]
+        budgets = [RetryBudget(1)]
+        tasks = [
+            run_reward_task(cluster.client, executions, judge, n, budgets=budgets) for n in range(8)
+        ]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         (record,) = cluster.pool.registry.all()
         # One that only waited when the other one killed is tried again, and kills once more.

@@ -19,9 +19,9 @@ import openai
 import pyarrow as pa
 import pytest
 
-from areal_flow.cluster import episode_requests, generator_tasks, reward_tasks
+from areal_flow.cluster import generator_tasks, reward_tasks, scoring
 from areal_flow.cluster.generator_tasks import GeneratorRole
-from areal_flow.cluster.results import KillsWorkers
+from areal_flow.cluster.scoring import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.core.errors import EpisodeError, InfrastructureError, RewardError
@@ -84,7 +84,7 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
         result = function(*arguments)
         return await result if inspect.isawaitable(result) else result
 
-    for module in (episode_requests, generator_tasks, reward_tasks):
+    for module in (generator_tasks, reward_tasks, scoring):
         monkeypatch.setattr(module, "worker_context", lambda: context)
     monkeypatch.setattr(generator_tasks, "on_reward_worker", here)
     yield context
@@ -401,11 +401,10 @@ def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
             raise KillsWorkers("each worker died")
         return [f"{item}!" for item in items]
 
-    monkeypatch.setattr(episode_requests, "run_reward_task", run_reward_task)
-    monkeypatch.setattr(
-        episode_requests, "worker_context", lambda: SimpleNamespace(executions=None)
-    )
-    monkeypatch.setattr(episode_requests, "get_client", lambda: None)
-    for function, failed in episode_requests.RESULT_ON_CRASH.items():
-        results = episode_requests.on_reward_worker(function, "of", ["a", "poisoned", "b"])
+    monkeypatch.setattr(scoring, "run_reward_task", run_reward_task)
+    context = SimpleNamespace(executions=None, recipe=small_recipe())
+    monkeypatch.setattr(scoring, "worker_context", lambda: context)
+    monkeypatch.setattr(scoring, "get_client", lambda: None)
+    for function, failed in reward_tasks.RESULT_ON_CRASH.items():
+        results = scoring.on_reward_worker(function, "of", ["a", "poisoned", "b"])
         assert asyncio.run(results) == ["a!", failed, "b!"]

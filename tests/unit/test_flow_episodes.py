@@ -12,6 +12,7 @@ from areal_flow.core.errors import (
     RewardError,
     SchemaError,
     StorageError,
+    WorkersLost,
 )
 from areal_flow.core.types import (
     EngineStats,
@@ -19,7 +20,7 @@ from areal_flow.core.types import (
     submission_index_of,
 )
 from areal_flow.flow.flow import RETRY_DELAY_S, Flow
-from areal_flow.flow.flow_setup import InitialState
+from areal_flow.flow.flow_setup import MAX_COLLATERAL_FAILURES, InitialState
 from areal_flow.log.ledger_row import group_seeds
 from tests.flow_fakes import MemoryLog, prompt_at
 from tests.flow_parts import Parts, Rollouts, group, roll_out, run, train_once
@@ -67,7 +68,10 @@ def test_group_is_given_up_after_its_last_attempt_and_its_failure_is_logged_once
     assert len(parts.rollouts.episodes) == 2
     assert flow.accounting.entries.failed_submissions == [0]
     assert (flow.gate.running, flow.gate.outstanding) == (0, 0)
-    assert caplog.messages == ["group 00000000, attempt 0: died"]
+    assert caplog.messages == [
+        "group 00000000, attempt 0: died",
+        "group 00000000, attempt 1: died (no attempt is left: controller.max_attempts = 2)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,27 @@ def test_group_that_cannot_be_written_is_written_again_and_generated_again_only_
     assert len(flow.buffer) == (not is_given_up)
     assert (flow.gate.running, flow.num_pending_groups) == (0, 0)
     assert parts.rollouts.write_failures == []
+
+
+def test_deaths_of_generators_leave_a_group_its_attempts_until_their_own_allowance_is_exhausted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    died = WorkersLost("each worker that ran rollout died")
+    parts = Parts(Rollouts([*[died] * MAX_COLLATERAL_FAILURES, EngineError("broken")]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_attempts=2, max_staleness=9)
+        await roll_out(flow)
+        parts.rollouts.outcomes = [died] * (MAX_COLLATERAL_FAILURES + 1)
+        await roll_out(flow)
+        return flow
+
+    flow = run(scenario())
+    attempts = [e.attempt for e in parts.rollouts.episodes if e.submission_index == 0]
+    assert attempts == [0] * (MAX_COLLATERAL_FAILURES + 1) + [1]
+    assert (len(flow.buffer), flow.accounting.entries.failed_submissions) == (1, [1])
+    assert (flow.gate.running, flow.num_pending_groups) == (0, 0)
+    assert "no retry is left of 20 after failures that other groups may have" in caplog.text
 
 
 def fails(*outcomes: str) -> None:

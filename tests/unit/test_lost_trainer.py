@@ -14,9 +14,9 @@ import torch
 from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.core.errors import ArealFlowError, TrainerLost, TrainingError
-from areal_flow.core.types import Episode, StepRequest, StepResult
+from areal_flow.core.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.flow.flow import Flow
-from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget
 from areal_flow.flow.schedules import (
     run_async_schedule,
     run_barrier_schedule,
@@ -24,7 +24,7 @@ from areal_flow.flow.schedules import (
 )
 from areal_flow.log.ledger_row import Provenance
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 
 NUM_STEPS = 3
 RESTORE_S = 30.0
@@ -44,9 +44,9 @@ class Ranks(FakeCluster):
         self.holding.clear()
         self.lost.set()
 
-    async def roll_out(self, episode: Episode) -> FakeRolledOut:
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> GroupReceipt:
         await self.holding.wait()
-        return await super().roll_out(episode)
+        return await super().roll_out(episode, budget)
 
     async def require_policy(self) -> None:
         if not self.holding.is_set():

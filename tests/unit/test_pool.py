@@ -16,8 +16,7 @@ from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
-from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
-from areal_flow.cluster.results import Execution, Executions
+from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS, Execution, Executions
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
 from areal_flow.planning.virtual_time import run_in_virtual_time
@@ -296,6 +295,21 @@ def test_task_that_kills_reward_workers_is_given_up_at_the_second_death_and_cond
             tasks["x"] = SimpleNamespace(key="x", role="reward", suspicious=0)
         assert record.is_quarantined
         assert f"died {NUM_DEATHS_OVER_TASKS} times in a row" in record.why_quarantined()
+
+    with_pool(test)
+
+
+def test_task_of_a_generator_fails_with_its_worker_and_its_group_decides_what_follows() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        tasks = launcher.scheduler.tasks
+        keys = ["generator/rollout-00000000-0-1-0", "other"]
+        for key in keys:
+            tasks[key] = SimpleNamespace(key=key, role="generator", suspicious=0)
+        pool.update_graph(launcher.scheduler, keys=[*keys, "forgotten"])
+        await pool.start_until_joined(TWO[:1])
+        launcher.end("generator-0", "killed by signal 9")
+        await asyncio.sleep(1)
+        assert [*tasks] == ["other"]
 
     with_pool(test)
 

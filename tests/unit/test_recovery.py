@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from areal_flow.core.types import (
     Discard,
     Episode,
+    GroupReceipt,
     PolicyHashes,
     TrajectoryReceipt,
     VersionSpan,
@@ -20,7 +21,7 @@ from areal_flow.core.types import (
     trajectory_id,
 )
 from areal_flow.flow.flow import Flow
-from areal_flow.flow.flow_setup import FlowBackends, InitialState
+from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget
 from areal_flow.flow.recovery.plan import plan_initial_state
 from areal_flow.flow.recovery.restore import LedgerReplay
 from areal_flow.flow.schedules import run_async_schedule
@@ -32,7 +33,7 @@ from areal_flow.log.ledger_row import (
     genesis_row,
 )
 from areal_flow.planning.virtual_time import run_in_virtual_time
-from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 
 PROVENANCE = Provenance(1, "", "")
 GENESIS = genesis_row(PolicyHashes("w0", ""), provenance=PROVENANCE, numeric_environment="{}")
@@ -128,9 +129,9 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
 class SlowAlways(FakeCluster):
     """A retried episode takes as long as before, since its prompt makes it long."""
 
-    async def roll_out(self, episode: Episode) -> FakeRolledOut:
+    async def roll_out(self, episode: Episode, budget: RetryBudget) -> GroupReceipt:
         self.duration_s = lambda _: duration_of(episode.submission_index)
-        return await super().roll_out(episode)
+        return await super().roll_out(episode, budget)
 
 
 def duration_of(submission_index: int) -> float:

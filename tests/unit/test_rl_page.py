@@ -13,7 +13,7 @@ from distributed import Scheduler
 
 from areal_flow.cluster.placement import Machines
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import Executions
+from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.rl_page import RunFeed, add_page
 from areal_flow.core.layout import RunLayout
 from pipelines.cluster_address import dashboard_text, tunnel_to

@@ -13,15 +13,25 @@ import pytest
 from dask.utils import key_split
 
 from areal_flow.cluster import reward_tasks, rollouts
-from areal_flow.cluster.results import Executions, KillsWorkers
-from areal_flow.cluster.rollouts import BATCHING_WINDOW_S, DaskRollouts, Scoring, ScoringBatcher
+from areal_flow.cluster.registry import Executions
+from areal_flow.cluster.rollouts import DaskRollouts
+from areal_flow.cluster.scoring import BATCHING_WINDOW_S, KillsWorkers, Scoring, ScoringBatcher
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.core.errors import InfrastructureError, RewardError, SchemaError
+from areal_flow.core.errors import EpisodeError, InfrastructureError, RewardError, SchemaError
 from areal_flow.core.types import GroupReceipt, Score
+from areal_flow.flow.flow_setup import RetryBudget
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.episodes import episode_of
 
 NO_EXECUTIONS = Executions(Path("nowhere"))
+
+
+def batcher(workers: Any) -> ScoringBatcher:
+    return ScoringBatcher(Scoring(workers, workers), workers)
+
+
+def receipt(ready: ScoringBatcher, table: Any) -> Any:
+    return ready.receipt(table, RetryBudget(3))
 
 
 class FakeRewardWorkers:
@@ -64,10 +74,10 @@ def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[An
     """Return the receipts of groups, some ready at once, the others ten seconds later."""
 
     async def all_receipts() -> list[Any]:
-        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
+        ready = batcher(workers)
         waiting: list[Any] = []
         for tables in arrivals:
-            waiting += [asyncio.ensure_future(ready.receipt(table)) for table in tables]
+            waiting += [asyncio.ensure_future(receipt(ready, table)) for table in tables]
             await asyncio.sleep(10)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -91,11 +101,11 @@ def test_group_waits_for_others_only_while_some_are_on_their_way(
     workers = FakeRewardWorkers(1, seconds_a_group=0.001)
 
     async def seconds_until_written() -> float:
-        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
+        ready = batcher(workers)
         clock = asyncio.get_running_loop().time
         began = clock()
         with ready.counting_rollout() if others_coming else nullcontext():
-            await ready.receipt("a")  # type: ignore[arg-type]
+            await receipt(ready, "a")
         return clock() - began
 
     waited: float = run_in_virtual_time(seconds_until_written())
@@ -127,9 +137,9 @@ def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=0.001)
 
     async def cancel() -> None:
-        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
+        ready = batcher(workers)
         with ready.counting_rollout():
-            waiting = asyncio.ensure_future(ready.receipt("a"))  # type: ignore[arg-type]
+            waiting = asyncio.ensure_future(receipt(ready, "a"))
             await asyncio.sleep(BATCHING_WINDOW_S / 2)
             waiting.cancel()
             await asyncio.sleep(10)
@@ -186,8 +196,8 @@ def scores_of(cluster: Poisoned) -> list[float | None]:
     """Return the rewards of a group over rows of which workers die, between two others."""
 
     async def heard() -> list[Any]:
-        ready = ScoringBatcher(cluster, cluster)  # type: ignore[arg-type]
-        groups = [ready.receipt(name) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
+        ready = batcher(cluster)
+        groups = [receipt(ready, name) for name in ("a", "poisoned", "b")]
         return await asyncio.gather(*groups)
 
     before, poisoned, after = run_in_virtual_time(heard())
@@ -224,8 +234,8 @@ def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
 
     async def waits() -> list[float]:
         workers = Workers(1, seconds_a_group=0.5, seconds_a_trip=0.25)
-        ready = ScoringBatcher(workers, workers)  # type: ignore[arg-type]
-        groups = (ready.receipt(name) for name in "ab")  # type: ignore[arg-type]
+        ready = batcher(workers)
+        groups = (receipt(ready, name) for name in "ab")
         return [receipt.reward_queue_s for receipt in await asyncio.gather(*groups)]
 
     assert run_in_virtual_time(waits()) == pytest.approx([0.25, 1.0])
@@ -257,8 +267,10 @@ def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
 
     async def ask_for_everything() -> None:
         client: Any = Naming(1, seconds_a_group=0.0)
-        rollouts = DaskRollouts(client, SimpleNamespace(newest=lambda: 0), client)  # type: ignore[arg-type]
-        await (await rollouts.roll_out(episode_of())).write()
+        weights: Any = SimpleNamespace(newest=lambda: 0)
+        rollouts = DaskRollouts(client, weights, client, max_attempts=3)
+        budget = RetryBudget(3)
+        await rollouts.write(await rollouts.roll_out(episode_of(), budget), budget)
         await rollouts.answer([episode_of()], name="before")
         replicas = TrainerReplicas(client, num_ranks=1, replace=wait)
         await replicas.require_policy()
@@ -300,6 +312,33 @@ class BrokenSandboxes:
         return "unscored" if len(self.tries) <= self._num_broken else "scored"
 
 
+def test_group_that_has_spent_its_attempts_on_generation_is_scored_once() -> None:
+    client: Any = BrokenSandboxes("a", "b", num_broken=9)
+    budget = RetryBudget(3)
+    for _ in range(2):
+        assert budget.spend(EpisodeError("a tool raised"))
+    scoring = Scoring(client, client)
+    assert asyncio.run(scoring.run(client.present, budgets=[budget])) == "unscored"
+    assert client.tries == [(None, True)]
+    assert not budget.exhausted
+
+
+def test_failure_of_a_task_of_several_groups_is_held_against_none_of_them() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+    budgets = [RetryBudget(1) for _ in range(3)]
+
+    async def score() -> list[Any]:
+        ready = batcher(workers)
+        await receipt(ready, "a")
+        tables: Any = ["b", "broken", "c"]
+        waiting = map(ready.receipt, tables, budgets)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    heard: list[Any] = run_in_virtual_time(score())
+    assert [str(each) for each in heard] == ["b!", "a verifier cannot be reached", "c!"]
+    assert [(b.num_failures, b.num_collateral) for b in budgets] == [(0, 1)] * 3
+
+
 @pytest.mark.parametrize(
     ("addresses", "num_broken", "tries", "expected"),
     [
@@ -315,6 +354,7 @@ def test_error_of_the_infrastructure_is_tried_again_on_other_workers(
     addresses: str, num_broken: int, tries: list[tuple[list[str] | None, bool]], expected: str
 ) -> None:
     cluster = BrokenSandboxes(*addresses, num_broken=num_broken)
-    scoring = Scoring(cluster, cluster)  # type: ignore[arg-type]
-    assert asyncio.run(scoring.run(lambda: None)) == expected  # type: ignore[arg-type]
+    client: Any = cluster
+    scoring, function = Scoring(client, client), client.present
+    assert asyncio.run(scoring.run(function, budgets=[RetryBudget(3)])) == expected
     assert cluster.tries == tries

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_flow.cluster import episode_requests
+from areal_flow.cluster import reward_tasks
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.core import machine
@@ -87,8 +87,8 @@ def test_reward_worker_leaves_the_others_their_memory(
         dump_recipe(build_recipe({"cluster": {"num_reward_workers": 8}}, source="test"))
     )
     monkeypatch.setattr(PROGRAM_MEMORY, "num_processes", 1)
-    monkeypatch.setattr(episode_requests, "worker_context", lambda: WorkerContext(tmp_path, 1))
-    assert episode_requests.call_tool("math:sqrt", [(4,)]) == [2.0]
+    monkeypatch.setattr(reward_tasks, "worker_context", lambda: WorkerContext(tmp_path, 1))
+    assert reward_tasks.call_tool("math:sqrt", [(4,)]) == [2.0]
     assert PROGRAM_MEMORY.num_processes == 8
 
 

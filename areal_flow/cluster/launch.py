@@ -23,10 +23,10 @@ from areal_flow.cluster.certificates import (
     with_certificates,
 )
 from areal_flow.cluster.control import serve_pool
-from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.queued import QueuedLauncher
+from areal_flow.cluster.liveness import watch_health
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool

@@ -7,7 +7,7 @@
 |                                    |                    | trainer is restored                 |
 | a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
 | workers are added or removed       | `control`          | the launcher starts or stops some   |
-| a worker hangs                     | `health`           | `kill`                              |
+| a worker hangs                     | `liveness`         | `kill`                              |
 | the last of a role is quarantined  | the registry       | `guard` raises                      |
 """
 
@@ -27,7 +27,7 @@ from distributed import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.launchers import Launcher
-from areal_flow.cluster.launchers.child import ProcessorUse
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement
 from areal_flow.cluster.registry import (
     UNREACHABLE,

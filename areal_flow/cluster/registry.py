@@ -26,7 +26,7 @@ EARLY_S = 15.0
 SILENT_S = 3.0
 """Nobody waits for a worker whose heartbeat is overdue for longer."""
 SILENT = "silent for"
-"""The beginning of the cause when `health` kills a worker."""
+"""The beginning of the cause when `liveness` kills a worker."""
 UNREACHABLE = "ssh ended"
 """The beginning of the cause when the connection to a worker's host ended, or was never made."""
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
 
+from areal_flow.cluster.liveness import STEP_METRIC, StepClock, StepProgress
 from areal_flow.cluster.registry import Execution, Executions
-from areal_flow.cluster.step_progress import StepClock, StepProgress
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.policy.tokenizer.directory import tokenizer_of
@@ -37,8 +37,6 @@ EXECUTIONS = "executions"
 """The folder of `Executions`, within that of the processes."""
 SERVED_METRIC = "areal_flow_served_weights"
 ENGINE_METRIC = "areal_flow_engine"
-STEP_METRIC = "areal_flow_step"
-"""How far a trainer rank is within a step: a `StepProgress`."""
 
 Part = TypeVar("Part")
 

@@ -29,7 +29,7 @@ from areal_flow.core.machine import is_linux, raise_open_files_limit
 from areal_flow.core.settings import search_here_last
 
 DASK_SETTINGS: dict[str, Any] = {
-    "distributed.scheduler.worker-ttl": None,  # see `health`
+    "distributed.scheduler.worker-ttl": None,  # see `liveness`
     "distributed.scheduler.allowed-failures": 3,
     "distributed.comm.timeouts.connect": "30 s",
     "distributed.worker.profile.enabled": False,

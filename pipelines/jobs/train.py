@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.autoscale import Autoscaler
-from areal_flow.cluster.gpu_turns import GpuTurns
+from areal_flow.cluster.generators import DaskWeights, GpuTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.fork_server import ForkServer
@@ -24,7 +24,6 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.usage import usage
-from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.core.code_version import CODE_VERSION

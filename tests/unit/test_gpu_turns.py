@@ -16,7 +16,7 @@ import torch
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
-from areal_flow.cluster.gpu_turns import GpuTurns
+from areal_flow.cluster.generators import GpuTurns
 from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.trainer_tasks import _leave_generator_memory
 from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.control import add_to, remove_from
-from areal_flow.cluster.launchers.child import ProcessorUse
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS, Execution, Executions

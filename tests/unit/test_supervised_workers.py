@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster import health
+from areal_flow.cluster import liveness
 from areal_flow.cluster.certificates import connection_security, with_certificates
 from areal_flow.cluster.launchers import make_launcher
-from areal_flow.cluster.launchers.child import Child, ProcessorUse, take_reports
+from areal_flow.cluster.launchers.child import Child, take_reports
 from areal_flow.cluster.launchers.queued import Job
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import WorkerRegistry
 from areal_flow.cluster.supervisor import KILL, TO_DRIVER
@@ -120,9 +121,9 @@ def test_remote_worker_that_is_busy_without_a_heartbeat_is_given_a_minute(
     processor_share: float | None, killed_at: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def watch() -> list[float]:
-        monkeypatch.setattr(health, "monotonic", asyncio.get_running_loop().time)
+        monkeypatch.setattr(liveness, "monotonic", asyncio.get_running_loop().time)
         pool: Any = RemotePool(processor_share)
-        watching = asyncio.ensure_future(health.watch_health(pool, ClusterSettings()))
+        watching = asyncio.ensure_future(liveness.watch_health(pool, ClusterSettings()))
         await asyncio.sleep(70)
         watching.cancel()
         return pool.killed_at

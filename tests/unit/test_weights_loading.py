@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from areal_flow.cluster.generators import REPLY_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.weights_loading import MIN_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.core.errors import WeightsError
@@ -116,13 +116,13 @@ def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -
 def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     live = FakeGenerators()
     waited = seconds_to_announce(live, healthy=0.2, other=1e9)
-    assert waited == pytest.approx(MIN_TIMEOUT_S, abs=0.5)
+    assert waited == pytest.approx(REPLY_TIMEOUT_S, abs=0.5)
     assert live.replaced == ["other"]
 
 
 def test_time_to_load_follows_from_the_size() -> None:
     live, num_bytes = FakeGenerators(), 64 * 10**9
-    expected_s = MIN_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
+    expected_s = REPLY_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
     assert seconds_to_announce(live, num_bytes=num_bytes, other=expected_s - 1) == expected_s - 1
     assert live.replaced == []
     waited = seconds_to_announce(live, num_bytes=num_bytes, other=1e9)
@@ -136,7 +136,7 @@ def test_generator_that_drains_is_waited_for_while_it_decodes() -> None:
     assert live.replaced == []
     live = FakeGenerators(decodes_until=900.0)
     waited = seconds_to_announce(live, other=1e9)
-    assert waited == pytest.approx(900 + MIN_TIMEOUT_S, abs=1)
+    assert waited == pytest.approx(900 + REPLY_TIMEOUT_S, abs=1)
     assert live.replaced == ["other"]
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError

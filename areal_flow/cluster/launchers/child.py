@@ -16,9 +16,10 @@ from functools import partial
 from math import isnan
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from areal_flow.cluster.fork_server import NUMBER_BYTES
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.supervisor import REPORT_END, REPORT_START
 
@@ -45,15 +46,6 @@ KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 
 
 _REPORT = re.compile(re.escape(REPORT_START) + rb"([\d.]+|nan) (\S)" + re.escape(REPORT_END))
-
-
-class ProcessorUse(NamedTuple):
-    """What is known of the processor that a worker's process uses."""
-
-    processor_s: float | None = None
-    """Of its process so far; None if it cannot be known."""
-    waits_for_storage: bool = False
-    """Whether its process is in an uninterruptible read or write."""
 
 
 def take_reports(output: bytes) -> tuple[bytes, ProcessorUse | None]:

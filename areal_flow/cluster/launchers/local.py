@@ -11,12 +11,12 @@ from pathlib import Path
 
 from areal_flow.cluster.launchers.child import (
     Child,
-    ProcessorUse,
     cause_of_exit,
     last_line,
     start_process,
 )
 from areal_flow.cluster.launchers.fork_server import ForkServer
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.worker_process import worker_options
 from areal_flow.config.cluster import ClusterSettings

@@ -32,13 +32,13 @@ from urllib.parse import urlsplit
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.launchers.child import (
     NUM_LAST_BYTES,
-    ProcessorUse,
     cause_of_exit,
     import_paths,
     last_line,
     take_reports,
 )
 from areal_flow.cluster.launchers.fork_server import ForkServer
+from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
 from areal_flow.cluster.worker_process import worker_options

@@ -1,10 +1,22 @@
-"""Publishes weights and has generators load them; one that does not is replaced."""
+"""What the driver has generators do between rollouts: load weights, and leave a GPU to the trainer.
+
+A generator that does not do so in time is replaced; the new process loads the newest weights. Where
+a trainer and generators share one GPU in turns:
+
+| who                                   | waits for                     | unblocked by       |
+|---------------------------------------|-------------------------------|--------------------|
+| the trainer's turn                    | a generator's start or waking | its end            |
+|                                       | all generators, to sleep      | them; 30 s         |
+| a generator that is to start, to wake | the trainer's turn            | its end; a new run |
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from distributed import Client
@@ -14,10 +26,12 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
+from areal_flow.core.gpu_lock import ALONE, gpu_lock
 from areal_flow.core.types import ServedWeights
 
-MIN_TIMEOUT_S = 30.0
-LISTEN_EVERY_S = 0.5
+REPLY_TIMEOUT_S = 30.0
+"""How long a generator may take to reply, beside what it has to read."""
+CHECK_REPLY_EVERY_S = 0.5
 
 
 class PublishedWeights(Protocol):
@@ -49,11 +63,11 @@ class DaskWeights:
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
         """Return when all generators that are not silent have loaded, also those that leave.
 
-        `health` replaces a silent one; the new process loads the newest weights.
+        `liveness` replaces a silent one; the new process loads the newest weights.
         """
         generators = self._pool.registry.running("generator")
         num_bytes = await asyncio.to_thread(self._channel.num_bytes, version)
-        timeout_s = MIN_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
+        timeout_s = REPLY_TIMEOUT_S + num_bytes / SLOW_STORAGE_BYTES_PER_S
         loads = (self._load(version, served_hash, record, timeout_s) for record in generators)
         return [served for served in await asyncio.gather(*loads) if served]
 
@@ -62,7 +76,7 @@ class DaskWeights:
     ) -> ServedWeights | None:
         """Wait for one generator; replace it if it loads other weights than the trainer's."""
         address = record.address
-        load = await answer_of(
+        load = await reply_of(
             self._client,
             record,
             generator_tasks.load_weights,
@@ -86,32 +100,32 @@ class DaskWeights:
         return engine["busy_seconds_total"] if engine and engine.get("draining") else 0.0
 
 
-async def answer_of(
+async def reply_of(
     client: Client,
     record: WorkerRecord,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = MIN_TIMEOUT_S,
+    timeout_s: float = REPLY_TIMEOUT_S,
     progress: Callable[[], float] = lambda: 0.0,
 ) -> asyncio.Future[dict[str, Any]]:
-    """Return a generator's answer; it is not done if the generator is silent, or takes too long.
+    """Return a generator's reply; it is not done if the generator is silent, or takes too long.
 
     Args:
         timeout_s: since it was asked, or since `progress` last grew.
     """
-    reply = client.run(function, *arguments, workers=[record.address], on_error="return")
-    answer: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(reply)
+    run = client.run(function, *arguments, workers=[record.address], on_error="return")
+    reply: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(run)
     clock = asyncio.get_running_loop().time
     deadline, last_progress = clock() + timeout_s, 0.0
     try:
-        while not answer.done() and clock() < deadline and not record.is_silent:
-            await asyncio.wait([answer], timeout=LISTEN_EVERY_S)
+        while not reply.done() and clock() < deadline and not record.is_silent:
+            await asyncio.wait([reply], timeout=CHECK_REPLY_EVERY_S)
             if (now := progress()) > last_progress:
                 deadline, last_progress = clock() + timeout_s, now
     except asyncio.CancelledError:
-        answer.cancel()  # else it ends with the cluster, and its error is printed
+        reply.cancel()  # else it ends with the cluster, and its error is printed
         raise
-    return answer
+    return reply
 
 
 def _acknowledged(
@@ -136,3 +150,33 @@ def _acknowledged(
                 )
             return reply, ""
     return None, ""
+
+
+class GpuTurns:
+    def __init__(self, client: Client, pool: WorkerPool, processes: Path) -> None:
+        """Take the folder of the lock: that of this driver's processes."""
+        self._client = client
+        self._pool = pool
+        self._processes = processes
+
+    @asynccontextmanager
+    async def of_trainer(self) -> AsyncIterator[None]:
+        """Have all generators sleep during the block, and wake unless it fails."""
+        async with gpu_lock(self._processes, ALONE):
+            await asyncio.gather(*map(self._send_to_sleep, self._generators()))
+            yield
+        await asyncio.gather(*map(self._wake, self._generators()))
+
+    def _generators(self) -> list[WorkerRecord]:
+        return self._pool.registry.present("generator")
+
+    async def _send_to_sleep(self, record: WorkerRecord) -> None:
+        reply = await reply_of(self._client, record, generator_tasks.sleep)
+        failed = not reply.done() or reply.exception() is not None
+        if failed or any(isinstance(result, Exception) for result in reply.result().values()):
+            reply.cancel()
+            await self._pool.replace(record.address, why="it did not leave the GPU to the trainer")
+
+    async def _wake(self, record: WorkerRecord) -> None:
+        """Have it go on with the weights that it has; one that cannot is started again."""
+        await reply_of(self._client, record, generator_tasks.load_weights, 0)

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 
 from areal_flow.log.browse import GroupSelection, select_groups, show_group
+from areal_flow.log.codec import content_hashes
 from areal_flow.log.dataset import create_dataset
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run
 from pipelines.pages.view import read_points
-from schemas import content_hashes
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
 from tests.tracked_runs import step_row

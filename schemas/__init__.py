@@ -1,7 +1,6 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
 from schemas.arrow import arrow_schema, validate, violations
-from schemas.content import content_hashes
 from schemas.prompts import EvaluationRow, PromptRow
 from schemas.steps import StepRow
 from schemas.trajectories import TrajectoryRow
@@ -12,7 +11,6 @@ __all__ = [
     "StepRow",
     "TrajectoryRow",
     "arrow_schema",
-    "content_hashes",
     "validate",
     "violations",
 ]

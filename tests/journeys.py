@@ -24,7 +24,6 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import torch
-from areal_flow.log.committed import CommittedLogs
 from distributed import Future, Worker
 
 from areal_flow.cluster import launch
@@ -43,6 +42,7 @@ from areal_flow.core.types import (
     TrajectoryReceipt,
 )
 from areal_flow.flow.flow import Flow
+from areal_flow.log.run_log import RunLog
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import TrajectoryDraft
@@ -96,7 +96,7 @@ class Event:
 GROUP = Journey(
     "A group, from its admission to the ledger row",
     Flow.submit.__code__,
-    CommittedLogs.append.__code__,
+    RunLog.append.__code__,
     "return",
     (
         *(Episode, GroupRequest, Completion, TrajectoryDraft, pa.Table, RewardInput),

@@ -1,6 +1,4 @@
-"""Episodes as trajectory rows, first generated, then scored; rows as receipts and as arrays for
-training. It does not import Lance.
-"""
+"""Trajectory rows: made of episodes, scored, read as receipts and as arrays, hashed. No Lance."""
 
 from __future__ import annotations
 
@@ -14,7 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from areal_flow.core.digests import row_hash
 from areal_flow.core.layout import SCHEMA_VERSION
 from areal_flow.core.types import (
     EngineStats,
@@ -26,13 +26,23 @@ from areal_flow.core.types import (
     trajectory_id,
 )
 from areal_flow.rollout.workflows.episode import RolledOutGroup
-from schemas import TrajectoryRow, arrow_schema, content_hashes
-from schemas.content import row_arrays
+from schemas import TrajectoryRow, arrow_schema
 
 TRAJECTORIES = arrow_schema(TrajectoryRow)
 
 RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
+
+CONTENT_COLUMNS = (
+    "trajectory_id",
+    "prompt_tokens",
+    "output_tokens",
+    "behavior_logprobs",
+    "loss_mask",
+    "version_spans",
+    "reward",
+)
+"""What `content_hash` covers: all that a step depends on."""
 
 _TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
 """Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
@@ -171,3 +181,35 @@ def _spans_of_rows(column: pa.ListArray) -> Iterator[tuple[VersionSpan, ...]]:
 def member_errors(table: pa.Table) -> tuple[str, ...]:
     failed = table.filter(pc.is_null(table["reward"]))["reward_detail"].to_pylist()
     return tuple(json.loads(detail).get("error", "unknown") for detail in failed)
+
+
+def content_hashes(table: pa.Table) -> list[str]:
+    """Return the `content_hash` of each row, 32 hexadecimal digits, from `CONTENT_COLUMNS`."""
+    return [
+        row_hash(parts)
+        for batch in table.select(CONTENT_COLUMNS).to_batches()
+        for parts in zip(*map(_bytes_of_rows, batch.columns), strict=True)
+    ]
+
+
+def row_arrays(column: pa.ListArray | pa.ChunkedArray) -> Iterator[NDArray[Any]]:
+    """Yield each row's values, of structs the fields side by side: views, but for booleans."""
+    for chunk in getattr(column, "chunks", [column]):
+        flat, offsets = _flat(chunk.flatten()), chunk.offsets.to_numpy()
+        for begin, end in pairwise((offsets - offsets[0]).tolist()):
+            yield flat[begin:end]
+
+
+def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return (text.encode() for text in column.to_pylist())
+    if not pa.types.is_nested(column.type):
+        return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
+    return (row.tobytes() for row in row_arrays(column))
+
+
+def _flat(values: pa.Array) -> NDArray[Any]:
+    if pa.types.is_struct(values.type):
+        return np.stack([_flat(field) for field in values.flatten()], axis=1)
+    flat: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return flat

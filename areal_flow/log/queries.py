@@ -20,6 +20,7 @@ from areal_flow.core.errors import PromptError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import as_tokens
+from areal_flow.log.codec import row_arrays
 from areal_flow.log.database import (
     LEDGER_COLUMNS,
     LOG_COLUMNS,
@@ -41,7 +42,6 @@ from areal_flow.log.directory import check_schema_version, find_run
 from areal_flow.log.ledger import STEPS, read_steps
 from areal_flow.log.lineage import Lineage
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
-from schemas.content import row_arrays
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

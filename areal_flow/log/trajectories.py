@@ -20,7 +20,7 @@ from lance.fragment import LanceFragment, write_fragments
 from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import submission_index_of
-from areal_flow.log.codec import TRAJECTORIES, array_rows
+from areal_flow.log.codec import CONTENT_COLUMNS, TRAJECTORIES, array_rows, content_hashes
 from areal_flow.log.dataset import (
     conjunction,
     dataset_uri,
@@ -28,8 +28,7 @@ from areal_flow.log.dataset import (
     open_dataset,
     storage_errors,
 )
-from schemas import TrajectoryRow, content_hashes, validate
-from schemas.content import CONTENT_COLUMNS
+from schemas import TrajectoryRow, validate
 
 BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""

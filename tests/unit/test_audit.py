@@ -32,7 +32,7 @@ from areal_flow.log.audit.files import (
 )
 from areal_flow.log.audit.rules import ADVICE, MAX_PER_RULE, AuditDatabase, Finding, Report
 from areal_flow.log.audit.run import MOST_READINGS, check_run
-from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.codec import TRAJECTORIES, content_hashes
 from areal_flow.log.dataset import open_dataset
 from areal_flow.log.inputs import Verifier, record_inputs
 from areal_flow.log.ledger import STEPS
@@ -40,7 +40,7 @@ from areal_flow.log.ledger_row import batch_digest
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.training.metrics import batch_metrics
-from schemas import TrajectoryRow, content_hashes
+from schemas import TrajectoryRow
 from tests.recorded_runs import make_recorded_run
 from tests.rows import commit, group_table, written_group
 

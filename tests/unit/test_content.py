@@ -12,11 +12,9 @@ import pytest
 from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.log.codec import TRAJECTORIES
+from areal_flow.log.codec import CONTENT_COLUMNS, TRAJECTORIES, content_hashes
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import TrainingRows
-from schemas import content_hashes
-from schemas.content import CONTENT_COLUMNS
 from tests.rows import commit, group_table, written_group
 
 

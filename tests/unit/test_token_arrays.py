@@ -16,14 +16,13 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import Completion, EngineStats, VersionSpan
 from areal_flow.log import trajectories
-from areal_flow.log.codec import TRAJECTORIES, array_rows, rollout_rows
+from areal_flow.log.codec import TRAJECTORIES, array_rows, rollout_rows, row_arrays
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import TrainingRows
 from areal_flow.policy.tokenizer import directory
 from areal_flow.policy.tokenizer.directory import texts_of
 from areal_flow.rollout.workflows.episode import RolledOutGroup, TrajectoryDraft
 from areal_flow.training.sequences import MicroBatches, pack_sequences
-from schemas.content import row_arrays
 from tests.episodes import PROMPT, episode_of
 from tests.rows import commit, written_group
 from tests.unit.test_trainer import make_sequences

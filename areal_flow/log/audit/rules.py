@@ -26,9 +26,9 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
+from areal_flow.log.codec import content_hashes
 from areal_flow.log.database import empty_database, read_sql
 from areal_flow.log.ledger_row import batch_digest, member_seed
-from schemas import content_hashes
 
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
 _PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")

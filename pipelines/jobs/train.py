@@ -1,4 +1,4 @@
-"""Training as stages in order: prepared, begun or restored, evaluated, trained, evaluated again."""
+"""A training run, from the start of its workers to its summary; the stages are in `run_stages`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def run_training(
     resume: bool,
     began: float,
 ) -> Outcome:
-    """Start the cluster, go through the stages, and summarise a run that is finished."""
+    """Start a prepared run's workers, run all stages on them, and summarise a finished run."""
     progress = make_progress(
         num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
     )
@@ -81,7 +81,7 @@ async def run_training(
                 progress.phase(dashboard_text(cluster.dashboard))
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
-                    outcome = await cluster.pool.guard(run.go_through_stages(resume=resume))
+                    outcome = await cluster.pool.guard(run_stages(run, resume=resume))
                 status = "FINISHED" if outcome.finished else "KILLED"
     except asyncio.CancelledError:
         status = "KILLED"
@@ -91,13 +91,158 @@ async def run_training(
         free_segments(layout.weights_of(writer.writer_epoch))
         await asyncio.to_thread(tracking.close, None if writer.is_superseded else status)
     if outcome.finished:
-        run.summarise()
+        write_summary(run)
     return outcome
+
+
+async def run_stages(run: Training, *, resume: bool) -> Outcome:
+    """Make or restore the policy, evaluate it, train it, and evaluate it again."""
+    # A driver that died before version 0 was in a checkpoint left it to be made again. A fork has
+    # that checkpoint before it has a ledger row.
+    head = run.log.head
+    has_policy = head > 0 or (head == 0 and list_checkpoints(run.layout.checkpoints))
+    start, _ = await asyncio.gather(
+        restore(run) if resume and has_policy else make_version_0(run), import_engine(run)
+    )
+    if start is None:
+        return Outcome(False, run.signals.received[0])
+
+    async def evaluate_and_train() -> Outcome:
+        await run.on_generators(generator_tasks.prepare_generator)
+        if start.policy_version == 0 or run.held_out.answered("before", 0):
+            await run.held_out.evaluate("before", 0)
+        version = await train(run, start)
+        if run.signals.received:
+            return Outcome(False, run.signals.received[0])
+        await run.held_out.evaluate("after", version)
+        return Outcome(True)
+
+    return await run_until_first_ends(evaluate_and_train(), run.trainer.keep_restored())
+
+
+async def make_version_0(run: Training) -> InitialState | None:
+    """Make version 0, with supervised fine-tuning if the recipe has it; return None if stopped."""
+    run.progress.phase("Making the first policy")
+    began = monotonic()
+    source = await first_policy(run.replicas, run.layout, run.recipe, run.progress, run.signals)
+    if source is None:
+        return None
+    hashes, environment = await run.replicas.begin(source)
+    row = genesis_row(hashes, provenance=run.provenance, numeric_environment=environment)
+    if run.log.head < 0:
+        await run.log.append({**row, "seconds_train": monotonic() - began})
+    else:
+        recorded_hash = run.log.rows(["weights_hash"])[0]["weights_hash"]
+        if recorded_hash != hashes.weights_hash:
+            raise RunError(
+                f"expected version 0 with weights {recorded_hash}, as the ledger has it, made "
+                f"{hashes.weights_hash} of the same inputs: start a new run"
+            )
+    run.channel.publish(0)
+    await run.checkpoints.complete()
+    return initial_state(run)
+
+
+async def restore(run: Training) -> InitialState:
+    run.progress.phase("Restoring the policy from checkpoint and ledger")
+    await run.trainer.restore()
+    start = initial_state(run)
+    run.progress.phase(
+        f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
+        f"{len(start.resubmit)} submitted again"
+    )
+    return start
+
+
+def initial_state(run: Training) -> InitialState:
+    """Plan the rest of the run from the ledger and from trajectories that no step consumed."""
+    unconsumed, committed = run.log.read_unconsumed(verifier=run.provenance.verifier)
+    return plan_initial_state(run.log.rows(PLAN_COLUMNS), unconsumed, committed, run.log.watermark)
+
+
+async def import_engine(run: Training) -> None:
+    """Have generators import their engine while the policy is made, and start tracking."""
+    await run.on_generators(generator_tasks.import_engine)
+    run.tracking.wake()
+
+
+async def train(run: Training, start: InitialState) -> int:
+    """Train until all steps are done, time is up or a signal came; return the version."""
+    layout, recipe, log, pool = run.layout, run.recipe, run.log, run.cluster.pool
+    run.progress.phase(f"Training from version {start.policy_version} to {recipe.num_steps}")
+    gap = GapWatch(partial(log.rows, ["metrics"]))
+    planner = planner_command(layout) if recipe.cluster.autoscale_gpu else ()
+    autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
+
+    async def on_step(row: dict[str, Any]) -> None:
+        run.progress.step(row)
+        gap.count(row)
+        run.cluster.metrics.ledger.add(row)
+        evaluations.reached(row["step"])
+        run.tracking.wake()
+        autoscaler.after_step(row)
+        await run.checkpoints.after_step(row)
+
+    totals = await run.on_generators(generator_tasks.engine_stats)
+    flow = Flow(
+        recipe,
+        FlowBackends(
+            rollouts=run.rollouts,
+            logs=log,
+            trainer=run.trainer,
+            weights=run.weights,
+            prompt_at=PromptTable(layout.train_prompts, seed=recipe.seed).prompt_at,
+            on_step=on_step,
+            usage=partial(usage, pool),
+        ),
+        replace(start, engine_totals=tuple(totals.values())),
+        run.provenance,
+        max_running=max_running_trajectories(recipe, num_generators=recipe.cluster.num_generators),
+    )
+    await run.cluster.show(flow, log)
+    evaluations = run.held_out.beside_training(flow)
+    pool.subscribe(
+        lambda num: flow.set_max_running(max_running_trajectories(recipe, num_generators=num))
+    )
+    seconds_left = 60 * (recipe.max_minutes or inf) - (monotonic() - run.began)
+    deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
+    try:
+        with run.signals.finishing_steps(flow.request_stop):
+            run.held_out.stop_on_plateau(flow)
+            evaluations.reached(start.policy_version)
+            await SCHEDULES[recipe.schedule](flow)
+        if not run.signals.received:
+            await evaluations.settle()
+        await run.checkpoints.settle()
+    finally:
+        deadline.cancel()
+        await evaluations.cancel()
+        await flow.close()
+        await log.close()
+        await run.checkpoints.cancel()
+    if flow.policy_version > start.policy_version:
+        await run.checkpoints.complete()
+    return flow.policy_version
+
+
+def write_summary(run: Training) -> None:
+    layout, tracking, alias = run.layout, run.recipe.tracking, run.tracking.alias
+    num_generators = run.recipe.cluster.num_generators
+    summary = {
+        **summarise(run.held_out.tables, run.log.table(), num_generators=num_generators),
+        "seconds_total": read_state(layout).seconds_driven + monotonic() - run.began,
+        "model_version": run.tracking.model_version,
+    }
+    run.writer.check_current()
+    layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    is_here = alias is not None and not tracking.uri
+    model = f"models:/{tracking.registered_model}@{alias}" if is_here else layout.name
+    print_summary(layout, summary, run.held_out.tables, model=model)
 
 
 @dataclass
 class Training:
-    """One driver's work on a run, with the cluster up: a method a stage, in their order."""
+    """The parts of a run while its workers are up."""
 
     layout: RunLayout
     recipe: Recipe
@@ -109,30 +254,29 @@ class Training:
     began: float
 
     def __post_init__(self) -> None:
-        layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
-        verifier, pool = read_inputs(layout).verifier, cluster.pool
+        layout, recipe, writer = self.layout, self.recipe, self.writer
+        client, pool = self.cluster.client, self.cluster.pool
+        verifier = read_inputs(layout).verifier
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
+        self.log = RunLog(layout, writer)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(
-            cluster.client, self.channel, pool, max_attempts=recipe.controller.max_attempts
+            client, self.channel, pool, max_attempts=recipe.controller.max_attempts
         )
-        self.weights = DaskWeights(cluster.client, self.channel, pool)
+        self.weights = DaskWeights(client, self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
-        self.log = RunLog(layout, writer)
-        self.gap = GapWatch(partial(self.log.rows, ["metrics"]))
-        paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
-        program = (sys.executable, "-P", "-m", "pipelines.planning")
-        command = ("env", paths, *program, str(layout.root))
-        planner = command if recipe.cluster.autoscale_gpu else ()
-        self.autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
         self.replicas = TrainerReplicas(
-            cluster.client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
+            client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
-        turns = GpuTurns(cluster.client, pool, layout.processes_of(writer.writer_epoch))
-        turn, lost = turns.of_trainer if recipe.takes_turns else nullcontext, pool.trainer_lost
-        self.trainer = DaskTrainer(self.replicas, self._restore_trainer, lost=lost, turn=turn)
+        turns = GpuTurns(client, pool, layout.processes_of(writer.writer_epoch))
+        self.trainer = DaskTrainer(
+            self.replicas,
+            partial(restore_trainer, self),
+            lost=pool.trainer_lost,
+            turn=turns.of_trainer if recipe.takes_turns else nullcontext,
+        )
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -142,161 +286,27 @@ class Training:
             writer=writer,
         )
 
-    async def go_through_stages(self, *, resume: bool) -> Outcome:
-        """Do everything from version 0, or from the ledger's head, to the last evaluation.
-
-        A driver that died before version 0 was in a checkpoint left it to be made again. A fork
-        has that checkpoint before it has a ledger row.
-        """
-        head = self.log.head
-        begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
-        start, _ = await asyncio.gather(
-            self.restore() if resume and begun else self.begin(), self._import_beside()
-        )
-        if start is None:
-            return Outcome(False, self.signals.received[0])
-        return await run_until_first_ends(self.go_on_from(start), self.trainer.keep_restored())
-
-    async def go_on_from(self, start: InitialState) -> Outcome:
-        await self._on_generators(generator_tasks.prepare_generator)
-        if start.policy_version == 0 or self.held_out.answered("before", 0):
-            await self.held_out.evaluate("before", 0)
-        version = await self.train(start)
-        if self.signals.received:
-            return Outcome(False, self.signals.received[0])
-        await self.held_out.evaluate("after", version)
-        return Outcome(True)
-
-    async def begin(self) -> InitialState | None:
-        """Make version 0, by supervised fine-tuning if the recipe asks for it; None if stopped."""
-        self.progress.phase("Making the first policy")
-        began = monotonic()
-        source = await first_policy(
-            self.replicas, self.layout, self.recipe, self.progress, self.signals
-        )
-        if source is None:
-            return None
-        hashes, environment = await self.replicas.begin(source)
-        row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
-        if self.log.head < 0:
-            await self.log.append({**row, "seconds_train": monotonic() - began})
-        else:
-            recorded_hash = self.log.rows(["weights_hash"])[0]["weights_hash"]
-            if recorded_hash != hashes.weights_hash:
-                raise RunError(
-                    f"expected version 0 with weights {recorded_hash}, as the ledger has it, made "
-                    f"{hashes.weights_hash} of the same inputs: start a new run"
-                )
-        self.channel.publish(0)
-        await self.checkpoints.complete()
-        return self._plan()
-
-    async def _import_beside(self) -> None:
-        await self._on_generators(generator_tasks.import_engine)
-        self.tracking.wake()
-
-    async def restore(self) -> InitialState:
-        self.progress.phase("Restoring the policy from checkpoint and ledger")
-        await self.trainer.restore()
-        start = self._plan()
-        self.progress.phase(
-            f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
-            f"{len(start.resubmit)} submitted again"
-        )
-        return start
-
-    async def train(self, start: InitialState) -> int:
-        """Train until all steps are done, time is over or a signal came; return the version."""
-        self.progress.phase(
-            f"Training from version {start.policy_version} to {self.recipe.num_steps}"
-        )
-        totals = await self._on_generators(generator_tasks.engine_stats)
-        flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
-        await self.cluster.show(flow, self.log)
-        self.evaluations = self.held_out.beside_training(flow)
-        self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
-        seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
-        deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
-        try:
-            with self.signals.finishing_steps(flow.request_stop):
-                self.held_out.stop_on_plateau(flow)
-                self.evaluations.reached(start.policy_version)
-                await SCHEDULES[self.recipe.schedule](flow)
-            if not self.signals.received:
-                await self.evaluations.settle()
-            await self.checkpoints.settle()
-        finally:
-            deadline.cancel()
-            await self.evaluations.cancel()
-            await flow.close()
-            await self.log.close()
-            await self.checkpoints.cancel()
-        if flow.policy_version > start.policy_version:
-            await self.checkpoints.complete()
-        return flow.policy_version
-
-    def summarise(self) -> None:
-        tracking, alias = self.recipe.tracking, self.tracking.alias
-        num_generators = self.recipe.cluster.num_generators
-        summary = {
-            **summarise(self.held_out.tables, self.log.table(), num_generators=num_generators),
-            "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
-            "model_version": self.tracking.model_version,
-        }
-        self.writer.check_current()
-        self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-        is_here = alias is not None and not tracking.uri
-        model = f"models:/{tracking.registered_model}@{alias}" if is_here else self.layout.name
-        print_summary(self.layout, summary, self.held_out.tables, model=model)
-
-    async def on_step(self, row: dict[str, Any]) -> None:
-        self.progress.step(row)
-        self.gap.count(row)
-        self.cluster.metrics.ledger.add(row)
-        self.evaluations.reached(row["step"])
-        self.tracking.wake()
-        self.autoscaler.after_step(row)
-        await self.checkpoints.after_step(row)
-
-    def _plan(self) -> InitialState:
-        unconsumed, committed = self.log.read_unconsumed(verifier=self.provenance.verifier)
-        rows = self.log.rows(PLAN_COLUMNS)
-        return plan_initial_state(rows, unconsumed, committed, self.log.watermark)
-
-    async def _restore_trainer(self) -> str:
-        hashes, num_replayed = await restore_policy(
-            self.replicas,
-            self.layout,
-            self.recipe,
-            self.log,
-            self.channel,
-            on_replayed=lambda done, total: self.progress.count("replayed", done, total),
-        )
-        self.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
-        self.weights.note_restored(self.log.head, hashes.served_hash)
-        return hashes.weights_hash
-
-    async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
+    async def on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
         workers, run = self.cluster.pool.generators(), self.cluster.client.run
         return await run(function, workers=workers, on_error="ignore")  # type: ignore[no-any-return]
 
-    def _max_running(self, num_generators: int) -> int:
-        return max_running_trajectories(self.recipe, num_generators=num_generators)
 
-    def _flow(self, initial: InitialState) -> Flow:
-        backends = FlowBackends(
-            rollouts=self.rollouts,
-            logs=self.log,
-            trainer=self.trainer,
-            weights=self.weights,
-            prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
-            on_step=self.on_step,
-            usage=partial(usage, self.cluster.pool),
-        )
-        return Flow(
-            self.recipe,
-            backends,
-            initial,
-            self.provenance,
-            max_running=self._max_running(self.recipe.cluster.num_generators),
-        )
+async def restore_trainer(run: Training) -> str:
+    """Restore the ledger's head on the trainer ranks; return the hash of their weights."""
+    hashes, num_replayed = await restore_policy(
+        run.replicas,
+        run.layout,
+        run.recipe,
+        run.log,
+        run.channel,
+        on_replayed=lambda done, total: run.progress.count("replayed", done, total),
+    )
+    run.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
+    run.weights.note_restored(run.log.head, hashes.served_hash)
+    return hashes.weights_hash
+
+
+def planner_command(layout: RunLayout) -> tuple[str, ...]:
+    """Return the command of a planner, in a process of its own: it needs torch."""
+    paths = f"PYTHONPATH={os.pathsep.join(import_paths())}"
+    return ("env", paths, sys.executable, "-P", "-m", "pipelines.planning", str(layout.root))

@@ -32,7 +32,7 @@ from pipelines.cli.main import main
 from pipelines.console.summary import next_commands
 from pipelines.jobs.job import SFT, TRAINING, supervised
 from pipelines.jobs.stop_signals import Outcome
-from pipelines.jobs.train import Training
+from pipelines.jobs.train import write_summary
 from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 
@@ -196,7 +196,7 @@ def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(
             began=0.0,
             writer=SimpleNamespace(check_current=lambda: None),
         )
-        Training.summarise(finished)
+        write_summary(finished)
         assert f"areal-flow lineage {model}\n" in capsys.readouterr().out.replace(" --runs", "\n")
 
 

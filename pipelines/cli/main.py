@@ -22,7 +22,7 @@ import areal_flow
 from areal_flow.config.messages import did_you_mean, why_no_algorithm
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.settings import search_here_last
-from pipelines.cli import inspecting, runs, training, workers
+from pipelines.cli import inspecting, plan, runs, training
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.console.tables import Report, show
 
@@ -45,7 +45,7 @@ app = App(
 )
 app.meta.suppress_keyboard_interrupt = False  # `main` ends with the code of the signal
 app.register_install_completion_command()
-for module in (training, inspecting, runs, workers):
+for module in (training, inspecting, runs, plan):
     for command in module.COMMANDS:
         app.command(command)
 

@@ -1,16 +1,18 @@
-"""`areal-flow runs`, `track`, `ui`, `view`, `logs` and `cost`: runs as a whole."""
+"""`areal-flow runs`, `track`, `ui`, `view`, `logs`, `cost` and `workers`: a run as a whole."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import socket
 import sys
 from collections import Counter
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from time import sleep
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter, validators
 
@@ -23,7 +25,10 @@ from areal_flow.core.lease import hold_lease, is_held, newest_lease
 from areal_flow.log.directory import find_run, list_runs, observed_state
 from pipelines.cli.settings import Flag, Given, Prices
 from pipelines.console.run_log import logged_lines
-from pipelines.console.tables import Report
+from pipelines.console.tables import Report, Table
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.control import WorkerStatus
 
 group = App(name="runs", help="List runs with their state; `runs remove` removes one.")
 
@@ -225,4 +230,70 @@ def _check_free(port: int) -> None:
             raise ConfigError(f"port {port} is taken: choose another with --port N")
 
 
-COMMANDS = (group, track, ui, view, logs, cost)
+workers_group = App(name="workers", help="List, add and remove workers of a running job.")
+
+
+@workers_group.command(name="list")
+def list_workers(run: str, /, *, folders: Given) -> Report:
+    """List workers: role, process, work, heartbeat."""
+    from areal_flow.cluster import control
+    from pipelines.cluster_address import scheduler_of
+
+    statuses = asyncio.run(control.list_workers(*scheduler_of(folders.runs, run)))
+    data = {"run": run, "workers": [asdict(status) for status in statuses]}
+    return Report(data, [Table([_worker_row(status) for status in statuses])])
+
+
+@workers_group.command(name="add")
+def add_workers(
+    run: str,
+    /,
+    *,
+    role: Annotated[Literal["generator", "reward"], Parameter(help="What they do.")],
+    count: Annotated[int, Parameter(help="How many.")] = 1,
+    folders: Given,
+) -> None:
+    """Start more workers."""
+    from areal_flow.cluster import control
+    from pipelines.cluster_address import scheduler_of
+
+    scheduler, network = scheduler_of(folders.runs, run)
+    names = asyncio.run(control.add_workers(scheduler, role, count, network))
+    print(f"{', '.join(names)} joined {run}")
+
+
+@workers_group.command(name="remove")
+def remove_worker(run: str, worker: str, /, *, folders: Given) -> None:
+    """Retire a worker by the name that `list` shows; its work is rescheduled."""
+    from areal_flow.cluster import control
+    from pipelines.cluster_address import scheduler_of
+
+    scheduler, network = scheduler_of(folders.runs, run)
+    asyncio.run(control.remove_worker(scheduler, worker, network))
+    print(f"{worker} left {run}; what it was doing runs again elsewhere")
+
+
+def _worker_row(status: WorkerStatus) -> dict[str, Any]:
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "hash": status.served_hash[:12] or None,
+        "transfer": _milliseconds(status.transfer_s),
+        "stall": _milliseconds(status.stall_s),
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    if not status.address:  # a worker without a process
+        process = dict.fromkeys(process)
+    row = {"worker": status.name, "role": status.role, "state": status.state}
+    return {**row, **process, "deaths": status.num_deaths}
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+COMMANDS = (group, track, ui, view, logs, cost, workers_group)

@@ -191,7 +191,7 @@ def replay(
         raise ConfigError(f"expected a step to compute again: {run}@STEP, or --step N")
     changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
     from areal_flow.flow.recovery.replay import replay_step
-    from pipelines.cli.replay_report import report_replay
+    from pipelines.cli.trajectory_report import report_replay
 
     replayed = replay_step(
         layout,

@@ -13,7 +13,7 @@ from areal_flow.core.types import StepResult
 from areal_flow.flow.recovery.replay import Replayed
 from areal_flow.flow.recovery.restore import ComparedStep
 from areal_flow.training.inspection import InspectedTrajectory, TrajectoryOutcome
-from pipelines.cli.replay_report import most_different, report_replay
+from pipelines.cli.trajectory_report import most_different, report_replay
 from pipelines.console.tables import show
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
 from tests.unit.test_comparison import result

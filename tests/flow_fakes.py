@@ -12,7 +12,7 @@ from typing import Any
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.config.controller import ControllerSettings
+from areal_flow.config.recipe import ControllerSettings
 from areal_flow.core.errors import EngineError
 from areal_flow.core.step_metrics import NOTHING_TRAINED
 from areal_flow.core.types import (

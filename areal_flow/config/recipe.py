@@ -1,21 +1,20 @@
-"""A recipe: everything a run is made of, and which of its settings fit together."""
+"""A recipe: the settings of a whole run, and which of them fit together."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_flow.algorithms.registry import AlgorithmSettings, DecoupledPPO
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.config.controller import ControllerSettings
-from areal_flow.config.sections import EvaluationSettings, TrackingSettings
 from areal_flow.core.digests import sha256_hex
-from areal_flow.core.pass_rates import PASS_THRESHOLD
+from areal_flow.core.pass_rates import HELD_OUT, PASS_THRESHOLD
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION, GenerationSettings
 from areal_flow.rollout.prompts.settings import (
     HeldOutSettings,
     PromptPlan,
@@ -28,6 +27,114 @@ from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import ToolUse
 from areal_flow.rollout.workflows.turns import SingleTurn
 from areal_flow.training.settings import RankSettings, SftSettings, TrainerSettings
+
+
+class ControllerSettings(Settings):
+    """How much work is in flight and how old it may get. Sizes in trajectories."""
+
+    batch_size: int = Field(512, ge=1)
+    """Trajectories per training step."""
+    group_size: int = Field(16, ge=1)
+    """Completions per prompt."""
+    max_staleness: int = Field(2, ge=0)
+    """Maximum age of a trained token, in policy versions."""
+    max_attempts: int = Field(3, ge=1)
+    """Maximum attempts per group."""
+    max_consecutive_failures: int = Field(4, ge=1)
+    """End the run after this many failed groups in a row, in order of submission."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> ControllerSettings:
+        require(
+            self.batch_size % self.group_size == 0,
+            f"controller.group_size ({self.group_size}) must divide "
+            f"controller.batch_size ({self.batch_size})",
+        )
+        return self
+
+
+class EvaluationSettings(Settings):
+    """How held-out prompts are answered, and how often."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations; 0: only before and after training."""
+    num_samples: int = Field(1, ge=1)
+    """Answers per prompt; more than one gives pass@k."""
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature; 0: greedy; none: that of `generation`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1: off."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens; 0: off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Minimum probability relative to the most likely token; 0: off."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Penalty on tokens that occurred before; 1: off."""
+    min_new_tokens: int = Field(0, ge=0)
+    """Minimum length of an answer, in tokens."""
+    early_stopping_patience: int = Field(0, ge=0)
+    """Stop training after this many evaluations without a better pass rate; 0: never."""
+    held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
+    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a `path`. It
+    may have `question_field`, `answer_field` and `template`; else those of `[prompts]`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        names = [HELD_OUT, *(each.name for each in self.held_out)]
+        require(
+            len(set(names)) == len(names),
+            f"evaluation.held_out: a name stands twice in {names}, the first of which is the set "
+            "that training's own prompts give: rename one",
+        )
+        of_sets = {f"evaluation.held_out {s.name!r}: ": s.num_samples for s in self.held_out}
+        for where, number in {"evaluation.": self.num_samples, **of_sets}.items():
+            require(
+                self.temperature != 0 or number in (1, None),
+                f"{where}num_samples ({number}) must be 1 at evaluation.temperature 0: the "
+                "likeliest answer is always the same",
+            )
+        require(
+            not self.early_stopping_patience or self.every_steps > 0,
+            f"evaluation.early_stopping_patience ({self.early_stopping_patience}) needs "
+            "evaluations during training: set evaluation.every_steps",
+        )
+        return self
+
+    def num_samples_of(self, held_out: str) -> int:
+        own = next((each.num_samples for each in self.held_out if each.name == held_out), None)
+        return own or self.num_samples
+
+    def sampling(self) -> dict[str, float]:
+        own = {name: getattr(self, name) for name in WHOLE_DISTRIBUTION}
+        return own if self.temperature is None else {**own, "temperature": self.temperature}
+
+
+class TrackingSettings(Settings):
+    """Where a run is shown. MLflow: a database beside the runs unless an address is given."""
+
+    enabled: bool = True
+    """Send metrics and models to the tracking sinks."""
+    sink: str = "mlflow"
+    """`mlflow`, `tensorboard`, `wandb` (offline), or several: `mlflow,tensorboard`."""
+    uri: str = ""
+    """Address of the MLflow server, without a password; empty: a database next to the runs."""
+    experiment: str = "areal-flow"
+    """Name of the MLflow experiment."""
+    registered_model: str = "areal-flow"
+    """Name of the registered model."""
+
+    @property
+    def sinks(self) -> list[str]:
+        return [name.strip() for name in self.sink.split(",")]
+
+    @model_validator(mode="after")
+    def _without_secrets(self) -> TrackingSettings:
+        require(
+            urlsplit(self.uri).password is None,
+            "tracking.uri has a password, which the run's files would keep: leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment",
+        )
+        return self
 
 
 class Recipe(Settings):

@@ -7,7 +7,7 @@ work needs no correction after a restart, a failure or a discard. So the gate co
 
 from __future__ import annotations
 
-from areal_flow.config.controller import ControllerSettings
+from areal_flow.config.recipe import ControllerSettings
 
 
 class Gate:

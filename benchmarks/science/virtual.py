@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings
-from areal_flow.config.controller import ControllerSettings
+from areal_flow.config.recipe import ControllerSettings
 from areal_flow.planning.costs import Costs, Lengths, assumed_lengths
 from areal_flow.planning.simulator import Simulated, simulate
 from areal_flow.rollout.engines.protocol import GenerationSettings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.config.controller import ControllerSettings
+from areal_flow.config.recipe import ControllerSettings
 from areal_flow.flow.gate import Gate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_flow.config import Recipe
-from areal_flow.config.controller import ControllerSettings
+from areal_flow.config.recipe import ControllerSettings
 from areal_flow.core.pass_rates import PassRate
 from pipelines.pages import report
 from pipelines.pages.report import (

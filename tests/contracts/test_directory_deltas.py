@@ -79,7 +79,7 @@ def test_all_readers_have_the_published_bits_and_few_bytes_are_written(tmp_path:
         assert hash_tensors(sometimes.load(version)) == hash_tensors(made[version])
 
 
-def test_caller_may_go_on_with_the_tensors_that_were_staged(tmp_path: Path) -> None:
+def test_caller_may_change_tensors_after_staging(tmp_path: Path) -> None:
     writer, weights = DirectoryWriter(tmp_path), first_weights()
     for version in range(3):
         publish(writer, version, weights)

@@ -196,7 +196,7 @@ def test_importance_weights_are_one_on_policy_unless_sampling_truncates(
     assert mean_weight == pytest.approx(mean, abs=1e-4) if mean else mean_weight < 0.96
 
 
-def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
+def test_seeds_reproduce_whatever_else_runs(subject: Subject) -> None:
     alone = run_all(subject.make(), request_of("r1"))["r1"]
     crowd = [request_of(f"r{i}") for i in range(6)]
     for engine, requests in (
@@ -210,7 +210,7 @@ def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
             assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
-def test_batch_invariant_completions_have_the_same_bits_whatever_the_company() -> None:
+def test_batch_invariant_completions_have_the_same_bits_whatever_else_runs() -> None:
     def completions(*requests: GroupRequest) -> Any:
         engine = torch_subject().make(batch_invariant=True)
         return plain(run_all(engine, *requests)["r1"])

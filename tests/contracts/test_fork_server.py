@@ -95,7 +95,7 @@ def test_workers_of_a_killed_fork_server_end_and_start_without_it() -> None:
     run(lose)
 
 
-def test_fork_that_fails_is_described_by_its_exit_status_and_its_last_words(
+def test_failed_fork_is_described_by_its_exit_status_and_last_output(
     fork_server: Started,
 ) -> None:
     async def fail() -> None:

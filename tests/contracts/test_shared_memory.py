@@ -155,7 +155,7 @@ def test_successor_frees_what_a_killed_run_left_and_nothing_else(tmp_path: Path)
     assert not segments.exists()
 
 
-def test_weights_do_not_go_where_somebody_else_was_first(
+def test_weights_are_not_written_over_another_users_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path in shared memory is predictable, and anybody may write there."""
@@ -180,7 +180,7 @@ def test_weights_do_not_go_where_somebody_else_was_first(
     assert segments_of(root).stat().st_mode & 0o777 == 0o700
 
 
-def test_a_life_keeps_the_medium_that_its_first_version_went_through(
+def test_a_driver_keeps_the_medium_of_its_first_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "00000001"

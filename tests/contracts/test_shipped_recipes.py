@@ -40,7 +40,7 @@ def test_every_shipped_gpu_recipe_fits_the_gpus_that_it_names(name: str) -> None
         assert plan.fits, (gpu, plan.trainer_bytes / GIB, ranks[0].needed_bytes / GIB)
 
 
-def test_every_shipped_recipe_for_gpus_is_held_to_gpus_and_says_which() -> None:
+def test_every_shipped_gpu_recipe_names_gpus_that_it_is_checked_against() -> None:
     files = recipe_path(Path("deepscaler")).parent.glob("*.toml")
     on_gpus = {file.stem: file for file in files if load_recipe(file).trainer.device == "cuda"}
     assert on_gpus.keys() == GPUS_NAMED.keys()

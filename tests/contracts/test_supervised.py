@@ -53,7 +53,7 @@ def trainer(objective: Any, layout: RunLayout, *, room: int = 64) -> SftTrainer:
     )
 
 
-def test_what_goes_on_from_a_checkpoint_makes_the_same_bits(objective: Any, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_repeats_the_bits(objective: Any, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     straight, stopped = trainer(objective, layout), trainer(objective, layout)
     for _ in range(6):
@@ -81,7 +81,7 @@ def test_packing_changes_no_loss(objective: Any, tmp_path: Path) -> None:
     assert tight.measure_held_out() == pytest.approx(roomy.measure_held_out(), abs=1e-3)
 
 
-def test_loss_takes_no_token(objective: Any) -> None:
+def test_loss_accepts_an_empty_batch(objective: Any) -> None:
     real_T, integer_T = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, 0)
     loss = OBJECTIVES[objective].loss(inputs, SftSettings(objective=objective))

@@ -337,7 +337,7 @@ def test_later_driver_delivers_the_rest_and_nothing_twice(
     assert kept.status == "RUNNING"
 
 
-def test_delivery_that_is_repeated_after_a_crash_changes_nothing(
+def test_repeated_delivery_after_a_crash_changes_nothing(
     make_sink: MakeSink, layout: RunLayout
 ) -> None:
     write_fake_checkpoint(layout, 2, weights_hash="w2")

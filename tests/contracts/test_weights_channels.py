@@ -205,7 +205,7 @@ def test_publishing_again_is_fine(medium: Medium) -> None:
 
 
 @pytest.mark.parametrize("weights_of", [weights, half_weights])
-def test_what_was_loaded_stays_as_it_was_while_versions_go_on(
+def test_loaded_weights_do_not_change_with_later_versions(
     medium: Medium, weights_of: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     loaded = {}

@@ -73,7 +73,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
     ],
 )
-def test_wrong_argument(
+def test_wrong_argument_is_explained(
     tmp_path: Path, typed: Typed, arguments: list[str], code: int, expected: str
 ) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
@@ -103,7 +103,7 @@ def test_model_directory_without_a_tokenizer(tmp_path: Path, typed: Typed) -> No
     assert "has no tokenizer.json: save a fast tokenizer" in done.stderr
 
 
-def test_busy_port(tmp_path: Path, typed: Typed) -> None:
+def test_a_port_in_use_is_refused(tmp_path: Path, typed: Typed) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -50,7 +50,7 @@ def rules(report: dict[str, Any], severity: str) -> set[str]:
     return {f["rule"] for f in report["findings"] if f["severity"] == severity}
 
 
-def test_every_rule_has_its_damage() -> None:
+def test_every_audit_rule_is_broken_by_some_damage() -> None:
     """Notes about leftovers of a crash have their own test."""
     damaged_rules = {rule for rule, _ in DAMAGES.values()}
     assert {rule for file in RULE_FILES for rule, _, _ in rules_of(file)} <= damaged_rules
@@ -126,7 +126,7 @@ def test_damaged_model_file_is_no_fault_of_the_checkpoints(
     assert not [f for f in report["findings"] if "remove" in f["advice"]], report["findings"]
 
 
-def test_sound_run_is_clean_and_counted(
+def test_valid_run_is_clean_and_counted(
     finished: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, report = check(finished, capsys)
@@ -145,7 +145,9 @@ def test_sound_run_is_clean_and_counted(
     assert "expected a run named 'elsewhere'" in capsys.readouterr().err
 
 
-def test_rests_of_a_crash_are_notes(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leftovers_of_a_crash_are_notes(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
     (layout.weights_of(1) / ".staged-00000005").mkdir()
     (layout.checkpoints / ".partial-00000005").mkdir()
     (layout.checkpoints / ".pruned-00000001").mkdir()

@@ -95,7 +95,7 @@ def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Pat
         ("holds_the_loop", "no verdict on a completion within 0.5 s, it stands in holds_the_loop"),
     ],
 )
-def test_what_is_wrong_with_a_verifier_is_named(
+def test_errors_of_a_verifier_are_explained(
     tmp_path: Path,
     prepared: RunLayout,
     monkeypatch: pytest.MonkeyPatch,
@@ -316,7 +316,7 @@ def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
 
 
 @pytest.mark.walk
-def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]) -> None:
+def test_evaluation_prints_its_settings_and_its_model(trained: tuple[Path, str, str]) -> None:
     folder, _, _ = trained
     done = cli("evaluate", "r", "--num-prompts", "8", cwd=folder)
     assert done.returncode == 0, done.stderr

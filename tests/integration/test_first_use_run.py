@@ -76,7 +76,7 @@ def test_log_has_every_line_of_both_drivers(journey: Journey) -> None:
     assert "\x1b" not in text
 
 
-def test_each_phase_says_how_far_it_is(journey: Journey) -> None:
+def test_each_phase_shows_its_progress(journey: Journey) -> None:
     for line in ("Starting 3 workers", "supervised fine-tuning 20/20", "answered 64/64"):
         assert line in journey.before
     assert re.search(r"replayed (\d+)/\1\n", journey.after)
@@ -113,7 +113,7 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(journey: Jour
     assert all("=" in row for row in rows)
 
 
-def test_evaluation_says_what_it_evaluates_and_how_far_it_is(journey: Journey) -> None:
+def test_evaluation_prints_its_model_and_its_progress(journey: Journey) -> None:
     ended = cli("evaluate", "r", "--num-prompts", "40", "--json", cwd=journey.folder)
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)

@@ -64,7 +64,7 @@ def foreign(
 
 
 @pytest.mark.parametrize("words", READING, ids=" ".join)
-def test_what_reads_a_run_neither_unpickles_nor_imports_anything_of_it(
+def test_reading_a_run_neither_unpickles_nor_imports_its_code(
     words: tuple[str, ...], foreign: tuple[RunLayout, str], typed: Typed, tmp_path: Path
 ) -> None:
     executed.clear()

@@ -53,7 +53,7 @@ def test_a_run_is_killed_resumed_audited_and_replayed(
     assert "bit for bit" in rows[3]["result"]
 
 
-def test_a_part_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_or_hangs_is_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = gpu.Part("benchmarks.nothing", 60)
     monkeypatch.setitem(gpu.PARTS, "step", failing)
     tables, worked = gpu.run_part("step", tiny=True)

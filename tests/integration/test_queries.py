@@ -213,7 +213,7 @@ def test_command_leaves_nothing_on_standard_error(layout: RunLayout) -> None:
     assert done.stderr == ""
 
 
-def test_consumption_is_the_ledger_turned_round(run: areal_flow.Run) -> None:
+def test_consumption_inverts_the_ledger(run: areal_flow.Run) -> None:
     consumption = run.consumption()
     assert set(consumption.status) == {"trained", "discarded", "waiting"}
     trained = consumption[consumption.status == "trained"]

@@ -213,7 +213,7 @@ def test_another_environment_is_reported_and_excuses_a_difference(
         (["--step", "3", "--algorithm.epsilon", "1"], 2, "as --set SECTION.KEY=VALUE"),
     ],
 )
-def test_wrong_argument(
+def test_wrong_argument_is_explained(
     layout: RunLayout,
     arguments: list[str],
     code: int,

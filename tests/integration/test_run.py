@@ -49,7 +49,7 @@ def layout(workspace: Path) -> RunLayout:
     return RunLayout((workspace / "runs" / "first").resolve())
 
 
-def test_summary_has_what_was_promised(layout: RunLayout) -> None:
+def test_summary_has_the_documented_fields(layout: RunLayout) -> None:
     summary = json.loads(layout.summary.read_text())
     assert set(summary) >= SUMMARY_KEYS
     for moment in ("held_out_before", "held_out_after"):
@@ -67,7 +67,7 @@ def test_summary_has_what_was_promised(layout: RunLayout) -> None:
     assert 0 < summary["overlap_efficiency"] <= 1
 
 
-def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
+def test_output_shows_progress_and_next_commands(workspace: Path) -> None:
     output = (workspace / "output.txt").read_text()
     assert "Dask dashboard: http://127.0.0.1:" in output
     for part in ("step 4/4", "pass ", "staleness", "generators busy", "trainer busy", "left"):
@@ -83,7 +83,7 @@ def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_books_balance(layout: RunLayout) -> None:
+def test_tokens_add_up(layout: RunLayout) -> None:
     check_accounting(layout)
 
 

@@ -66,7 +66,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 @pytest.mark.slow
-def test_conversations_are_trained_and_the_books_balance(conversations: RunLayout) -> None:
+def test_conversations_are_trained_and_tokens_add_up(conversations: RunLayout) -> None:
     check_accounting(conversations)
     steps = areal_flow.open_run(conversations.root).steps("arrow")
     assert sorted(steps["step"].to_pylist()) == list(range(7))

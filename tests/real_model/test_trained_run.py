@@ -62,7 +62,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> areal_flow.Run
     return areal_flow.train(resume="real", runs=folder / "runs")
 
 
-def test_resumed_run_has_every_step_once_and_its_books_balance(run: areal_flow.Run) -> None:
+def test_resumed_run_has_every_step_once_and_tokens_add_up(run: areal_flow.Run) -> None:
     steps = run.steps()
     assert steps.step.tolist() == [*range(NUM_STEPS + 1)]
     assert steps.writer_epoch.iloc[-1] > steps.writer_epoch.iloc[1], "by two drivers"

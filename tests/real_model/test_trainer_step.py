@@ -195,7 +195,7 @@ def test_step_in_bfloat16_is_as_near_to_float32_as_transformers_is(model: Path) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["keep", "recompute", "adapter"])
-def test_memory_that_is_planned_is_that_which_is_taken(
+def test_planned_memory_is_the_memory_used(
     model: Path, case: str, dtype: str, figure: Callable[[str, str, object], None]
 ) -> None:
     chosen = argparse.Namespace(model=str(model), dtype=dtype, device="cpu")

@@ -134,7 +134,7 @@ def add(a, b):
 """
 
 
-def test_each_call_has_the_time_of_a_test_and_no_more(pool: SandboxPool) -> None:
+def test_each_call_has_the_time_limit_of_a_test(pool: SandboxPool) -> None:
     def graded(num_tests: int) -> Judgement:
         tests = [([number, 1], number + 1) for number in range(num_tests)]
         return grade(pool, CodeTask(SLOW, "call", tests, entry_point="add"))

@@ -32,6 +32,6 @@ def test_answer_is_what_a_program_prints_or_how_it_fails(program: str, output: s
     assert output in run_python(program)
 
 
-def test_nothing_is_kept_from_the_call_before() -> None:
+def test_python_calls_share_no_state() -> None:
     run_python("import sys; sys.kept = 1")
     assert run_python("import sys; print(hasattr(sys, 'kept'))") == "False"

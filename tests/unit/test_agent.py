@@ -210,7 +210,7 @@ def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:
     assert len(set(seeds)) == len(seeds) == 3
 
 
-def test_agents_without_async_wait_for_no_thread_and_keep_weights_waiting_for_none() -> None:
+def test_synchronous_agents_get_their_own_threads_and_do_not_delay_weights() -> None:
     """More agents than the event loop has threads wait for each other here."""
     num_agents = 24
     together = threading.Barrier(num_agents, timeout=20)
@@ -400,7 +400,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
     assert len(run_talk(asks_for_it)) == 1
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_changes_without_effect_are_accepted() -> None:
     without_effect: dict[str, Any] = {
         "response_format": {"type": "text"},
         "tool_choice": "auto",
@@ -772,7 +772,7 @@ def test_connection_that_fails_is_printed_without_the_frames_of_libraries_that_i
     assert "openai.APIConnectionError: Connection error." in logged_text
 
 
-def test_error_that_says_all_is_printed_without_our_frames(
+def test_self_explanatory_error_is_printed_without_our_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (logged_text,), _ = logged(lambda: 1.0, caplog)

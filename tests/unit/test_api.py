@@ -71,7 +71,7 @@ def test_messages_and_answers_of_every_table_keep_their_types() -> None:
         assert list(rows_of(table)) == rows
 
 
-def test_what_is_missing_in_pandas_is_null() -> None:
+def test_missing_values_of_pandas_become_null() -> None:
     table = pd.DataFrame({"a": [1.5, None], "b": pd.array([1, None], "Int64"), "c": ["x", None]})
     table["d"] = pd.to_datetime(["2024-05-01", None])
     first, second = rows_of(table)
@@ -80,7 +80,7 @@ def test_what_is_missing_in_pandas_is_null() -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, {"question": "q"}, [1, 2], "text"])
-def test_what_is_no_table_is_refused(wrong: Any) -> None:
+def test_values_that_are_no_table_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="expected"):
         list(rows_of(wrong))
 
@@ -214,7 +214,7 @@ def test_rewards_may_be_one_function_a_name_or_tables(started: list[Any]) -> Non
         ([{"verifier": brevity, "wieght": 0.5}], r"rewards\.0\.wieght: there is no such setting"),
     ],
 )
-def test_what_is_no_reward_is_refused_before_there_is_a_run(
+def test_invalid_rewards_are_refused_before_a_run_is_made(
     started: list[Any], rewards: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -157,7 +157,7 @@ def test_metrics_of_a_batch_are_counted_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_log_without_tokens_counts_what_training_masks(seed: int) -> None:
+def test_log_without_tokens_counts_masked_ones(seed: int) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng, index) for index in range(20)]
     ages = [age for row in rows for age in trained_ages(row, policy_version=3, max_staleness=1)]
@@ -412,7 +412,7 @@ def test_missing_fragment_of_a_version_that_is_there_is_a_finding(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_gone", [MOST_READINGS - 1, MOST_READINGS])
-def test_run_is_read_again_when_its_version_went(
+def test_run_is_read_again_if_its_version_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gone: int
 ) -> None:
     layout = RunLayout(tmp_path)

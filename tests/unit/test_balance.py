@@ -53,7 +53,7 @@ def test_number_stays_though_steps_vary(demand: float) -> None:
     assert history[-1] - demand < 1.5
 
 
-def test_bounds_hold() -> None:
+def test_number_of_generators_stays_within_its_bounds() -> None:
     assert set(numbers(12.0, 2, bounds=(2, 3))[-100:]) == {3}
     assert set(numbers(0.1, 3, bounds=(2, 3))[-100:]) == {2}
 

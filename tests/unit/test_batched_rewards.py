@@ -100,7 +100,7 @@ def logs(completions: list[str], log_extra: Any = None, log_metric: Any = None) 
     return [0.0, 1.0]
 
 
-def test_what_a_function_logs_is_kept_with_each_completion(tmp_path: Path) -> None:
+def test_output_logged_by_a_function_is_stored_with_each_completion(tmp_path: Path) -> None:
     two = [RewardSettings(verifier=ship_function(logs, tmp_path)), RewardSettings(weight=0.5)]
     scores = asyncio.run(WeightedRewards(two, tmp_path).score(INPUTS))
     assert [score.reward for score in scores] == [0.5, 1.0], "what is logged is no reward"
@@ -131,7 +131,7 @@ class CallableReward:
         return [scale * len(text) for text in completions]
 
 
-def test_objects_and_partial_functions_are_called_and_awaited(tmp_path: Path) -> None:
+def test_callable_objects_and_partial_functions_work_as_rewards(tmp_path: Path) -> None:
     for function, rewards in (
         (CallableReward(), [1, 2]),
         (partial(CallableReward(), scale=2), [2, 4]),

@@ -33,7 +33,7 @@ def served(folder: Path, body: str) -> Iterator[str]:
         server.server_close()
 
 
-def test_a_calm_page_gets_a_picture_at_each_width(tmp_path: Path) -> None:
+def test_a_page_without_errors_gets_a_screenshot_at_each_width(tmp_path: Path) -> None:
     with served(tmp_path, "<p>calm</p>") as url:
         pictures = look_at(url, tmp_path, "calm", ready="p")
     assert [path.name for path in pictures] == ["calm-1280.png", "calm-400.png"]

@@ -63,7 +63,7 @@ def test_stale_work_is_evicted_and_counted() -> None:
     assert buffer.num_waiting_tokens == 0
 
 
-def test_a_group_that_comes_in_is_looked_at_alone() -> None:
+def test_only_the_added_group_is_examined() -> None:
     buffer = make_buffer(groups_per_step=2, max_staleness=1)
     buffer.add(group(0, version=0), policy_version=0)
     assert buffer.add(group(1, version=5), policy_version=5) == []
@@ -153,7 +153,7 @@ def test_group_goes_on_with_the_members_that_have_a_fresh_token() -> None:
     assert ids(buffer.take()) == [trajectory_id(9, 1)]
 
 
-def test_a_group_is_taken_in_once() -> None:
+def test_a_group_is_added_once() -> None:
     buffer = make_buffer(groups_per_step=2, max_staleness=1)
     buffer.add(group(0), policy_version=0)
     with pytest.raises(AssertionError, match="committed twice"):

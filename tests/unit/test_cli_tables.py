@@ -100,7 +100,7 @@ def test_runs_in_a_pipe_have_their_whole_reason_and_json_the_exact_time(
     assert datetime.fromisoformat(first["since"]).tzinfo is not None
 
 
-def test_moment_is_short_and_local() -> None:
+def test_times_are_short_and_local() -> None:
     now = datetime.now(UTC)
     assert short_time(now) == f"{now.astimezone():%d %b %H:%M}"
     assert short_time(now - timedelta(days=800)).count("-") == 2
@@ -118,7 +118,7 @@ def test_reader_that_closes_the_pipe_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_queries_draw_nothing_on_a_terminal() -> None:
+def test_queries_show_no_progress_bar() -> None:
     with empty_database() as database:
         assert database.sql("SELECT current_setting('enable_progress_bar')").fetchall() == [
             (False,)

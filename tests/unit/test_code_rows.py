@@ -155,7 +155,7 @@ def test_right_programs_pass_the_tests_of_published_rows(pool: SandboxPool, name
     assert verdict(pool, *SOLVED[name]) == "right"
 
 
-def test_a_program_does_not_lend_what_it_has_without_importing_it(pool: SandboxPool) -> None:
+def test_imported_names_do_not_replace_a_missing_function(pool: SandboxPool) -> None:
     row = {"tests": json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [[2]]})}
     assert verdict(pool, row, "def f(): pass") == "runtime_error"
     assert verdict(pool, row, "def gcd(a, b): return math.gcd(a, b)") == "right"
@@ -316,7 +316,7 @@ def judged_by_row(
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "4", 2.5, float("nan")])
-def test_what_is_no_limit_is_refused_before_a_sandbox_starts(value: Any) -> None:
+def test_invalid_limits_are_refused_before_a_sandbox_starts(value: Any) -> None:
     with pytest.raises(RewardError, match="limit output_bytes of programs: expected a whole num"):
         load_reward("code", Path(), settings={"output_bytes": value})
 
@@ -397,7 +397,7 @@ def test_tests_that_are_no_text_without_a_mode_are_named(tests: Any) -> None:
         code_task({"prompt": "", "tests": tests}, "pass")
 
 
-def test_unpacked_tests_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_unpacked_tests_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     unpacked = code_rows._unpacked
     monkeypatch.setattr(code_rows, "_unpacked", lambda text: read.append(text) or unpacked(text))

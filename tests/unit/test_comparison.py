@@ -66,7 +66,7 @@ def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_seven() -
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(settings)
 
 
-def test_what_a_replay_must_find_again_is_compared_by_name() -> None:
+def test_values_that_a_replay_must_repeat_are_compared_by_name() -> None:
     values = compared_values(result(weights="x", loss=0.25))
     expected = {
         "loss": 0.25,

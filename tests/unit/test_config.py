@@ -251,7 +251,7 @@ def test_override_that_names_another_algorithm_keeps_what_means_the_same_to_it(
 
 
 @pytest.mark.parametrize("chosen", ALGORITHMS)
-def test_defaults_that_a_recorded_recipe_names_do_not_outlive_its_algorithm(chosen: str) -> None:
+def test_recorded_defaults_of_an_algorithm_do_not_apply_to_another(chosen: str) -> None:
     recorded, given = tomllib.loads(dump_recipe(Recipe())), {"algorithm": {"name": chosen}}
     built = build_recipe(recorded, given, source="test")
     assert built.algorithm == build_recipe({}, given, source="test").algorithm
@@ -329,7 +329,7 @@ def test_recipe_has_no_reward_by_default_where_an_agent_gives_the_rewards() -> N
             build_recipe({**table, "rewards": []}, source="test")
 
 
-def test_agent_over_a_whole_recipe_has_no_reward_that_nothing_asks(tmp_path: Path) -> None:
+def test_agent_over_a_recorded_recipe_drops_the_unused_reward(tmp_path: Path) -> None:
     recorded = tomllib.loads(dump_recipe(Recipe()))
     assert build_recipe(recorded, AGENT, source="test").rewards == ()
     (tmp_path / "r.toml").write_text(dump_recipe(Recipe()))

@@ -39,7 +39,7 @@ def test_known_rows_have_their_known_hashes() -> None:
     ]
 
 
-def test_hash_is_of_the_content_and_of_nothing_else() -> None:
+def test_hash_depends_on_the_content_alone() -> None:
     table = group_table(0)
     before = content_hashes(table)
     assert table["content_hash"].to_pylist() == before

@@ -59,7 +59,7 @@ def test_memory_is_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.Mon
     assert "which is what memory for" in notice
 
 
-def test_context_left_open_is_settled_once_and_a_given_one_is_kept(tmp_path: Path) -> None:
+def test_context_length_left_open_is_decided_once_and_a_given_one_is_kept(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path / "model")
     settled, notice = with_context_length(build_recipe({}, source="test"), model)
     assert settled.generation.max_model_len == 2048

@@ -125,7 +125,7 @@ def test_conversation_is_what_transformers_renders_with_its_answers_trained(
         },
     ],
 )
-def test_pair_of_any_published_form_is_the_same_pair(
+def test_preference_pairs_of_all_published_formats_are_equal(
     layout: RunLayout, row: dict[str, Any]
 ) -> None:
     prompt = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
@@ -257,7 +257,7 @@ def test_conversation_without_a_system_message_has_that_of_the_recipe(layout: Ru
         ),
     ],
 )
-def test_pair_that_is_none_is_named_by_its_line(
+def test_invalid_pair_is_reported_by_line(
     layout: RunLayout, row: dict[str, Any], expected: str
 ) -> None:
     good = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WRONG]}
@@ -287,7 +287,7 @@ def test_messages_are_refused_where_there_is_no_chat_template(tmp_path: Path) ->
         learn(layout, {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WRONG]})
 
 
-def test_text_with_a_column_of_messages_beside_it_stays_text(layout: RunLayout) -> None:
+def test_text_prompts_beside_a_messages_column_stay_text(layout: RunLayout) -> None:
     row = {"prompt": "1 + 1 =", "completion": "2", "messages": [ASKED, WRONG]}
     ((prompt, texts),) = shown(layout, learn(layout, row, objective="cross_entropy"))
     assert (prompt, texts) == ("1 + 1 =", ["2<|im_end|>"])

@@ -97,7 +97,7 @@ def test_time_without_a_process_and_what_a_restored_trainer_repeats_are_lost() -
     assert uses == pytest.approx({"trained": 2, "lost": 3 + 4, "idle": 1})
 
 
-def test_what_another_driver_had_to_go_on_after_is_lost() -> None:
+def test_work_after_the_last_row_of_a_killed_driver_is_lost() -> None:
     accounting = CostAccounting()
     killed = tenure("trainer", end=inf)  # it wrote no end: known to live until its last event, 130
     both = workers(killed, replace(tenure("trainer", begin=140.0, end=170.0), writer_epoch=2))
@@ -174,7 +174,7 @@ def test_outage_ends_when_its_worker_has_left(
     assert workers.lost(1, interval)["generator"] == 0
 
 
-def test_a_price_is_of_the_role_else_of_its_kind_and_without_any_seconds_are_shown(
+def test_a_price_is_of_the_role_or_the_device_and_without_prices_costs_are_seconds(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "workers.jsonl"

@@ -33,7 +33,7 @@ DISTILLATION: dict[str, Any] = {
 LENGTH = 6
 
 
-def test_token_is_worth_what_the_teacher_says_of_it_alone() -> None:
+def test_token_advantages_come_from_the_teacher_alone() -> None:
     """With u_t = 1 the gradient of the loss is -(log pi_teacher - log pi), token by token."""
     logprobs, teacher = [-1.0, -0.5, -2.0], [-0.4, -1.5, -2.5]
     given = inputs(logprobs, logprobs, logprobs)

@@ -100,7 +100,7 @@ def gap_of_step(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("disturbed_by", [0.0, 0.125])
-def test_step_finds_by_how_much_an_engine_is_off(disturbed_by: float, num_ranks: int) -> None:
+def test_step_measures_the_gap_of_an_engine(disturbed_by: float, num_ranks: int) -> None:
     sequences = fresh_sequences(disturbed_by=disturbed_by)
     metrics = gap_of_step(sequences, DecoupledPPO(num_minibatches=3), num_ranks=num_ranks)
     fresh = [span.length for s in sequences for span in s.trained_spans() if span.version == 2]

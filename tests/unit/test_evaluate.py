@@ -69,7 +69,9 @@ def test_models_that_other_verifiers_judge_are_not_compared(make_run: MakeRun) -
     _require_alike([numeric, make_run("d", num_steps=7, trainer={"learning_rate": 1.0})], (), {})
 
 
-def test_models_that_sample_otherwise_are_compared_at_one_sampling(make_run: MakeRun) -> None:
+def test_models_with_different_sampling_are_compared_with_the_same_sampling(
+    make_run: MakeRun,
+) -> None:
     runs = [make_run("a"), make_run("b", generation={"temperature": 0.5})]
     with pytest.raises(ConfigError, match="differ in temperature"):
         _require_alike(runs, (), {})

@@ -117,7 +117,7 @@ class FailsAtTimes(SingleTurn):
         return await super().run(prompt, context)
 
 
-def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
+def test_failed_answers_count_as_not_passed() -> None:
     rows = answers_of(Answering(FailsAtTimes()))
     failed = [row for row in rows if row["finish_reason"] == "error"]
     assert len(rows) == 150
@@ -209,7 +209,7 @@ def test_several_samples_are_members_with_seeds_of_their_own() -> None:
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
 
-def test_set_with_a_number_of_samples_of_its_own_has_so_many() -> None:
+def test_held_out_set_may_have_its_own_number_of_samples() -> None:
     """It does not change the seeds of a prompt."""
     sources = ["", "code", "math", "code"]
     prompts = [replace(p, source=source) for p, source in zip(PROMPTS, sources, strict=False)]

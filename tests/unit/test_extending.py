@@ -96,7 +96,7 @@ def test_every_block_of_python_is_a_file_that_is_run_here(
 
 
 @pytest.mark.usefixtures("my_project")
-def test_tool_answers_and_says_what_it_cannot() -> None:
+def test_tool_answers_and_explains_its_refusals() -> None:
     tool = tools_by_name(("my_project.capitals:capital",))["capital"]
     assert tool_result(tool, "France", 10, 100) == "Paris"
     assert tool_result(tool, "Utopia", 10, 100).startswith(
@@ -110,9 +110,7 @@ VERIFIERS = ("my_project.brevity:short_and_right", "my_project.accepted:Accepted
 @pytest.mark.parametrize("check", one_quick(checks_of(reward_contract, "reward")))
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.usefixtures("my_project")
-def test_verifiers_keep_what_every_reward_promises(
-    verifier: str, check: str, tmp_path: Path
-) -> None:
+def test_verifiers_pass_the_contract_of_rewards(verifier: str, check: str, tmp_path: Path) -> None:
     getattr(reward_contract, check)(load_reward(verifier, tmp_path).reward)
 
 
@@ -181,11 +179,11 @@ def test_workflow_runs_over_an_engine_with_its_tool() -> None:
 
 @pytest.mark.parametrize("check", one_quick(checks_of(workflow_contract, "workflow")))
 @pytest.mark.usefixtures("my_project")
-def test_workflow_keeps_what_every_workflow_promises(check: str) -> None:
+def test_workflow_passes_the_contract_of_workflows(check: str) -> None:
     getattr(workflow_contract, check)(adds_up(2))
 
 
-def test_workflow_refuses_settings_that_it_has_not(
+def test_workflow_refuses_unknown_settings(
     my_project: Callable[[str], ModuleType],
 ) -> None:
     my_project("adding")
@@ -220,7 +218,7 @@ def test_algorithm_has_the_golden_losses_and_gradients_of_its_formula(
     "check",
     one_quick(name for name in checks_of(loss_contract, "name") if "every_algorithm" in name),
 )
-def test_algorithm_keeps_what_every_algorithm_promises(
+def test_algorithm_passes_the_contract_of_algorithms(
     my_project: Callable[[str], ModuleType], check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(algorithms.ALGORITHMS, "tapered", my_project("tapered").Tapered)
@@ -262,7 +260,7 @@ CORE_CHECKS = (
 
 
 @pytest.mark.parametrize("check", one_quick(CORE_CHECKS))
-def test_engine_keeps_what_every_engine_promises(
+def test_engine_passes_the_contract_of_engines(
     my_project: Callable[[str], ModuleType], check: str
 ) -> None:
     getattr(engine_contract, check)(plain_subject(my_project("plain_engine")))
@@ -277,7 +275,7 @@ def test_engine_gives_the_log_probabilities_of_a_full_forward(
     engine_contract.test_logprobs_equal_a_full_forward(subject, sampling)
 
 
-def test_engine_draws_the_same_whatever_its_company(
+def test_engine_draws_the_same_whatever_else_runs(
     my_project: Callable[[str], ModuleType],
 ) -> None:
     subject = plain_subject(my_project("plain_engine"))

@@ -238,7 +238,7 @@ def test_engine_time_is_counted_once_for_each_engine() -> None:
     assert run(scenario()).accounting.entries.seconds_generate == 2.0 + 0.5 + 0.25
 
 
-def test_generators_are_busy_for_a_share_of_the_time_that_their_reports_are_of() -> None:
+def test_busy_fraction_is_of_the_time_that_reports_cover() -> None:
     """Groups of long episodes are committed together, in a step that took a second."""
     stats = [EngineStats("a", busy_s=b, elapsed_s=e) for b, e in ((3.0, 4.0), (8.0, 10.0))]
     parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))

@@ -185,7 +185,7 @@ def test_weights_that_cannot_be_announced_end_the_run() -> None:
 # Where a run begins
 
 
-def test_what_recovery_discards_is_in_the_next_row() -> None:
+def test_discards_of_a_recovery_are_in_the_next_row() -> None:
     parts = Parts()
     lost = Discard(trajectory_id(7, 0), 8, "beyond_head")
 
@@ -285,7 +285,7 @@ def test_schedule_leaves_no_stage_behind() -> None:
     assert run(scenario(run_barrier_schedule)) == set()
 
 
-def test_every_waiter_hears_of_a_change_that_it_has_not_seen() -> None:
+def test_every_waiter_is_woken_by_a_change_it_has_not_seen() -> None:
     async def scenario() -> list[str]:
         flow, heard = Parts().flow(), []
 

@@ -116,7 +116,7 @@ def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
         (False, {"learning_rate": 1e-5, "adamw": {"weight_decay": 0.1}}, "kept"),
     ],
 )
-def test_optimizer_goes_along_where_its_state_means_something(
+def test_optimizer_state_is_forked_where_it_still_applies(
     parent: RunLayout, reset: bool, trainer: dict[str, Any], why: str
 ) -> None:
     child = forked(parent, 2, reset=reset, trainer=trainer)
@@ -178,7 +178,7 @@ def test_model_and_fine_tuning_cannot_change(parent: RunLayout, over: dict[str, 
         Fork(parent, 0).recipe({"trainer": {"lr": 1}})
 
 
-def test_run_or_step_that_is_not_there_is_named(parent: RunLayout, tmp_path: Path) -> None:
+def test_missing_run_or_step_is_reported(parent: RunLayout, tmp_path: Path) -> None:
     assert fork_of(find_reference(tmp_path, "parent@2")) == Fork(parent, 2)
     by_directory = find_reference(Path("elsewhere"), str(parent.root))
     assert fork_of(by_directory, reset_optimizer=True) == Fork(parent, None, True)

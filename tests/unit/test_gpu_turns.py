@@ -283,7 +283,7 @@ def test_generator_that_does_not_answer_that_it_sleeps_is_replaced(
     within_seconds(train())
 
 
-def test_turn_of_a_killed_driver_is_over_and_its_run_resumes_with_generators_awake(
+def test_turn_of_a_killed_driver_ends_and_its_run_resumes_with_generators_awake(
     driver: Driver,
 ) -> None:
     program = (

@@ -135,7 +135,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in parsed]
 
 
-def test_image_runs_as_nobody_special_and_is_built_from_files_that_are_sent() -> None:
+def test_image_runs_without_privileges_and_uses_only_sent_files() -> None:
     build = pytest.importorskip("docker.utils.build")
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     patterns = [line for line in ignored if line and not line.startswith("#")]

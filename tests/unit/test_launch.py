@@ -55,7 +55,7 @@ async def test_dashboard_of_a_cluster_is_the_page_of_its_run_on_this_machine_alo
         assert await cluster.feed.shown() == {}
 
 
-async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_scheduler(
+async def test_the_scheduler_refuses_connections_without_this_users_certificate(
     tmp_path: Path,
 ) -> None:
     async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:

@@ -154,7 +154,7 @@ class Asleep(Writer):
     def check_current(self) -> None: ...
 
 
-def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLayout) -> None:
+def test_rows_written_after_a_takeover_are_ignored(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
         log = RunLog(layout, stale)
@@ -197,7 +197,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("begun_before", [True, False])
-def test_evaluation_after_a_takeover_counts_for_nobody(
+def test_evaluations_written_after_a_takeover_are_ignored(
     layout: RunLayout, begun_before: bool
 ) -> None:
     stale = Asleep(layout.writers, 1)

@@ -65,7 +65,7 @@ def test_outputs_and_gradients_are_those_of_float64(
         assert (gradient.double() - want).norm() <= 1e-5 * want.norm()
 
 
-def test_bits_do_not_depend_on_the_gradient_or_the_call() -> None:
+def test_bits_depend_on_neither_gradients_nor_earlier_calls() -> None:
     layer = nn.Linear(256, 128)
     swap_linear_layers(layer)
     rows = torch.randn(512, 256)
@@ -86,7 +86,7 @@ def test_frozen_weights_have_no_gradient_and_frozen_inputs_none() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["rows", "weight"])
-def test_no_more_is_kept_for_gradients_than_they_need(frozen: str) -> None:
+def test_only_tensors_that_gradients_need_are_kept(frozen: str) -> None:
     layer = nn.Linear(256, 128, bias=False)
     swap_linear_layers(layer)
     layer.weight.requires_grad_(frozen != "weight")
@@ -129,7 +129,7 @@ def test_vector_is_one_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_pytorchs(dtype: torch.dtype) -> None:
+def test_other_precisions_use_pytorchs_layers(dtype: torch.dtype) -> None:
     layer = nn.Linear(256, 128, dtype=dtype)
     rows = torch.randn(512, 256, dtype=dtype)
     expected = layer(rows)
@@ -147,7 +147,7 @@ def test_autocast_is_pytorchs() -> None:
     assert torch.equal(output, expected)
 
 
-def test_small_products_are_pytorchs() -> None:
+def test_small_products_use_pytorchs_layers() -> None:
     rows, weight = torch.randn(8, 64), torch.randn(96, 64)
     assert torch.equal(linear(rows, weight), nn.functional.linear(rows, weight))
 
@@ -165,7 +165,7 @@ def test_policy_keeps_its_names_and_kinds(monkeypatch: pytest.MonkeyPatch) -> No
     assert [*policy.state_dict()] == names
 
 
-def test_nothing_is_swapped_where_pytorch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_replaced_where_pytorch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "onednn_is_faster", lambda: False)
     layer = nn.Linear(2, 3)
     swap_linear_layers(layer)

@@ -53,7 +53,7 @@ def found_by(
 
 @pytest.mark.parametrize("transform", [plain, scaled, capped])
 @pytest.mark.parametrize("rows", [1, 3, 100])
-def test_numbers_and_gradients_are_those_of_a_plain_softmax(
+def test_values_and_gradients_equal_a_plain_softmax(
     rows: int, transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CHUNK_NUMBERS", "CPU_CHUNK_NUMBERS"):
@@ -101,7 +101,7 @@ def test_products_of_bfloat16_stay_in_float32() -> None:
     assert weight_VH.grad.dtype == torch.float32
 
 
-def test_a_bfloat16_pass_on_a_cpu_multiplies_its_head_so_and_nothing_else(
+def test_a_bfloat16_pass_on_a_cpu_does_not_change_other_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(head, "logits_of", None)

@@ -67,7 +67,7 @@ def test_worker_that_waits_for_slow_storage_is_spared_until_it_counts_as_lost() 
     assert looks.hung() == ["writing"]
 
 
-def test_clock_that_differs_or_jumps_is_no_silence() -> None:
+def test_clock_skew_and_jumps_do_not_count_as_silence() -> None:
     looks = Looks()
     for second in range(100):
         looks.look(second, skewed=((-1) ** second * 3600.0 * second, 1.0))
@@ -143,7 +143,7 @@ def test_ranks_that_are_waited_for_and_idle_hang(
     assert [*hung_ranks(ranks, num_ranks=len(ranks), heartbeat_timeout_s=10.0)] == hung
 
 
-def test_a_rank_does_not_hang_that_may_wait_for_one_that_does_not_report() -> None:
+def test_a_rank_that_may_wait_for_a_silent_one_does_not_count_as_hung() -> None:
     assert not hung_ranks({"b": StepProgress(8, 99.0, 99.0)}, num_ranks=2, heartbeat_timeout_s=10.0)
 
 
@@ -182,7 +182,7 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who waits for a processor")
-def test_a_rank_that_gets_no_processor_from_others_is_not_idle() -> None:
+def test_a_rank_starved_of_processor_time_is_not_idle() -> None:
     """Two processes on one processor: each has half of it, and waits for it in the other half."""
     command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]

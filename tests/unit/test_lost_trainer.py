@@ -192,7 +192,7 @@ def test_trainer_that_cannot_be_restored_ends_the_run_with_the_cause() -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_failure_is_passed_on_whenever_a_signal_cancels_its_end(num_turns: int) -> None:
+def test_failure_is_raised_even_if_a_signal_cancels_the_cleanup(num_turns: int) -> None:
     """The signal comes this many turns of the event loop after the other stage ended."""
 
     async def fail() -> None:

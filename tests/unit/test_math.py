@@ -57,7 +57,9 @@ def test_numbers_words_and_lists_are_judged_without_algebra(
 
 
 @pytest.mark.parametrize(("completion", "reference", "expected"), math_corpus.WHOLE)
-def test_completion_commits_to_one_answer(completion: str, reference: Any, expected: bool) -> None:
+def test_completion_with_two_answers_is_wrong(
+    completion: str, reference: Any, expected: bool
+) -> None:
     assert is_right(judge(NoPool(), completion, reference)) is expected
 
 
@@ -91,7 +93,7 @@ def test_labelled_answers_of_models_are_judged_as_labelled() -> None:
 
 
 @pytest.mark.parametrize("answer", math_corpus.REFUSED)
-def test_what_would_explode_is_refused_unread(answer: str) -> None:
+def test_expressions_that_would_explode_are_refused_unevaluated(answer: str) -> None:
     assert judge(NoPool(), boxed(answer), "5").verdict == "parse_error"
 
 

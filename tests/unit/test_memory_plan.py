@@ -89,7 +89,7 @@ def test_a_step_holds_weights_gradients_and_two_moments_in_float32(kept: RankMem
     ],
     ids=["plain", "recompute", "adapter", "bfloat16", "critic"],
 )
-def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str, Any]) -> None:
+def test_a_meta_step_predicts_the_memory_of_a_real_one(changed: dict[str, Any]) -> None:
     chosen, shape = recipe(**changed), config(num_layers=1)
     real = TrainerRank(
         RunLayout(Path()), chosen.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
@@ -101,7 +101,7 @@ def test_a_step_without_content_takes_what_the_real_one_takes(changed: dict[str,
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
 
 
-def test_three_of_a_heads_chunks_tell_what_all_take_to_the_byte(
+def test_three_chunks_of_the_head_predict_the_memory_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", 64 * SHAPE["vocab_size"])
@@ -165,7 +165,7 @@ def test_longest_rows_fill_a_micro_batch() -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_offloads_activations_does_not_have_them() -> None:
+def test_offloaded_activations_take_no_gpu_memory() -> None:
     on_gpu = {"device": "cuda", "dtype": "bfloat16"}
     shape = config(num_layers=12)  # they take more than a chunk of the head's logits
     (kept,) = trainer_memory(recipe(**on_gpu), shape)
@@ -192,7 +192,7 @@ def test_shapes_of_named_models_have_the_published_number_of_weights(
     assert num_weights / 1e9 == pytest.approx(billions, abs=0.001)
 
 
-def test_a_gpu_that_is_shared_has_what_the_generator_leaves() -> None:
+def test_a_trainer_on_a_shared_gpu_has_the_memory_the_generator_leaves() -> None:
     with torch.device("meta"):
         policy = policy_from_config(config(), device="meta")
     device = {"device": "cuda"}
@@ -216,7 +216,7 @@ def test_a_gpu_that_is_shared_has_what_the_generator_leaves() -> None:
     assert not plan_memory(shared, [larger], policy, gpu="H100-80GB").fits
 
 
-def test_a_gpu_in_turns_has_room_for_either_and_for_what_the_other_keeps() -> None:
+def test_a_gpu_in_turns_fits_either_role_and_what_the_other_keeps() -> None:
     with torch.device("meta"):
         policy = policy_from_config(config(), device="meta")
     gpu = gpu_bytes("H100-80GB")

@@ -111,7 +111,7 @@ def test_truncated_weights_are_refused(model: Path) -> None:
         prepare(model)
 
 
-def test_names_stored_otherwise_are_understood(model: Path, tmp_path: Path) -> None:
+def test_other_names_of_stored_tensors_are_understood(model: Path, tmp_path: Path) -> None:
     """A base model's names, experts stored one by one, and a tied head are all complete."""
     change_tensors(
         model,

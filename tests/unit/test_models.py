@@ -87,7 +87,7 @@ def test_policy_computes_in_training_what_it_computed_when_it_was_probed(
         torch.testing.assert_close(actual, before, atol=0, rtol=0)
 
 
-def test_critic_has_no_noise_either() -> None:
+def test_critic_has_no_dropout() -> None:
     critic, micro = critic_of(policy_from_config(NOISY)), pack_sequences(make_sequences())
     torch.nn.init.ones_(critic.score.weight)
     first, second = (token_logprobs(critic, micro, temperature=1.0) for _ in range(2))

@@ -60,7 +60,7 @@ def test_timeline_has_a_bar_for_each_group_in_the_colour_of_its_version(layout: 
         pyplot.close("all")
 
 
-def test_run_says_what_it_is_and_one_without_a_step_too(layout: RunLayout, tmp_path: Path) -> None:
+def test_run_has_an_html_summary_even_without_steps(layout: RunLayout, tmp_path: Path) -> None:
     shown = areal_flow.open_run(layout.root)._repr_html_()
     for text in (">r<", ">finished<", "4 in 4 s", "0.250 → 0.250"):
         assert text in shown

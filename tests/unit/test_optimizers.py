@@ -121,7 +121,7 @@ def test_state_that_is_loaded_continues_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_nothing_is_that_of_a_new_optimizer(name: str) -> None:
+def test_empty_state_is_that_of_a_new_optimizer(name: str) -> None:
     policy, optimizer = updated(name)
     optimizer.load_named_state({})
     assert optimizer.named_state() == {}
@@ -135,7 +135,7 @@ def test_state_of_nothing_is_that_of_a_new_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_frozen_or_has_no_gradient_stays(name: str) -> None:
+def test_parameters_frozen_or_without_gradient_stay(name: str) -> None:
     policy = small_policy()
     add_adapter(policy, LoraSettings(rank=2), seed=0)
     optimizer = optimizer_of(policy, name)

@@ -119,7 +119,7 @@ def test_answer_without_a_reward_has_not_passed_and_is_no_part_of_the_mean() -> 
 
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
-def test_no_pass_rate_lies_beside_its_interval(n: int) -> None:
+def test_every_pass_rate_is_within_its_interval(n: int) -> None:
     for num_passed in range(n + 1):
         interval = wilson_interval(num_passed, n)
         assert 0 <= interval.low <= interval.pass_rate <= interval.high <= 1

@@ -59,7 +59,7 @@ def test_gpu_workers_have_a_device_each_or_nothing_starts(
     assert trainers == [rank // num_gpus for rank in range(num_trainers)]
 
 
-def test_trainers_and_generators_are_apart() -> None:
+def test_trainers_and_generators_do_not_share_gpus() -> None:
     machines = Machines(gpus=("0", "1", "2"))
     placed = place_workers(recipe(2, 1), machines)
     devices = {worker.name: worker.gpus for worker in placed if worker.num_gpus}
@@ -110,12 +110,12 @@ def test_generator_that_is_split_has_its_gpus_on_one_host() -> None:
         place_workers(split_over(4), machines)
 
 
-def test_only_one_of_the_roles_may_use_gpus() -> None:
+def test_gpus_of_one_role_only_are_accepted() -> None:
     placed = place_workers(recipe(4, 1, generation="cpu"), Machines(gpus=("0",)))
     assert [worker.name for worker in placed if worker.gpus] == ["trainer-0"]
 
 
-def test_device_by_number_is_refused_with_the_other_way() -> None:
+def test_device_index_is_refused_with_the_setting_to_use() -> None:
     with pytest.raises(ConfigError, match=r"generation.device = 'cuda:3'.*CUDA_VISIBLE_DEVICES"):
         place_workers(recipe(generation="cuda:3"), Machines(gpus=("0", "1", "2", "3")))
 
@@ -154,7 +154,7 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
         ),
     ],
 )
-def test_what_could_not_be_launched_is_refused_early(cluster: dict[str, Any], rule: str) -> None:
+def test_impossible_launches_are_refused_early(cluster: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         check_cluster(recipe(**{"num_gpus": 2} | cluster))
 

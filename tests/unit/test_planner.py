@@ -125,7 +125,7 @@ def test_more_bandwidth_decodes_faster_and_more_ranks_train_faster(policy: Polic
     assert shared.train_pair_s == pytest.approx(slow.train_pair_s / 4)
 
 
-def test_a_gpu_is_named_by_any_part_that_no_other_has() -> None:
+def test_a_gpu_is_named_by_any_unique_part_of_its_name() -> None:
     assert gpu_named("4090") is GPUS["RTX4090-24GB"]
     assert gpu_named("H200") is GPUS["H200-141GB"]
     with pytest.raises(ConfigError, match="unknown GPU 'A100'"):

@@ -187,7 +187,7 @@ def test_process_that_exits_is_restarted_and_subscribers_get_the_numbers() -> No
 @pytest.mark.parametrize(
     ("keeps_devices", "death"), [(True, ("died",)), (False, ("queued", "started"))]
 )
-def test_every_worker_is_noted_that_joins_dies_or_leaves(
+def test_every_join_death_and_leave_of_a_worker_is_recorded(
     keeps_devices: bool, death: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[tuple[str, str]] = []
@@ -465,7 +465,7 @@ def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None
     with_pool(test)
 
 
-def test_worker_that_was_killed_died_of_why_it_was() -> None:
+def test_killed_worker_dies_of_the_reason_of_the_kill() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([WorkerPlacement("reward-0", "reward", 1)])
         record = pool.registry.named("reward-0")
@@ -484,7 +484,7 @@ def test_worker_that_was_killed_died_of_why_it_was() -> None:
     with_pool(test)
 
 
-def test_worker_that_ended_before_it_could_be_killed_dies_next_of_what_it_does() -> None:
+def test_worker_that_exits_before_a_kill_keeps_its_own_cause_next_time() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined(TWO)
         record = pool.registry.all()[0]

@@ -216,7 +216,7 @@ def test_architecture_without_a_reward_model_is_refused(tmp_path: Path) -> None:
         describe_reward_model(tmp_path / "m", pad_token_id=0)
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_settings_that_contradict_the_objective_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sft\.label_smoothing \(0\.1\) is of pairs"):
         build_recipe({"sft": {"label_smoothing": 0.1}}, source="test")
     recipe = build_recipe({"sft": {"objective": "reward_model", "num_steps": 1}}, source="test")

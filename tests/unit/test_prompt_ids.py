@@ -58,7 +58,7 @@ def ids(prompts: list[Prompt]) -> set[str]:
     return {prompt.prompt_id for prompt in prompts}
 
 
-def test_second_prompt_of_an_id_is_refused_with_both_rows_or_skipped(
+def test_duplicate_prompt_id_is_refused_with_both_rows_or_skipped(
     tmp_path: Path, layout: RunLayout
 ) -> None:
     rows = numbered(12)

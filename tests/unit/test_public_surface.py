@@ -51,7 +51,7 @@ def test_driver_and_reward_workers_never_import_torch() -> None:
 
 
 @pytest.mark.slow
-def test_policies_are_trained_without_what_no_language_model_needs() -> None:
+def test_policies_are_loaded_without_parts_that_language_models_do_not_need() -> None:
     unneeded = {"sklearn", "scipy"}
     trained = "from areal_flow.policy.models import policy; from areal_flow.training import rank"
     assert not modules_after(trained) & unneeded

@@ -79,7 +79,7 @@ def test_message_names_worker_role_lives_cause_and_remedy() -> None:
         ("generator", "exit status 3", "memory"),
     ],
 )
-def test_verifier_and_not_the_memory_is_blamed_for_what_a_verifier_does(
+def test_verifier_is_blamed_for_its_own_crashes_and_not_memory(
     worker: str, cause: str, blamed: str
 ) -> None:
     text = advice(worker, cause)

@@ -350,7 +350,7 @@ def test_table_that_does_not_fit_is_shown_row_by_row() -> None:
     assert wide[0].split() == ["run", LONG_NAME]
 
 
-def test_what_there_is_not_is_a_dash() -> None:
+def test_missing_values_are_dashes() -> None:
     table = Table([{"rate": 0.5, "of": "[bold]"}, {"rate": None, "of": None}])
     assert printed(table, width=80) == ["rate  of", " 0.5  [bold]", "   -  -"]
 

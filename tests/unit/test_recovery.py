@@ -236,7 +236,7 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
     assert planned.discards == (Discard(trajectory_id(8, 0), 5, "beyond_head"),)
 
 
-def test_what_another_verifier_scored_is_not_trained() -> None:
+def test_trajectories_scored_by_another_verifier_are_not_trained() -> None:
     left = [receipt(3, 0, version=1), receipt(7, 0, version=2, num_tokens=5)]
     other = frozenset({trajectory_id(7, 0)})
     planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7}, 0, other), 0)
@@ -244,7 +244,7 @@ def test_what_another_verifier_scored_is_not_trained() -> None:
     assert planned.discards == (Discard(trajectory_id(7, 0), 5, "other_verifier"),)
 
 
-def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
+def test_totals_continue_from_the_sums_of_the_ledger() -> None:
     planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), 0)
     assert planned.accounting == TokenAccounting(
         committed=170,

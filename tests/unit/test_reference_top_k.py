@@ -73,7 +73,7 @@ def test_golden_divergences(k: int) -> None:
     assert divergences(policy_TV, reference_TV, k).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_bound_is_what_the_others_differ_by_and_nothing_is_left_of_it_at_the_last_but_one() -> None:
+def test_merged_tail_bounds_the_divergence_and_is_exact_for_all_but_one_token() -> None:
     policy_TV, reference_TV = drawn_logprobs()
     whole_T = (policy_TV.exp() * (policy_TV - reference_TV)).sum(1)
     last_T = torch.zeros(3)
@@ -286,5 +286,5 @@ def test_likely_tokens_of_no_divergence_in_the_loss_are_refused(settings: Any) -
         PPO(reference_top_k=4, **settings)
 
 
-def test_estimator_without_gradient_is_no_matter_where_nothing_is_estimated() -> None:
+def test_estimator_without_gradient_is_allowed_where_it_is_unused() -> None:
     PPO(reference_top_k=4, kl_coefficient=1.0, kl_estimator="k1")

@@ -116,7 +116,7 @@ def test_ranks_listen_at_the_interface_of_their_host(
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_a_reference_is_gathered_for_its_passes_alone(one_rank: ConnectedRanks) -> None:
+def test_a_reference_is_gathered_only_during_its_passes(one_rank: ConnectedRanks) -> None:
     backend = TrainerBackend(small_policy(), TrainerSettings(), one_rank)
     reference = small_policy(seed=1)
     backend.hold_reference(reference)

@@ -64,7 +64,7 @@ def test_page_begins_with_health_then_answers_then_six_curves(page: str) -> None
         assert text in folded
 
 
-def test_resume_with_more_steps_changes_the_number_that_the_page_and_a_resume_go_by(
+def test_resume_with_more_steps_updates_num_steps_for_page_and_later_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, driven = make_finished_run(tmp_path / "r", num_steps=4), list[int]()
@@ -190,7 +190,7 @@ def test_long_run_is_drawn_in_at_most_a_thousand_points_a_line() -> None:
     assert len(drawn) < 100_000
 
 
-def test_page_of_two_runs_has_both_books_and_what_tokens_cost(tmp_path: Path) -> None:
+def test_page_of_two_runs_has_token_accounting_and_costs_of_both(tmp_path: Path) -> None:
     first, second = (make_finished_run(tmp_path / name, num_steps=4) for name in ("one", "two"))
     second.workers.unlink()
     path = write_report(

@@ -91,7 +91,7 @@ def test_score_may_be_squashed_and_the_raw_one_is_kept(model: Path) -> None:
     assert kept == pytest.approx(raw, abs=1e-4)
 
 
-def test_what_is_too_long_is_not_scored_and_costs_no_other_its_score(model: Path) -> None:
+def test_too_long_completions_are_not_scored_and_affect_no_other(model: Path) -> None:
     texts = (" 3", " 3" * 400, "1 2 " * 25_000_000)
     short, long, huge = scores(model, texts)
     assert short.reward == pytest.approx(scores(model, texts[:1])[0].reward)

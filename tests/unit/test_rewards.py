@@ -143,7 +143,7 @@ def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
         (verify_exact, "True", True, "wrong"),
     ],
 )
-def test_answer_that_is_no_text_is_compared_by_its_value(
+def test_non_text_answers_are_compared_by_value(
     verify: Callable[..., Score], completion: str, answer: Any, verdict: str
 ) -> None:
     assert verify(prompt="", completion=completion, answer=answer).verdict == verdict
@@ -329,7 +329,7 @@ def test_many_slow_steps_of_async_verifiers_are_no_hanging_one() -> None:
     assert [score.reward for score in scores] == [1.0] * 12
 
 
-def test_what_an_async_verifier_keeps_is_good_for_the_next_batch() -> None:
+def test_state_of_an_async_verifier_is_usable_in_the_next_batch() -> None:
     kept: dict[str, Any] = {}
 
     async def locks(completion: str) -> float:
@@ -436,7 +436,7 @@ class Blocks(TooFew):
         return [Score(waits(given.completion)) for given in inputs]
 
 
-def test_reward_of_a_users_that_blocks_is_cut_off_and_costs_no_other_its_verdict() -> None:
+def test_blocking_user_reward_is_timed_out_and_affects_no_other() -> None:
     chosen = [
         RewardSettings(verifier="numeric"),
         RewardSettings(verifier=f"{__name__}:Blocks", timeout_s=0.1),

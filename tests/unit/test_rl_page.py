@@ -95,7 +95,7 @@ def test_menu_of_dasks_pages_leads_to_the_page_of_the_run(layout: RunLayout) -> 
     assert in_browser(layout, follow) == "RL: run"
 
 
-async def test_nothing_is_read_before_somebody_looks_and_once_for_all_who_do(
+async def test_nothing_is_read_before_a_first_viewer_and_once_for_all_viewers(
     layout: RunLayout,
 ) -> None:
     async def use(url: str, feed: RunFeed) -> None:

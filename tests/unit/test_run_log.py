@@ -45,7 +45,7 @@ async def printed_by_child(child: Child) -> None:
     child.close()
 
 
-def test_lines_of_workers_are_in_the_log_by_name_and_on_standard_error(
+def test_output_of_workers_is_in_the_log_by_name_and_on_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def print_lines() -> None:
@@ -108,7 +108,7 @@ def test_each_event_is_an_object_with_its_step_and_worker(
     assert "[generator-1] out of memory" in (tmp_path / "train.log").read_text()
 
 
-def test_text_is_printed_as_ever(
+def test_text_log_format_prints_plain_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_until_the_test_ends(monkeypatch, "text")

@@ -73,7 +73,7 @@ def test_groups_that_overlap_are_one_span_and_gaps_are_idle() -> None:
     ]
 
 
-def test_who_is_at_work_now_has_a_pale_span_since_the_last_that_the_log_knows() -> None:
+def test_current_work_is_a_pale_span_after_the_last_logged_one() -> None:
     at_work = {"generator-0": True, "generator-1": True, "generator-2": False, TRAINER: True}
     spans = spans_of(group("a", "generator-0", 0, 1, 5, 5), at_work=at_work)
     assert [row for row in spans if row[3]] == [

@@ -38,7 +38,7 @@ def test_unknown_experiment_is_refused() -> None:
         main(["nothing"])
 
 
-def test_interval_is_students_and_one_seed_has_none() -> None:
+def test_interval_is_students_t_and_infinite_for_one_seed() -> None:
     estimate = Estimate.of([1.0, 2.0, 3.0])
     assert (estimate.mean, estimate.half) == pytest.approx((2.0, 4.303 / 3**0.5), rel=1e-3)
     assert Estimate.of([1.0]) == Estimate(1.0, inf)

@@ -150,7 +150,7 @@ def test_kernel_by_what_a_layer_asks_for(
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
-def test_a_cpu_multiplies_rows(device: str, expected: bool) -> None:
+def test_only_devices_with_fused_kernels_use_them(device: str, expected: bool) -> None:
     assert has_fused_kernels(torch.device(device)) is expected
 
 

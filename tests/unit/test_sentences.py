@@ -46,7 +46,7 @@ def test_one_sentence_with_both_words_passes(completion: str) -> None:
         ("Write one sentence with the words lamp and river.", "the question"),
     ],
 )
-def test_all_else_fails(completion: str, wrong: str) -> None:
+def test_other_sentences_fail(completion: str, wrong: str) -> None:
     assert verify_sentence(completion, WORDS) == 0, wrong
 
 

@@ -115,7 +115,7 @@ def test_settings_reach_a_function_of_ones_own_and_its_identity() -> None:
     assert score.reward == 6.0
 
 
-def test_shaping_is_added_to_what_an_answer_is_worth() -> None:
+def test_shaping_is_added_to_the_reward_of_an_answer() -> None:
     length = {"max_tokens": 4, "buffer_tokens": 2}
     rewards = WeightedRewards(
         [

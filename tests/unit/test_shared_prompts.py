@@ -68,7 +68,7 @@ def test_golden_row_of_a_prompt_that_two_completions_share() -> None:
     st.sampled_from([0, 2**20]),
 )
 @settings(deadline=None, max_examples=30)
-def test_numbers_and_gradients_are_those_of_sequences_alone(
+def test_values_and_gradients_equal_those_of_single_sequences(
     drawn: list[tuple[int, int]], free_scores: int
 ) -> None:
     prompts = [[1, 2, 3], [4] * 20, [7]]
@@ -97,7 +97,7 @@ def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda packed: tuple(unfolded(packed)), packed)
 
 
-def test_a_prompt_in_common_is_computed_once() -> None:
+def test_a_shared_prompt_is_computed_once() -> None:
     together = [sequence([1] * 88, 5, seed) for seed in range(8)]
     assert pack_sequences(together).input_ids_1T.shape[1] == 88 + 8 * 5
 

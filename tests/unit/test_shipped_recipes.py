@@ -138,7 +138,7 @@ def test_formulas_pass_and_look_ups_fail() -> None:
         pool.close()
 
 
-def test_what_functions_are_made_of_is_one_token_each() -> None:
+def test_each_piece_of_a_function_is_one_token() -> None:
     tokenizer = coder_tokenizer()
     assert all(len(tokenizer.encode(word).ids) == 1 for word in WORDS)
     for function in one_liners.all_functions().values():

@@ -167,7 +167,7 @@ def test_a_reward_judges_the_sources_that_it_names(tmp_path: Path) -> None:
         ([{**SUMS, "path": "a", "template": "x"}], {}, "must contain {question}"),
     ],
 )
-def test_sources_that_cannot_be_are_refused(
+def test_impossible_sources_are_refused(
     sources: list[dict[str, Any]], settings: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -237,7 +237,7 @@ def test_reasoning_gym_task_is_a_source_and_judges_itself(layout: RunLayout) -> 
         ({"source": "verifiers:a", "settings": {"a": 1}}, ConfigError, "takes no settings"),
     ],
 )
-def test_source_that_is_misnamed_or_misset_is_refused(
+def test_source_with_wrong_name_or_settings_is_refused(
     source: dict[str, Any], error: type[Exception], expected: str, layout: RunLayout
 ) -> None:
     recipe = recipe_of([{**SUMS, **source}], rewards=[{"verifier": "reasoning_gym"}])

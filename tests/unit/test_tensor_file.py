@@ -37,7 +37,7 @@ def test_tensors_of_every_type_come_back_whatever_their_order(
     assert hash_tensors(map_tensors(tmp_path / "file")) == expected
 
 
-def test_what_a_file_had_before_is_gone(tmp_path: Path) -> None:
+def test_a_file_is_replaced_completely(tmp_path: Path) -> None:
     all_tensors, part = every_type(), {"scalar": torch.tensor(1.5)}
     (tmp_path / "file").touch()
     for tensors in (all_tensors, part):

@@ -88,7 +88,7 @@ def test_no_tensor_of_a_step_is_of_all_scores_or_of_all_logits_or_weights_once_m
     assert watched[0].weights
 
 
-def test_what_is_too_large_is_noticed() -> None:
+def test_too_large_tensors_are_detected() -> None:
     with FakeTensorMode(), Watched():
         weight = nn.Parameter(torch.empty(256, 128))
         halves = weight.bfloat16()

@@ -79,7 +79,7 @@ def test_rows_hold_the_parts_of_their_rewards_as_the_log_does() -> None:
     assert [row["reward_parts"] for row in rows] == parts
 
 
-def test_rows_lie_in_their_table() -> None:
+def test_rows_are_slices_of_their_table() -> None:
     table = table_of(drafts())
     values = table["output_tokens"].chunk(0).values.to_numpy()
     assert all(np.shares_memory(row["output_tokens"], values) for row in array_rows(table))

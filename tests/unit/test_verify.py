@@ -129,7 +129,7 @@ def test_lines_are_judged_before_others_fill_the_memory() -> None:
     assert taken == [0]
 
 
-def test_what_a_line_has_beyond_its_limit_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_beyond_the_limit_of_a_line_is_not_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.jobs.verify.MAX_LINE_CHARS", 5)
     assert [*read_lines(io.StringIO("12345678\n1\n12345\n\n123456"))] == [
         "12345", "1\n", "12345", "\n", "12345"

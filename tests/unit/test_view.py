@@ -103,7 +103,7 @@ class LogAlone(Run):
         raise AssertionError("what became of every trajectory was read")
 
 
-def test_what_became_of_all_trajectories_is_read_only_for_conditions_on_it(run: Run) -> None:
+def test_statuses_are_read_only_for_conditions_on_them(run: Run) -> None:
     log_alone = LogAlone(run.layout.root)
     assert groups(log_alone, where="reward = 1 AND completion <> prompt", step=2) == [2]
     assert len(show_group(log_alone, 2)) == 2
@@ -122,9 +122,7 @@ def test_what_became_of_all_trajectories_is_read_only_for_conditions_on_it(run: 
         ("reward = 'one'", "Could not convert"),
     ],
 )
-def test_a_wrong_condition_is_an_error_in_words(
-    run: Run, tmp_path: Path, where: str, why: str
-) -> None:
+def test_a_wrong_condition_is_explained(run: Run, tmp_path: Path, where: str, why: str) -> None:
     (tmp_path / "file.csv").write_text("a\n1\n")
     with pytest.raises(ConfigError, match=f"expected an SQL condition.*{why}.*Columns are"):
         select_groups(run, GroupSelection(where.format(file=tmp_path / "file.csv")))
@@ -236,7 +234,7 @@ def test_lineage_names_who_sampled_for_which_step(run: Run) -> None:
     assert "step 4 trained 6 of 6 tokens that version 3 sampled" in html
 
 
-def test_a_mistake_on_the_page_leaves_what_it_showed(run: Run) -> None:
+def test_an_error_on_the_page_keeps_its_content(run: Run) -> None:
     page = Page([run])
     page.step.value = 2
     assert list(page.table.value["group"]) == [2]
@@ -253,7 +251,7 @@ def test_a_point_of_a_curve_filters_by_its_step(run: Run) -> None:
     assert (page.step.value, page.version.value, list(page.table.value["group"])) == (2, 2, [2])
 
 
-def test_a_step_is_looked_for_in_the_runs_that_have_it(run: Run, tmp_path: Path) -> None:
+def test_a_step_is_searched_only_in_runs_that_have_it(run: Run, tmp_path: Path) -> None:
     short = make_finished_run(tmp_path / "short", num_steps=1)
     create_run(RunLayout(tmp_path / "new"), Recipe())
     page = Page([run, Run(short.root), Run(tmp_path / "new")])

@@ -38,7 +38,7 @@ def num_different(before: Tensor, after: Tensor) -> int:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_change_arrives_to_the_bit(seed: int) -> None:
+def test_any_change_arrives_bit_for_bit(seed: int) -> None:
     chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     base, weights = {}, {}
     for name in "abc":
@@ -53,7 +53,7 @@ def test_any_change_arrives_to_the_bit(seed: int) -> None:
     assert hash_tensors(base) == hash_tensors(weights)
 
 
-def test_shapes_stay() -> None:
+def test_deltas_keep_shapes_and_signs_of_zero() -> None:
     arrived = {"scalar": torch.tensor(1.0), "matrix": torch.zeros(3, 5)}
     weights = {"scalar": torch.tensor(-0.0), "matrix": torch.eye(3, 5)}
     apply_delta(arrived, make_delta(arrived, weights))

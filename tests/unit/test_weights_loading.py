@@ -113,7 +113,7 @@ def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -
     assert live.replaced == []
 
 
-def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
+def test_generator_that_is_alive_but_does_not_load_is_replaced() -> None:
     live = FakeGenerators()
     waited = seconds_to_announce(live, healthy=0.2, other=1e9)
     assert waited == pytest.approx(REPLY_TIMEOUT_S, abs=0.5)

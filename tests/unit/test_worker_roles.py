@@ -173,7 +173,7 @@ class Slow:
         self.closed = True
 
 
-def test_teardown_closes_every_part_that_can_be_closed(
+def test_teardown_closes_every_closable_part(
     run_directory: Path, engines: list[FakeEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def live() -> Slow:

@@ -102,7 +102,7 @@ def test_verifier_without_a_message_leaves_it_to_the_recipe() -> None:
     ],
     ids=["all turns", "one turn", "the verifier failed", "no room"],
 )
-def test_conversation_ends(
+def test_conversation_ends_at_a_limit_with_a_completion(
     services: FakeServices, settings: dict[str, int], num_answers: int
 ) -> None:
     template = {"message_template": "{message}", "wrong_answer_message": "x" * 12}
@@ -259,7 +259,7 @@ class SaysNothing(SingleTurn):
         (SaysNothing(), "expected a completion"),
     ],
 )
-def test_workflow_that_breaks_its_promise_has_failed(workflow: SingleTurn, cause: str) -> None:
+def test_workflow_with_an_invalid_result_has_failed(workflow: SingleTurn, cause: str) -> None:
     group = asyncio.run(run_group(workflow, episode_of(), FakeServices()))
     assert group.has_failed
     assert len(group.errors) == 6
@@ -375,7 +375,7 @@ def test_context_that_is_full_fails_the_member() -> None:
         ("builtins:dict", {"a": 1}, "it has no `run`"),
     ],
 )
-def test_workflow_that_is_none_is_refused(path: str, settings: dict[str, int], cause: str) -> None:
+def test_invalid_workflow_is_refused(path: str, settings: dict[str, int], cause: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_workflow(ImportedWorkflow(name="imported", path=path, settings=settings))
     assert cause in str(raised.value)

@@ -44,7 +44,7 @@ from tests.engines import shared_core
     ],
     ids=lambda each: each.__qualname__ if callable(each) else "",
 )
-def test_method_takes_what_it_is_given(method: Any, parameters: list[str]) -> None:
+def test_vllm_methods_accept_our_arguments(method: Any, parameters: list[str]) -> None:
     parameter_names = [*inspect.signature(method).parameters]
     assert parameter_names[1 : 1 + len(parameters)] == parameters
 
@@ -55,7 +55,7 @@ def test_pause_of_a_core_process_waits_for_steps_in_flight() -> None:
     assert "batch_queue" in inspect.getsource(EngineCoreProc.has_work)
 
 
-def test_fields_are_where_they_are_read() -> None:
+def test_vllm_attributes_exist_where_this_project_reads_them() -> None:
     core, _ = shared_core(in_process=True, tied=False)
     assert isinstance(core.llm.engine_core, InprocClient)
     assert isinstance(core.llm.engine_core.engine_core, EngineCore)

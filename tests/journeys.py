@@ -1,6 +1,6 @@
 """The files on the way of a group, and of a trajectory's tokens, recorded in a run of two steps.
 
-    python -m tests.journeys
+    python -m tests.journeys docs/architecture.md    writes them into the page
 
 A file is on a journey if one of its functions is handed the group, or the tokens, between the two
 ends: as an argument, in whatever form they have there. The run has one group a step, and all its
@@ -48,6 +48,7 @@ from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.workflows.episode import TrajectoryDraft
 from areal_flow.training.optimizers import PolicyAdamW
 from areal_flow.training.sequences import TrainingSequence
+from benchmarks.harness import write_between
 from tests.integration.runs import run_small, small_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +95,7 @@ class Event:
 
 
 GROUP = Journey(
-    "A group, from its admission to the ledger row",
+    "A group, from its admission to its ledger row,",
     Flow.submit.__code__,
     RunLog.append.__code__,
     "return",
@@ -104,7 +105,7 @@ GROUP = Journey(
     ),
 )
 TRAJECTORY = Journey(
-    "A trajectory's tokens, from the request to the optimizer",
+    "A trajectory's tokens, from the request to the optimizer,",
     ThreadedEngine.generate.__code__,
     PolicyAdamW.update.__code__,
     "call",
@@ -197,15 +198,13 @@ class InThisProcess:
 
 def as_markdown(events: list[Event]) -> str:
     """Return both journeys as the page on the architecture lists them."""
-    parts = []
+    paragraphs = []
     for journey in (GROUP, TRAJECTORY):
         files = journey.files(events)
-        parts.append(
-            f"{journey.name}: {len(files)} files.\n\n" + " → ".join(f"`{each}`" for each in files)
-        )
-    return "\n\n".join(parts)
+        lines = "\n".join(f"{number}. `{file}`" for number, file in enumerate(files, 1))
+        paragraphs.append(f"**{journey.name}** crosses {len(files)} files:\n\n{lines}")
+    return "\n\n".join(paragraphs)
 
 
 if __name__ == "__main__":
-    recorded = record()
-    print(as_markdown(recorded))
+    write_between(Path(sys.argv[1]), "journeys", as_markdown(record()))

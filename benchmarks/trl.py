@@ -86,14 +86,14 @@ PROFILES = {
 }
 
 
-def by_schedule(cwd: Path, model: Path, of: Profile, schedule: str) -> dict[str, float]:
+def by_schedule(cwd: Path, model: Path, profile: Profile, schedule: str) -> dict[str, float]:
     """Train with this project."""
     num_cores = 2 if schedule == "sync" else 1
     cores = {"cluster.num-generators": num_cores, "cluster.num-trainer-threads": num_cores}
-    own = {"schedule": schedule, "model": model, "num-steps": of.num_steps, **cores}
-    run = harness.train(cwd, f"run-{len(list(cwd.glob('runs/*')))}", {**own, **of.settings})
+    own = {"schedule": schedule, "model": model, "num-steps": profile.num_steps, **cores}
+    run = harness.train(cwd, f"run-{len(list(cwd.glob('runs/*')))}", {**own, **profile.settings})
     rows = harness.steps_after(run, 0)
-    measured = rows[of.num_skipped :]
+    measured = rows[profile.num_skipped :]
     seconds = sum(row["seconds_step"] for row in measured)
     return {
         "step_s": seconds / len(measured),
@@ -104,24 +104,28 @@ def by_schedule(cwd: Path, model: Path, of: Profile, schedule: str) -> dict[str,
 
 
 def by_trl(
-    python: str, cwd: Path, model: Path, of: Profile, prompts: Sequence[Any]
+    python: str, cwd: Path, model: Path, profile: Profile, prompts: Sequence[Any]
 ) -> dict[str, float]:
     """Train with TRL, in a process of its own."""
     given = {"model": str(model), "prompts": prompts, "output": str(cwd / "trl"), "threads": 2}
-    given |= {"num_steps": of.num_steps, "reward": of.reward, "settings": of.settings}
+    given |= {
+        "num_steps": profile.num_steps,
+        "reward": profile.reward,
+        "settings": profile.settings,
+    }
     environment = {**PROCESS_ENVIRONMENT, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     command = [python, "-m", "benchmarks.trl_side"]
     output = harness.output_of(command, stdin=json.dumps(given), added=environment)
     batches, ends = json.loads(output.splitlines()[-1])
-    num_updates = of.settings["algorithm.num-minibatches"]
+    num_updates = profile.settings["algorithm.num-minibatches"]
     ends = ends[num_updates - 1 :: num_updates]
-    measured = batches[of.num_skipped :]
-    seconds = ends[-1] - ends[of.num_skipped - 1]
+    measured = batches[profile.num_skipped :]
+    seconds = ends[-1] - ends[profile.num_skipped - 1]
     num_tokens = sum(batch["num_tokens"] for batch in measured)
     return {
         "step_s": seconds / len(measured),
         "trained_tokens_per_s": num_tokens / seconds,
-        "completion_tokens": num_tokens / len(measured) / of.settings["controller.batch-size"],
+        "completion_tokens": num_tokens / len(measured) / profile.settings["controller.batch-size"],
         "reward_of_step_1": batches[0]["reward_mean"],
     }
 
@@ -130,12 +134,12 @@ def compare(
     name: str, cwd: Path, python: str, prompts: Sequence[Any], num_rounds: int
 ) -> list[dict[str, Any]]:
     """Return means over the rounds of each way."""
-    of = PROFILES[name]
-    model = of.make_model(cwd).resolve()
+    profile = PROFILES[name]
+    model = profile.make_model(cwd).resolve()
     ways = {
-        "TRL": partial(by_trl, python, cwd, model, of, prompts),
-        "sync": partial(by_schedule, cwd, model, of, "sync"),
-        "async": partial(by_schedule, cwd, model, of, "async"),
+        "TRL": partial(by_trl, python, cwd, model, profile, prompts),
+        "sync": partial(by_schedule, cwd, model, profile, "sync"),
+        "async": partial(by_schedule, cwd, model, profile, "async"),
     }
     rows: list[dict[str, Any]] = []
     for way, turns in harness.take_turns(num_rounds, ways).items():

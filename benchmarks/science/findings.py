@@ -48,16 +48,18 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
     return Estimate.of([b - a for a, b in zip(first, second, strict=True)])
 
 
-def conclude(what: str, of: Estimate, *, nothing: float = 0.0, num_decimals: int = 3) -> str:
+def conclude(what: str, estimate: Estimate, *, nothing: float = 0.0, num_decimals: int = 3) -> str:
     """Return the conclusion from an interval: the direction of the effect, or none.
 
     Args:
         nothing: the value of no effect: 0 of a difference, 1 of a ratio.
     """
     sign = "" if nothing else "+"
-    mean, low, high = (f"{each:{sign}.{num_decimals}f}" for each in (of.mean, of.low, of.high))
+    mean, low, high = (
+        f"{each:{sign}.{num_decimals}f}" for each in (estimate.mean, estimate.low, estimate.high)
+    )
     interval = f"{mean} (95%: {low} to {high})"
-    if of.low <= nothing <= of.high:
+    if estimate.low <= nothing <= estimate.high:
         return f"{what}: {interval}. **No conclusion**: the interval includes {nothing:g}."
     return f"{what}: **{interval}**."
 

@@ -51,7 +51,9 @@ def run(chosen: Any) -> Finding:
         num: zip(step_times["async", num], step_times["sync", num], strict=True)
         for num in chosen.gpus
     }
-    ratios = {num: Estimate.of([sync / async_ for async_, sync in of]) for num, of in pairs.items()}
+    ratios = {
+        num: Estimate.of([sync / async_ for async_, sync in times]) for num, times in pairs.items()
+    }
     rows = [
         {
             "GPUs": num,
@@ -65,7 +67,9 @@ def run(chosen: Any) -> Finding:
         conclude(f"{num} GPUs: time of sync over async", ratio, nothing=1.0, num_decimals=2)
         for num, ratio in ratios.items()
     ]
-    lines = {"sync over async": {f"{num}": (of.mean, of.half) for num, of in ratios.items()}}
+    lines = {
+        "sync over async": {f"{num}": (times.mean, times.half) for num, times in ratios.items()}
+    }
     draw = partial(draw_estimates, lines, x="GPUs", y="time of sync over async")
     title = f"Virtual seconds a step, steps {chosen.skip + 1} to {chosen.steps}"
     return Finding({title: rows}, conclusions, draw)

@@ -235,7 +235,7 @@ def test_policy_whose_rows_were_read_computes_what_the_written_one_does(
     row_1T, layout = torch.arange(1, 30)[None], PackedLayout([12, 17])
     with torch.no_grad():
         actual, expected = (
-            logits_at(of, row_1T, layout, torch.arange(29)) for of in (policy, written)
+            logits_at(model, row_1T, layout, torch.arange(29)) for model in (policy, written)
         )
     assert torch.equal(actual, expected)
 

@@ -8,7 +8,7 @@ import torch
 from areal_flow.training.linear_logprobs import CHUNK_NUMBERS
 from areal_flow.training.sequences import pack_sequences
 from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
-from tests.unit.test_linear_logprobs import found_by, numbers_and_gradients
+from tests.unit.test_linear_logprobs import numbers_and_gradients, values_by
 from tests.unit.test_trainer import make_sequences
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_logprobs_and_gradients_of_bfloat16_are_those_of_float64() -> None:
         halves = hidden_MH.bfloat16().to(device, dtype).requires_grad_()
         weight = weight_VH.bfloat16().to(device, torch.promote_types(dtype, torch.float32))
         weight.requires_grad_()
-        numbers = found_by(halves, weight, None, targets_M.to(device))
+        numbers = values_by(halves, weight, None, targets_M.to(device))
         torch.stack(numbers).sin().sum().backward()  # type: ignore[no-untyped-call]
         assert halves.grad is not None
         assert weight.grad is not None
@@ -47,7 +47,7 @@ def test_memory_is_a_few_chunks_and_one_gradient() -> None:
     targets_M = torch.randint(150_000, (65_536,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    logprobs_M, entropy_M = found_by(hidden_MH, weight_VH, None, targets_M)
+    logprobs_M, entropy_M = values_by(hidden_MH, weight_VH, None, targets_M)
     (logprobs_M + entropy_M).sum().backward()  # type: ignore[no-untyped-call]
     used = torch.cuda.max_memory_allocated() - before
     assert used < 4 * (4 * CHUNK_NUMBERS) + 2 * weight_VH.nbytes + 2 * hidden_MH.nbytes

@@ -86,12 +86,15 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
     workers = {(e["writer_epoch"], e["worker"]): e for e in events}
     total = 0.0
     for (epoch, worker), event in workers.items():
-        of = [e for e in events if (e["writer_epoch"], e["worker"]) == (epoch, worker)]
-        left = [e["at"] for e in of if e["event"] == "left"]
-        total += event["num_devices"] * (min([*left, last[epoch]]) - of[0]["at"])
+        worker_events = [e for e in events if (e["writer_epoch"], e["worker"]) == (epoch, worker)]
+        left = [e["at"] for e in worker_events if e["event"] == "left"]
+        total += event["num_devices"] * (min([*left, last[epoch]]) - worker_events[0]["at"])
     uses = costs["by_use"]
     assert uses["total"] == pytest.approx(total)
-    assert min(cost for of in costs["by_role"].values() for cost in of.values()) > -1e-6
+    assert (
+        min(cost for worker_events in costs["by_role"].values() for cost in worker_events.values())
+        > -1e-6
+    )
     seconds = sum(row["seconds_step"] or 0.0 for row in steps.to_pylist())
     charged = sum(sum(each.accounts.values()) for each in of_steps)
     assert seconds < charged < total, "more than one worker was there, and before the first step"

@@ -126,9 +126,9 @@ def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
     with run.database() as database:
         turns = database.sql("SELECT output_tokens, loss_mask FROM trajectories").fetchall()
     decode = tokenizer_of(run.layout.model).decode
-    asked_again = [tokens for tokens, mask in turns if not all(mask)]
-    assert asked_again
-    assert all(NEXT in decode(tokens, skip_special_tokens=False) for tokens in asked_again)
+    with_context = [tokens for tokens, mask in turns if not all(mask)]
+    assert with_context
+    assert all(NEXT in decode(tokens, skip_special_tokens=False) for tokens in with_context)
     replayed = typed("replay", "chat", "--step", "3", cwd=folder)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 

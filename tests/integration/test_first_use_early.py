@@ -203,8 +203,8 @@ def of_agent(name: str, **changes: Any) -> Recipe:
 def tried_agent(layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.syspath_prepend(str(layout.root.parents[1]))
     settled = load_recipe(layout.config)
-    of = of_agent(name)
-    recipe = settled.model_copy(update={"workflow": of.workflow, "rewards": of.rewards})
+    settings = of_agent(name)
+    recipe = settled.model_copy(update={"workflow": settings.workflow, "rewards": settings.rewards})
     layout.config.write_text(dump_recipe(recipe))
     record_inputs(
         layout, recipe, verifier=found_verifier(layout, recipe), model=layout.model, reference=None

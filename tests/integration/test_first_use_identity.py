@@ -109,7 +109,10 @@ def test_accepted_verifier_is_marked_and_nothing_is_compared_across_it(
     assert [*evaluations[2]] == [by_step[2]]
     assert "mine: clean. Checked: 3 steps" in done(folder, "check", "mine")
     lineage = json.loads(done(folder, "lineage", "mine", "--json"))
-    spans = [(of["verifier"], of["first_step"], of["last_step"]) for of in lineage["verifiers"]]
+    spans = [
+        (verifier["verifier"], verifier["first_step"], verifier["last_step"])
+        for verifier in lineage["verifiers"]
+    ]
     assert spans == [(by_step[1], 1, 1), (by_step[2], 2, 2)]
 
 

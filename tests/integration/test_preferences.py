@@ -91,7 +91,8 @@ def test_reward_model_is_exported_as_transformers_loads_it(folder: Path) -> None
     texts = [row["prompt"] + row[field] for row in trained for field in ("chosen", "rejected")]
     encoded = tokenizer.encode_batch(texts)
     ids, mask = (
-        torch.tensor([getattr(e, of) for e in encoded]) for of in ("ids", "attention_mask")
+        torch.tensor([getattr(e, attribute) for e in encoded])
+        for attribute in ("ids", "attention_mask")
     )
     with torch.no_grad():
         scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]

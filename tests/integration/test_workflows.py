@@ -77,8 +77,8 @@ def test_conversations_are_trained_and_tokens_add_up(conversations: RunLayout) -
 def test_log_has_turns_branches_and_the_parts_of_rewards(conversations: RunLayout) -> None:
     rows = areal_flow.open_run(conversations.root).trajectories("arrow").to_pylist()
     assert {row["branch"] for row in rows} == {0, 1}
-    asked_again = [row for row in rows if not all(row["loss_mask"])]
-    assert asked_again
+    with_context = [row for row in rows if not all(row["loss_mask"])]
+    assert with_context
     for row in rows:
         length, numeric = row["reward_parts"]
         assert length["name"].endswith("reward_length_and_say_so")

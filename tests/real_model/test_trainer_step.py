@@ -129,13 +129,15 @@ def reference(
         scale = LORA.alpha / LORA.rank
         return {name: weights[name] + scale * (b @ a) for name, (a, b) in pairs.items()}
 
-    def logprobs(of: TrainingSequence) -> Tensor:
-        tokens = torch.from_numpy(np.concatenate([of.prompt_tokens, of.output_tokens])).long()
+    def logprobs(sequence: TrainingSequence) -> Tensor:
+        tokens = torch.from_numpy(
+            np.concatenate([sequence.prompt_tokens, sequence.output_tokens])
+        ).long()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits_TV = torch.func.functional_call(policy, merged(), (tokens[None],)).logits[0]
-        start = len(of.prompt_tokens)
+        start = len(sequence.prompt_tokens)
         logprobs_TV = (logits_TV[start - 1 : -1].float() / TEMPERATURE).log_softmax(-1)
-        return logprobs_TV.gather(1, tokens[start:, None])[:, 0][torch.from_numpy(of.trained)]
+        return logprobs_TV.gather(1, tokens[start:, None])[:, 0][torch.from_numpy(sequence.trained)]
 
     sequences, expected = sequences_of(model), Stepped([], [], {})
     with torch.no_grad():

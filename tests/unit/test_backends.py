@@ -92,8 +92,8 @@ def test_learning_rate_warms_up_in_the_configured_number_of_steps() -> None:
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
 
 
-def gspo_settings(**of: float) -> StepSettings:
-    algorithm = GSPO(num_minibatches=1, epsilon=10.0, epsilon_high=10.0, **of)  # type: ignore[arg-type]
+def gspo_settings(**options: float) -> StepSettings:
+    algorithm = GSPO(num_minibatches=1, epsilon=10.0, epsilon_high=10.0, **options)  # type: ignore[arg-type]
     return StepSettings(algorithm, temperature=1.0, seed=0)
 
 

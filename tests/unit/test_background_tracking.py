@@ -93,10 +93,10 @@ def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
 class Counting(MemoryTracker):
     """An unreachable sink that counts requests."""
 
-    num_asked = 0
+    num_requests = 0
 
     def begin(self) -> int:
-        self.num_asked += 1
+        self.num_requests += 1
         raise ConnectionError("away")
 
 
@@ -106,7 +106,7 @@ def test_unreachable_sink_is_tried_seldom(layout: RunLayout) -> None:
     for _ in range(50):
         tracking.wake()
         sleep(0.01)
-    assert sink.num_asked <= 2
+    assert sink.num_requests <= 2
     tracking.close("FAILED")
 
 

@@ -141,8 +141,8 @@ def test_bound_is_the_last_version_that_still_trains() -> None:
 def test_group_goes_on_with_the_members_that_have_a_fresh_token() -> None:
     spans = ((VersionSpan(0, 4),), (VersionSpan(0, 3), VersionSpan(2, 1)))
     members = tuple(
-        TrajectoryReceipt(trajectory_id(9, member), of, 1.0, "stop")
-        for member, of in enumerate(spans)
+        TrajectoryReceipt(trajectory_id(9, member), member_spans, 1.0, "stop")
+        for member, member_spans in enumerate(spans)
     )
     buffer = make_buffer(groups_per_step=1, max_staleness=1)
     discards = buffer.add(GroupReceipt(9, (), members), policy_version=3)

@@ -35,7 +35,9 @@ def row(step: int, at: float, **columns: Any) -> dict[str, Any]:
 
 
 def workers(*tenures: Tenure) -> Workers:
-    return Workers(tenures, False, {of.writer_epoch: min(of.present[1], 130.0) for of in tenures})
+    return Workers(
+        tenures, False, {tenure.writer_epoch: min(tenure.present[1], 130.0) for tenure in tenures}
+    )
 
 
 def tenure(role: str, rate: float = 1.0, begin: float = 95.0, end: float = 130.0) -> Tenure:
@@ -137,8 +139,8 @@ def test_events_become_tenures_with_outages(
     note("left", **placed)
     note("left", **placed)
     workers = read_workers(path, {})
-    (of,) = workers.tenures
-    assert (of.present, of.outages) == ((0.0, 4.0), [(1.0, 2.0), (3.0, 4.0)])
+    (tenure,) = workers.tenures
+    assert (tenure.present, tenure.outages) == ((0.0, 4.0), [(1.0, 2.0), (3.0, 4.0)])
     assert workers.held(3, (0.0, 10.0))["generator"] == 0.5 * 4
     assert workers.lost(3, (0.0, 10.0))["generator"] == 0.5 * (1 + 1)
     assert workers.held(2, (0.0, 10.0))["generator"] == 0, "of another driver"
@@ -151,9 +153,9 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
     """A generator at 2 $ an hour is preempted after an hour and queued for six."""
     hours = iter((0.0, 1.0, 7.0, 7.5, 9.0))
     monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: 3600 * next(hours))
-    path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
+    path, worker = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "started", "joined", "left"):
-        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
+        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **worker)
     workers, interval = read_workers(path, {"gpu": 2.0}), (0.0, 10 * 3600.0)
     assert workers.held(1, interval)["generator"] == pytest.approx(2.0 * 3)
     assert workers.lost(1, interval)["generator"] == pytest.approx(2.0 * 0.5)
@@ -165,9 +167,9 @@ def test_outage_ends_when_its_worker_has_left(
 ) -> None:
     moments = iter((0.0, 10.0, 20.0, 20.0))
     monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: next(moments))
-    path, of = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
+    path, worker = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "left", "started"):
-        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **of)
+        record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **worker)
     workers = read_workers(path, {})
     interval = (0.0, 100.0)
     assert workers.held(1, interval)["generator"] == 10
@@ -179,11 +181,11 @@ def test_a_price_is_of_the_role_or_the_device_and_without_prices_costs_are_secon
 ) -> None:
     path = tmp_path / "workers.jsonl"
     for role in ("generator", "trainer", "reward"):
-        of = {"worker": role, "role": role, "num_devices": 2, "is_gpu": role != "reward"}
-        record_worker_event(path, 1, "joined", **of)
+        worker = {"worker": role, "role": role, "num_devices": 2, "is_gpu": role != "reward"}
+        record_worker_event(path, 1, "joined", **worker)
 
     def rates_of(**prices: float) -> dict[str, float]:
-        return {of.role: of.rate for of in read_workers(path, prices).tenures}
+        return {worker.role: worker.rate for worker in read_workers(path, prices).tenures}
 
     assert rates_of(gpu=3600.0, trainer=7200.0) == {"generator": 2.0, "trainer": 4.0, "reward": 0.0}
     assert rates_of() == {"generator": 2.0, "trainer": 2.0, "reward": 2.0}

@@ -26,8 +26,10 @@ from tests.unit.test_trainer import hash_of_optimizer, make_sequences, state
 ALGORITHM = ActorCriticPPO(num_minibatches=2)
 
 
-def with_critic(seed: int = 0, algorithm: ActorCriticPPO = ALGORITHM, **of: Any) -> TrainerBackend:
-    backend = state(seed, **of)
+def with_critic(
+    seed: int = 0, algorithm: ActorCriticPPO = ALGORITHM, **options: Any
+) -> TrainerBackend:
+    backend = state(seed, **options)
     backend.add_critic(algorithm)
     return backend
 
@@ -92,10 +94,10 @@ def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
     if algorithm.needs_kl:
         inputs = replace(inputs, kl_N=torch.tensor([-0.3, 0.2, 0.7, 0.1], dtype=torch.float64))
     estimates = []
-    for of, reward, kl in zip(values, rewards, divergences, strict=True):
-        by_token = [0.0] * (len(of) - 1) + [reward]
+    for values_of_sequence, reward, kl in zip(values, rewards, divergences, strict=True):
+        by_token = [0.0] * (len(values_of_sequence) - 1) + [reward]
         by_token = [r - coefficient * k for r, k in zip(by_token, kl, strict=True)]
-        estimates.append(slow_gae(by_token, of, discount=0.9, gae_lambda=0.8))
+        estimates.append(slow_gae(by_token, values_of_sequence, discount=0.9, gae_lambda=0.8))
     trained = np.concatenate([np.asarray(estimates[0])[1:], np.asarray(estimates[1])])
     for advantages, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
         normal = (np.asarray(expected) - trained.mean()) / (trained.std(ddof=1) + 1e-8)
@@ -173,7 +175,7 @@ def test_a_state_without_a_critic_begins_one_and_a_trainer_without_one_leaves_it
     )
     other.load(*plain.save())
     model = critic(other).model
-    layers = (of.get_decoder().state_dict() for of in (model, plain.policy))
+    layers = (policy.get_decoder().state_dict() for policy in (model, plain.policy))
     assert hash_tensors(next(layers)) == hash_tensors(next(layers))
     assert not model.score.weight.any()
     train_step(other, make_sequences(), step=2, settings=settings())

@@ -180,11 +180,11 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
     groups = [group_of(layout, index) for index in range(12)]
     rows = asyncio.run(generator_tasks.rollout(groups, 0))[0].to_pylist()
     tokenizer = tokenizer_of(layout.model)
-    asked_again = [row for row in rows if not all(row["loss_mask"])]
-    assert asked_again
+    with_context = [row for row in rows if not all(row["loss_mask"])]
+    assert with_context
     following = "\n<|im_start|>user\nlonger<|im_end|>\n<|im_start|>assistant\n"
     turn = tokenizer.encode(following, add_special_tokens=False).ids
-    for row in asked_again:
+    for row in with_context:
         assert row["prompt_tokens"] == plain(groups[row["submission_index"]].prompt.tokens)
         begins = row["loss_mask"].index(False)
         assert row["output_tokens"][begins - 1] == tokenizer.token_to_id("<|im_end|>")

@@ -226,7 +226,9 @@ def test_group_without_a_score_is_discarded_and_its_slot_is_free() -> None:
 def test_engine_time_is_counted_once_for_each_engine() -> None:
     busy = [("a", 3.0), ("a", 2.0), ("b", 0.5), ("a", 3.25), ("b", 0.5)]
     stats = [EngineStats(name, busy_s=seconds) for name, seconds in busy]
-    parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))
+    parts = Parts(
+        Rollouts([group(i, engine_stats=engine_stats) for i, engine_stats in enumerate(stats)])
+    )
 
     async def scenario() -> Flow:
         flow = parts.flow(
@@ -241,7 +243,9 @@ def test_engine_time_is_counted_once_for_each_engine() -> None:
 def test_busy_fraction_is_of_the_time_that_reports_cover() -> None:
     """Groups of long episodes are committed together, in a step that took a second."""
     stats = [EngineStats("a", busy_s=b, elapsed_s=e) for b, e in ((3.0, 4.0), (8.0, 10.0))]
-    parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))
+    parts = Parts(
+        Rollouts([group(i, engine_stats=engine_stats) for i, engine_stats in enumerate(stats)])
+    )
 
     async def scenario() -> None:
         flow = parts.flow(

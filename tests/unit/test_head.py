@@ -27,7 +27,9 @@ from tests.unit.test_trainer import make_sequences, settings, state
 VOCABULARY = 13
 
 
-def found_with(chunk_numbers: int, monkeypatch: pytest.MonkeyPatch, **of: Any) -> list[Tensor]:
+def numbers_with_chunks(
+    chunk_numbers: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[Tensor]:
     """Return log-probabilities, entropies and gradients where so many logits are a chunk."""
     monkeypatch.setattr(head, "CHUNK_NUMBERS", chunk_numbers)
     policy = small_policy(tied=True)
@@ -43,8 +45,8 @@ def found_with(chunk_numbers: int, monkeypatch: pytest.MonkeyPatch, **of: Any) -
 def test_chunks_have_the_numbers_and_gradients_of_the_whole(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unchunked = found_with(2**25, monkeypatch)
-    chunked = found_with(rows * VOCABULARY, monkeypatch)
+    unchunked = numbers_with_chunks(2**25, monkeypatch)
+    chunked = numbers_with_chunks(rows * VOCABULARY, monkeypatch)
     for left, right in zip(unchunked, chunked, strict=True):
         torch.testing.assert_close(left, right, atol=2e-5, rtol=2e-5)
 
@@ -57,7 +59,7 @@ def test_no_more_tokens_than_a_chunk_have_logits_at_a_time(monkeypatch: pytest.M
         return logits_of(policy, hidden_MH)
 
     monkeypatch.setattr(head, "logits_of", noted)
-    found_with(4 * VOCABULARY, monkeypatch)
+    numbers_with_chunks(4 * VOCABULARY, monkeypatch)
     num_trained = sum(sequence.num_trained for sequence in make_sequences())
     assert max(num_rows) == 4
     assert sum(num_rows) == 2 * num_trained  # once for the loss, once for its gradients

@@ -162,7 +162,7 @@ def test_image_installs_what_the_project_names() -> None:
     assert "areal-flow" in project["project"]["scripts"]
     assert re.search(r"^FROM python:3\.11-slim$", dockerfile(), re.MULTILINE)
     runs = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
-    arguments = [asked_of_pip(run, index) for run in runs for index in ("INDEX", "")]
+    arguments = [pip_arguments(run, index) for run in runs for index in ("INDEX", "")]
     torch = "torch==2.13.0"
     index = ["--index-url", "INDEX"]
     plain = ["install", "--no-cache-dir"]
@@ -175,7 +175,7 @@ def dockerfile() -> str:
     return (ROOT / "infra/docker/Dockerfile").read_text()
 
 
-def asked_of_pip(script: str, index: str) -> list[str]:
+def pip_arguments(script: str, index: str) -> list[str]:
     """Run a RUN instruction with a `pip` that prints its arguments."""
     fake = 'pip() { printf "%s\\n" "$@"; }; '
     variables = {"PATH": "/usr/bin:/bin", "TORCH_INDEX": index, "EXTRAS": "[lora]"}

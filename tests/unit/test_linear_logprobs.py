@@ -38,17 +38,17 @@ def capped(logits: Tensor) -> Tensor:
     return torch.tanh(logits / 2) * 2
 
 
-def found_by(
+def values_by(
     hidden_MH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     targets_M: Tensor,
     transform: Callable[[Tensor], Tensor] = plain,
 ) -> tuple[Tensor, Tensor]:
-    of = LinearHead(
+    head = LinearHead(
         weight_VH, bias_V, transform, 0.7, needs_entropy=True, entropy_has_gradient=True
     )
-    return linear_logprobs.linear_logprobs(hidden_MH, targets_M, of)
+    return linear_logprobs.linear_logprobs(hidden_MH, targets_M, head)
 
 
 @pytest.mark.parametrize("transform", [plain, scaled, capped])
@@ -64,7 +64,7 @@ def test_values_and_gradients_equal_a_plain_softmax(
     drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
     targets_M = torch.randint(VOCABULARY, (7,))
-    actual = found_by(*leaves, targets_M, transform)
+    actual = values_by(*leaves, targets_M, transform)
     hidden_MH, weight_VH, bias_V = leaves
     logprobs_MV = (transform(hidden_MH @ weight_VH.T + bias_V) / 0.7).log_softmax(1)
     expected = (
@@ -87,10 +87,10 @@ def test_products_of_bfloat16_stay_in_float32() -> None:
     weight_VH.requires_grad_()
     targets_M = torch.randint(500, (64,))
     halves = hidden_MH.bfloat16().requires_grad_()
-    logprobs_M, entropy_M = found_by(halves, weight_VH, None, targets_M)
+    logprobs_M, entropy_M = values_by(halves, weight_VH, None, targets_M)
     exact_MH = halves.detach().double().requires_grad_()
     exact_VH = weight_VH.detach().bfloat16().double().requires_grad_()
-    expected_M, expected_entropy_M = found_by(exact_MH, exact_VH, None, targets_M)
+    expected_M, expected_entropy_M = values_by(exact_MH, exact_VH, None, targets_M)
     assert logprobs_M.dtype == torch.float32
     torch.testing.assert_close(logprobs_M.double(), expected_M, atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy_M.double(), expected_entropy_M, atol=1e-4, rtol=0)
@@ -135,7 +135,7 @@ def test_memory_holds_a_chunk_s_logits_and_one_float32_matrix_of_the_weights_siz
         weight_VH = torch.empty(150_000, 256, requires_grad=True)
         targets_M = torch.empty(4096, dtype=torch.int64)
         mode.made.clear()
-        logprobs_M, entropy_M = found_by(hidden_MH, weight_VH, None, targets_M, capped)
+        logprobs_M, entropy_M = values_by(hidden_MH, weight_VH, None, targets_M, capped)
         (logprobs_M + entropy_M).sum().backward()
     assert max(torch.Size(shape).numel() for _, shape in mode.made) <= 2**26
     # The matrix that is multiplied, in each of the passes, and the gradient.

@@ -86,8 +86,10 @@ def test_reference_is_the_policy_without_its_adapter() -> None:
     own.hold_reference(small_policy())
     assign_tensors(own.policy, served_weights(backend))
     divergences = [
-        train_step(of, make_sequences(seed=9), step=3, settings=how).metrics["kl_policy_reference"]
-        for of in (backend, own)
+        train_step(each, make_sequences(seed=9), step=3, settings=how).metrics[
+            "kl_policy_reference"
+        ]
+        for each in (backend, own)
     ]
     assert divergences[0].value == pytest.approx(divergences[1].value, rel=1e-3)
     assert divergences[0].value > 1e-4
@@ -126,8 +128,8 @@ def test_checkpoints_have_the_adapter_alone_and_the_base_once(
     assert not (later / "model.safetensors").exists()
     other = with_adapter(empty_policy(model))
     assert read_checkpoint(later, other).step == 7
-    for of in (backend, other):
-        train_step(of, make_sequences(seed=2), step=8, settings=settings())
+    for each in (backend, other):
+        train_step(each, make_sequences(seed=2), step=8, settings=settings())
     assert backend.fingerprint() == other.fingerprint()
     (first / "model.safetensors").unlink()
     with pytest.raises(TrainingError, match="cannot be read"):

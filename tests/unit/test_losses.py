@@ -111,14 +111,14 @@ def test_entropy_is_rewarded_by_its_coefficient() -> None:
 
 def test_aggregations_weigh_long_sequences_as_they_say() -> None:
     losses, sequence = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.tensor([0, 0, 0, 1])
-    of = MinibatchSize(num_tokens=4, num_sequences=2)
+    size = MinibatchSize(num_tokens=4, num_sequences=2)
     assert sequence_means(losses, sequence, 2).tolist() == [2.0, 10.0]
     for algorithm, expected in (
         (PPO(aggregation="token_mean"), 4.0),
         (PPO(aggregation="sequence_mean"), 6.0),
         (PPO(aggregation="constant", aggregation_tokens=8), 1.0),
     ):
-        assert float(algorithm.aggregate(losses, sequence, of, num_sequences=2)) == expected
+        assert float(algorithm.aggregate(losses, sequence, size, num_sequences=2)) == expected
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

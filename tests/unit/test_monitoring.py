@@ -147,8 +147,10 @@ def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
 
     run(scenario())
     stages = ("generating", "scoring", "ready", "training")
-    numbers = [[of[f'areal_flow_trajectories{{stage="{s}"}}'] for s in stages] for of in samples]
+    numbers = [
+        [sample[f'areal_flow_trajectories{{stage="{s}"}}'] for s in stages] for sample in samples
+    ]
     assert numbers == [[4, 2, 6, 0], [4, 2, 4, 2]]
     assert samples[0]["areal_flow_trajectories_limit"] == 20
-    assert [of["areal_flow_waiting_tokens"] for of in samples] == [24, 16]
+    assert [sample["areal_flow_waiting_tokens"] for sample in samples] == [24, 16]
     assert not [name for name in samples[0] if "step_metric" in name], "the genesis trained nothing"

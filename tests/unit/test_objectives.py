@@ -54,9 +54,9 @@ RATIOS = [exp(0.5), exp(-0.1), exp(1.5)]
 """Of `inputs()` to the behaviour policy; the advantages are 1, -1 and 2."""
 
 
-def gradient(algorithm: Any, of: LossInputs) -> list[float]:
-    algorithm.loss(of).losses_T.sum().backward()
-    gradients: list[float] = of.logprobs_T.grad.tolist()
+def gradient(algorithm: Any, inputs: LossInputs) -> list[float]:
+    algorithm.loss(inputs).losses_T.sum().backward()
+    gradients: list[float] = inputs.logprobs_T.grad.tolist()
     return gradients
 
 
@@ -146,10 +146,10 @@ def test_m2po_bounds_what_the_loss_trains_where_a_divergence_is_in_the_advantage
     )
     micro_batches, masks = list[LossInputs](), list[torch.Tensor]()
 
-    def loss(of: LossInputs) -> PolicyLoss:
-        loss = algorithm.loss(of)
+    def loss(inputs: LossInputs) -> PolicyLoss:
+        loss = algorithm.loss(inputs)
         assert loss.clipped_T is not None
-        micro_batches.append(of)
+        micro_batches.append(inputs)
         masks.append(loss.clipped_T)
         return loss
 
@@ -213,8 +213,8 @@ def test_masked_weights_are_counted_and_leave_the_divisor() -> None:
     assert loss.losses_T.tolist()[1:] == [0.0, 0.0]
     assert loss.metrics["importance_weight_masked_fraction"].value == pytest.approx(2 / 3)
     assert loss.metrics["importance_weight_max"].value == pytest.approx(WEIGHTS[2])
-    of = MinibatchSize(num_tokens=3, num_sequences=1)
-    total = algorithm.aggregate(loss.losses_T, torch.tensor([0, 0, 0]), of, num_sequences=1)
+    size = MinibatchSize(num_tokens=3, num_sequences=1)
+    total = algorithm.aggregate(loss.losses_T, torch.tensor([0, 0, 0]), size, num_sequences=1)
     assert total.item() == pytest.approx(loss.losses_T[0].item() / 3)
 
 

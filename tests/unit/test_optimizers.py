@@ -28,8 +28,8 @@ from tests.unit.test_trainer import make_sequences, settings
 DECAY = AdamWSettings(weight_decay=0.3)
 
 
-def optimizer_of(policy: Any, name: Any, **of: Any) -> PolicyOptimizer:
-    chosen = TrainerSettings(optimizer=name, adamw=DECAY, **of)
+def optimizer_of(policy: Any, name: Any, **options: Any) -> PolicyOptimizer:
+    chosen = TrainerSettings(optimizer=name, adamw=DECAY, **options)
     return OPTIMIZERS[name](policy.named_parameters(), chosen)
 
 
@@ -40,9 +40,9 @@ def give_gradients(policy: Any, seed: int) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def updated(name: str, *, num_updates: int = 3, **of: Any) -> tuple[Any, PolicyOptimizer]:
+def updated(name: str, *, num_updates: int = 3, **options: Any) -> tuple[Any, PolicyOptimizer]:
     policy = small_policy()
-    optimizer = optimizer_of(policy, name, **of)
+    optimizer = optimizer_of(policy, name, **options)
     for seed in range(num_updates):
         give_gradients(policy, seed)
         optimizer.update(learning_rate=1e-2 / (1 + seed))
@@ -127,9 +127,9 @@ def test_empty_state_is_that_of_a_new_optimizer(name: str) -> None:
     assert optimizer.named_state() == {}
     fresh = small_policy()
     fresh.load_state_dict(policy.state_dict())
-    for each, of in ((policy, optimizer), (fresh, optimizer_of(fresh, name))):
+    for each, moved in ((policy, optimizer), (fresh, optimizer_of(fresh, name))):
         give_gradients(each, 7)
-        of.update(learning_rate=1e-2)
+        moved.update(learning_rate=1e-2)
     for key, expected in weights(fresh).items():
         assert torch.equal(weights(policy)[key], expected), key
 

@@ -66,7 +66,7 @@ def test_ranks_get_as_many_micro_batches_and_about_as_much_work(
     ranks = deal_by_work(work, num_ranks)
     assert sorted(ranks) == sorted([*range(num_ranks)] * each)
     of_ranks = [
-        sum(w for w, of in zip(work, ranks, strict=True) if of == r) for r in range(num_ranks)
+        sum(w for w, rank in zip(work, ranks, strict=True) if rank == r) for r in range(num_ranks)
     ]
     assert max(of_ranks) - min(of_ranks) <= max(work)
 

@@ -258,7 +258,7 @@ def test_prompts_that_share_an_id_are_two_prompts() -> None:
 def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_once() -> None:
     rows = [{**row, "held_out": "code"} for row in sampled([1, 1], [1, 0], [0, 0])]
     table = tabulate([*sampled([1, 1]), *rows], threshold=0.5)
-    assert {name: of.passed.pass_rate for name, of in table.by_set.items()} == {
+    assert {name: scores.passed.pass_rate for name, scores in table.by_set.items()} == {
         "held_out": 1.0,
         "code": 0.5,
     }

@@ -121,7 +121,7 @@ def test_device_index_is_refused_with_the_setting_to_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "num_found", "stated", "expected"),
+    ("visible", "num_gpus_here", "stated", "expected"),
     [
         (None, 4, None, ("0", "1", "2", "3")),
         (None, 4, 2, ("0", "1")),
@@ -133,10 +133,10 @@ def test_device_index_is_refused_with_the_setting_to_use() -> None:
     ],
 )
 def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
-    visible: str | None, num_found: int, stated: int | None, expected: tuple[str, ...]
+    visible: str | None, num_gpus_here: int, stated: int | None, expected: tuple[str, ...]
 ) -> None:
     environment = {} if visible is None else {VISIBLE_GPUS: visible}
-    assert visible_gpus(environment, num_found, stated=stated) == expected
+    assert visible_gpus(environment, num_gpus_here, stated=stated) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_gpus_of_other_machines_are_stated_not_detected() -> None:
 def test_devices_are_gpus_or_else_cores_and_half_of_a_gpu_that_two_share() -> None:
     def devices(given: Recipe, num_gpus: int) -> dict[str, tuple[float, bool]]:
         machines = Machines(gpus=tuple(map(str, range(num_gpus))))
-        of = [placed.devices for placed in place_workers(given, machines)]
-        return {each["role"]: (each["num_devices"], each["is_gpu"]) for each in of}
+        placed_devices = [placed.devices for placed in place_workers(given, machines)]
+        return {each["role"]: (each["num_devices"], each["is_gpu"]) for each in placed_devices}
 
     assert devices(recipe(num_gpus=1), 1) == {
         "trainer": (0.5, True),

@@ -194,7 +194,7 @@ def test_every_join_death_and_leave_of_a_worker_is_recorded(
     monkeypatch.setattr(FakeLauncher, "keeps_devices", keeps_devices)
 
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        pool.note = lambda event, **of: noted.append((event, of["worker"]))
+        pool.note = lambda event, **details: noted.append((event, details["worker"]))
         await pool.start_until_joined(TWO)
         launcher.end("generator-0", "killed by signal 9")
         await asyncio.sleep(1)
@@ -229,7 +229,7 @@ def test_queued_worker_that_is_removed_does_not_start_afterwards(
             await stop_process(name)
 
         await pool.start_until_joined(TWO)
-        pool.note = lambda event, **of: noted.append(event)
+        pool.note = lambda event, **details: noted.append(event)
         monkeypatch.setattr(launcher, "start", wait_in_queue)
         monkeypatch.setattr(launcher, "stop", stop)
         launcher.end("generator-0", "preempted")

@@ -45,8 +45,8 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 
 def aggregated(loss: PolicyLoss, inputs: LossInputs) -> torch.Tensor:
     sequence_T, num_sequences = inputs.sequence_T, inputs.num_sequences
-    of = MinibatchSize(10, 4)
-    return BY_SEQUENCE.aggregate(loss.losses_T, sequence_T, of, num_sequences=num_sequences)
+    size = MinibatchSize(10, 4)
+    return BY_SEQUENCE.aggregate(loss.losses_T, sequence_T, size, num_sequences=num_sequences)
 
 
 def by_hand(rewards: list[float], smoothing: float) -> float:
@@ -145,21 +145,23 @@ def logprob_sums(policy: Any, row: int) -> list[float]:
 
 @pytest.mark.parametrize("room", [24, 200])
 def test_dpo_step_has_the_loss_of_each_pair_alone_against_the_first_policy(room: int) -> None:
-    of = trainer(small_policy(), "dpo", room=room, beta=0.2)
-    assert of.take_step() == pytest.approx(math.log(2), abs=1e-5)
+    dpo_trainer = trainer(small_policy(), "dpo", room=room, beta=0.2)
+    assert dpo_trainer.take_step() == pytest.approx(math.log(2), abs=1e-5)
     now = small_policy(seed=1)
-    now.load_state_dict(served_weights(of.backend))
+    now.load_state_dict(served_weights(dpo_trainer.backend))
     rewards = []
     for row in (4, 5, 0, 1):  # what the second step trains
         pairs = zip(logprob_sums(now, row), logprob_sums(small_policy(), row), strict=True)
         rewards += [0.2 * (policy - reference) for policy, reference in pairs]
-    assert of.take_step() == pytest.approx(by_hand(rewards, 0.0), abs=2e-5)
+    assert dpo_trainer.take_step() == pytest.approx(by_hand(rewards, 0.0), abs=2e-5)
 
 
 def test_pairs_are_never_split_between_micro_batches() -> None:
-    of = trainer(small_policy(), "dpo", room=24)
-    sequences = of._sequences(of._rows_of(0))
-    ((planned,),) = plan_micro_batches(sequences, step=0, settings=of._of_step, max_tokens=24)
+    dpo_trainer = trainer(small_policy(), "dpo", room=24)
+    sequences = dpo_trainer._sequences(dpo_trainer._rows_of(0))
+    ((planned,),) = plan_micro_batches(
+        sequences, step=0, settings=dpo_trainer._of_step, max_tokens=24
+    )
     assert len(planned) > 1
     for micro in planned:
         assert [index % 2 for index in micro] == [0, 1] * (len(micro) // 2)
@@ -168,14 +170,16 @@ def test_pairs_are_never_split_between_micro_batches() -> None:
 
 
 def test_dpo_learns_and_measures_held_out_pairs_at_checkpoints() -> None:
-    of = trainer(small_policy(), "dpo", num_steps=12, num_held_out=2, checkpoint_every_steps=5)
+    dpo_trainer = trainer(
+        small_policy(), "dpo", num_steps=12, num_held_out=2, checkpoint_every_steps=5
+    )
     for _ in range(12):
-        of.take_step()
-    assert of.metrics[-1]["loss"] < 0.3 < of.metrics[0]["loss"]
-    assert of.metrics[-1]["pair_accuracy"] == 1.0
-    measured = [row["step"] for row in of.metrics if "held_out_pair_accuracy" in row]
+        dpo_trainer.take_step()
+    assert dpo_trainer.metrics[-1]["loss"] < 0.3 < dpo_trainer.metrics[0]["loss"]
+    assert dpo_trainer.metrics[-1]["pair_accuracy"] == 1.0
+    measured = [row["step"] for row in dpo_trainer.metrics if "held_out_pair_accuracy" in row]
     assert measured == [5, 10, 12]
-    assert {*of._rows_of(0), *of._rows_of(1)} == {0, 1, 2, 3}
+    assert {*dpo_trainer._rows_of(0), *dpo_trainer._rows_of(1)} == {0, 1, 2, 3}
 
 
 def reward_model(root: Path) -> Any:
@@ -188,24 +192,27 @@ def reward_model(root: Path) -> Any:
 
 def test_reward_model_is_trained_at_the_scores_that_transformers_reads(tmp_path: Path) -> None:
     """Through the saved checkpoint and the model's own forward pass over padded rows."""
-    of = trainer(reward_model(tmp_path), "reward_model", learning_rate=1e-3)
-    of.take_step()
+    model_trainer = trainer(reward_model(tmp_path), "reward_model", learning_rate=1e-3)
+    model_trainer.take_step()
     layout = RunLayout(tmp_path / "run")
     layout.root.mkdir()
     (tmp_path / "described").rename(layout.model)
-    path = of.save(layout, Writer(Path("nobody"), 1))
+    path = model_trainer.save(layout, Writer(Path("nobody"), 1))
     saved = AutoModelForSequenceClassification.from_pretrained(path)
     assert saved.config.num_labels == 1
     scores = []
     for row in (4, 5, 0, 1):
-        texts = [np.concatenate([s.prompt_tokens, s.output_tokens]) for s in of.rows.sequences(row)]
+        texts = [
+            np.concatenate([s.prompt_tokens, s.output_tokens])
+            for s in model_trainer.rows.sequences(row)
+        ]
         padded = np.zeros((2, max(map(len, texts))), np.int64)
         for at, text in enumerate(texts):
             padded[at, : len(text)] = text
         with torch.no_grad():
             output = saved(torch.tensor(padded), attention_mask=torch.tensor(padded != 0))
         scores += output.logits[:, 0].tolist()
-    assert of.take_step() == pytest.approx(by_hand(scores, 0.0), abs=1e-5)
+    assert model_trainer.take_step() == pytest.approx(by_hand(scores, 0.0), abs=1e-5)
 
 
 def test_architecture_without_a_reward_model_is_refused(tmp_path: Path) -> None:

@@ -479,8 +479,8 @@ def test_fewer_held_out_rows_than_requested_are_reported(tmp_path: Path, layout:
 def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: RunLayout) -> None:
     give_chat_template(layout.model, CHATML)
     rows = [{"question": f"{n} + 1 ="} for n in range(9)] + [{"question": "9 =", "answer": "9"}]
-    of = recipe(write_rows(tmp_path / "rows.jsonl", rows), num_held_out=0, chat_template=True)
-    table = of.model_dump(mode="json", exclude_none=True)
+    base = recipe(write_rows(tmp_path / "rows.jsonl", rows), num_held_out=0, chat_template=True)
+    table = base.model_dump(mode="json", exclude_none=True)
     given = build_recipe(table, {"workflow": {"name": "agent", "path": "my:agent"}}, source="test")
     check_first_rows(given.prompt_plan())
     prepare_prompts(given.prompt_plan(), layout)
@@ -488,4 +488,4 @@ def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: 
     assert sorted(answers, key=str) == ["9", *[None] * 9]
     for unanswered in (check_first_rows, partial(prepare_prompts, layout=layout)):
         with pytest.raises(PromptError, match="field 'answer' is missing"):
-            unanswered(of.prompt_plan())
+            unanswered(base.prompt_plan())

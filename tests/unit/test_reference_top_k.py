@@ -42,7 +42,9 @@ def brute_force(policy: list[float], reference: list[float], k: int) -> float:
     """Return the divergence of two lists of log-probabilities, by the reference's k largest."""
     ranked = sorted(range(len(policy)), key=lambda v: -reference[v])
     parts = [[v] for v in ranked[:k]] + [ranked[k:]]
-    masses = [[sum(exp(of[v]) for v in part) for part in parts] for of in (policy, reference)]
+    masses = [
+        [sum(exp(logprobs[v]) for v in part) for part in parts] for logprobs in (policy, reference)
+    ]
     return sum(p * log(p / q) for p, q in zip(*masses, strict=True))
 
 
@@ -78,16 +80,16 @@ def test_merged_tail_bounds_the_divergence_and_is_exact_for_all_but_one_token() 
     whole_T = (policy_TV.exp() * (policy_TV - reference_TV)).sum(1)
     last_T = torch.zeros(3)
     for k in (1, 2, 7, 30, 48, 49):
-        found_T = divergences(policy_TV, reference_TV, k)
+        divergence_T = divergences(policy_TV, reference_TV, k)
         top_Tk = reference_TV.topk(k).indices
         mass_T1, rest = bucket_logprobs(policy_TV, top_Tk)[:, -1:], []
         for of_TV in (policy_TV, reference_TV):
             others_TV = of_TV - bucket_logprobs(of_TV, top_Tk)[:, -1:]
             rest.append(others_TV.scatter(1, top_Tk, -1e9))
         left_T = mass_T1[:, 0].exp() * (rest[0].exp() * (rest[0] - rest[1])).sum(1)
-        torch.testing.assert_close(found_T + left_T, whole_T)
-        assert (found_T >= last_T - 1e-12).all()
-        last_T = found_T
+        torch.testing.assert_close(divergence_T + left_T, whole_T)
+        assert (divergence_T >= last_T - 1e-12).all()
+        last_T = divergence_T
     torch.testing.assert_close(last_T, whole_T)
 
 
@@ -96,10 +98,10 @@ def test_tail_that_one_minus_the_rest_would_lose_in_float32_is_exact() -> None:
     logits_TV = torch.zeros(2, 1, 1000)
     logits_TV[1, 0, 0], logits_TV[0, 0, 0] = 40.0, 9.0
     exact_TV = logits_TV.double().log_softmax(-1)
-    found_TV = logits_TV.log_softmax(-1)
+    logprobs_TV = logits_TV.log_softmax(-1)
     expected = brute_force(exact_TV[0, 0].tolist(), exact_TV[1, 0].tolist(), 1)
-    top_Tk = found_TV[1].topk(1).indices
-    policy_TK, reference_TK = (bucket_logprobs(each, top_Tk) for each in found_TV)
+    top_Tk = logprobs_TV[1].topk(1).indices
+    policy_TK, reference_TK = (bucket_logprobs(each, top_Tk) for each in logprobs_TV)
     assert reference_TK[0, 0] == 0, "1 - sum is 0"
     divergence = (policy_TK.exp() * (policy_TK - reference_TK)).sum()
     assert float(divergence) == pytest.approx(expected, rel=1e-5)
@@ -119,7 +121,7 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
     hidden_MH, weight_VH, bias_V = leaves
     targets_M = torch.randint(VOCABULARY, (7,))
     top_Mk = torch.randn(7, VOCABULARY).scatter(1, targets_M[:, None], 0.5).topk(k).indices
-    of = linear_logprobs.LinearHead(
+    head = linear_logprobs.LinearHead(
         weight_VH,
         bias_V,
         lambda logits: torch.tanh(logits / 2) * 2,
@@ -127,7 +129,7 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
         needs_entropy=with_entropy,
         entropy_has_gradient=with_entropy,
     )
-    actual = linear_logprobs.linear_logprobs(hidden_MH, targets_M, of, top_Mk)
+    actual = linear_logprobs.linear_logprobs(hidden_MH, targets_M, head, top_Mk)
     products_MV = hidden_MH @ weight_VH.T + bias_V
     logprobs_MV = (torch.tanh(products_MV / 2) * 2 / TEMPERATURE).log_softmax(1)
     probs_MV = logprobs_MV.exp()
@@ -158,12 +160,12 @@ def test_likely_tokens_are_those_of_all_logits(
     with torch.no_grad():
         logits_MV = logits_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
         options: dict[str, Any] = {"temperature": TEMPERATURE, "num_known": num_known}
-        top_Mk, found_MK = top_logprobs(policy, micro, top_k=4, **options)
+        top_Mk, logprobs_MK = top_logprobs(policy, micro, top_k=4, **options)
         all_M, _ = top_logprobs(policy, micro, top_k=1000, **options)
     logprobs_MV = (logits_MV / TEMPERATURE).log_softmax(1)
     assert torch.equal(top_Mk, logits_MV[:, :num_known].topk(4).indices)
     expected_MK = bucket_logprobs(logprobs_MV, top_Mk)
-    torch.testing.assert_close(found_MK, expected_MK, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logprobs_MK, expected_MK, atol=1e-5, rtol=1e-5)
     assert all_M.shape == (len(micro.targets_M), (num_known or VOCABULARY) - 1)
 
 
@@ -172,9 +174,10 @@ def whole_divergence(
 ) -> tuple[list[Tensor], float]:
     """Return what `gradients_of_step` does, by a plain softmax of all logits."""
     micro = pack_sequences(sequences)
-    of = micro.input_ids_1T, micro.layout, micro.predicting_M
+    forward_inputs = micro.input_ids_1T, micro.layout, micro.predicting_M
     student_MV, teacher_MV = (
-        (logits_at(each, *of).double() / TEMPERATURE).log_softmax(1) for each in (student, teacher)
+        (logits_at(each, *forward_inputs).double() / TEMPERATURE).log_softmax(1)
+        for each in (student, teacher)
     )
     kl_M = (student_MV.exp() * (student_MV - teacher_MV.detach())).sum(1)
     kl_M.mean().backward()

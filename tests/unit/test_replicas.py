@@ -42,7 +42,7 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
     algorithm = ALGORITHMS[name](num_minibatches=1)
 
     def step_on(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
-        of = state(
+        backend = state(
             num_ranks=num_ranks,
             learning_rate=1e-12,
             max_grad_norm=1e9,
@@ -50,9 +50,9 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
         )
         how = StepSettings(algorithm, temperature=1.0, seed=0)
         if isinstance(algorithm, ActorCriticPPO):
-            of.add_critic(algorithm)
-        metrics = train_step(of, make_sequences(), step=1, settings=how).metrics
-        gradients = torch.cat([p.grad.flatten() for p in of.policy.parameters()])
+            backend.add_critic(algorithm)
+        metrics = train_step(backend, make_sequences(), step=1, settings=how).metrics
+        gradients = torch.cat([p.grad.flatten() for p in backend.policy.parameters()])
         return gradients, {name: metric.value for name, metric in metrics.items()}
 
     expected, metrics_of_whole = step_on(1, 4096)

@@ -64,8 +64,8 @@ def test_processed_probabilities_in_numbers(
     sampling: dict[str, float], expected: list[float]
 ) -> None:
     """min-p, top-k, top-p in this order, after temperature, renormalised each time."""
-    found_1V = processed_logprobs(LOGITS_1V, Sampling(1, **sampling)).exp()  # type: ignore[arg-type]
-    assert found_1V[0].tolist() == pytest.approx(expected, abs=1e-4)
+    probabilities_1V = processed_logprobs(LOGITS_1V, Sampling(1, **sampling)).exp()  # type: ignore[arg-type]
+    assert probabilities_1V[0].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_repetition_penalty_and_early_stops_in_numbers() -> None:
@@ -74,6 +74,6 @@ def test_repetition_penalty_and_early_stops_in_numbers() -> None:
     sampling = Sampling(9, repetition_penalty=2.0, min_new_tokens=2, stop_token_ids=(1,))
     prompts = [as_tokens([0, 0]), as_tokens([1, 2])]
     own = [as_tokens([3]), as_tokens([2, 2])]
-    found_SV = adjust_logits(LOGITS_1V.expand(2, -1), sampling, prompts, own)
-    assert found_SV.tolist() == [[1, float("-inf"), 0, -2], [2, 0.5, 0, -1]]
+    adjusted_SV = adjust_logits(LOGITS_1V.expand(2, -1), sampling, prompts, own)
+    assert adjusted_SV.tolist() == [[1, float("-inf"), 0, -2], [2, 0.5, 0, -1]]
     assert LOGITS_1V.tolist() == [[2, 1, 0, -1]]

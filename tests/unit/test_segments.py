@@ -275,7 +275,9 @@ def test_queries_in_float32_are_multiplied_in_the_type_of_a_pass(
     """Rotary positions leave them so; under autocast, and where weights are bfloat16."""
     dtypes: list[torch.dtype] = []
 
-    def noted(of: Segments, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule) -> Tensor:
+    def noted(
+        segments: Segments, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule
+    ) -> Tensor:
         dtypes.extend([query.dtype, key.dtype, value.dtype])
         return query
 

@@ -68,10 +68,10 @@ def test_loss_is_the_cross_entropy_of_completions_by_token() -> None:
 
 def test_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path: Path) -> None:
     layout = run_layout(tmp_path)
-    of = trainer()
+    sft_trainer = trainer()
     for _ in range(2):
-        of.take_step()
-        newest = of.save(layout, WRITER)
+        sft_trainer.take_step()
+        newest = sft_trainer.save(layout, WRITER)
     (newest / "model.safetensors").write_bytes(b"no tensors")
     resumed = trainer()
     resumed.restore(layout)

@@ -92,7 +92,7 @@ def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
     def unfolded(packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens that attention reads, without padding."""
         rows = unfolding.rows_of(packed)
-        return [of * real_NL[:, None, :, None] for of, real_NL in zip(rows, real, strict=True)]
+        return [row * real_NL[:, None, :, None] for row, real_NL in zip(rows, real, strict=True)]
 
     assert torch.autograd.gradcheck(lambda packed: tuple(unfolded(packed)), packed)
 

@@ -191,8 +191,8 @@ def test_token_and_group_means_are_those_of_draws() -> None:
 def test_completions_of_one_prompt_have_a_share_of_variance_in_common(share: float) -> None:
     lengths = assumed_lengths(100_000, mean=900.0, group_share=share)
     groups = [lengths.of_group(group_seeds(0, index, 8)) for index in range(500)]
-    drawn, of = np.ravel(groups), np.repeat(range(500), 8)
-    recorded = recorded_lengths([1], drawn, source="", groups=of)
+    drawn, group_of = np.ravel(groups), np.repeat(range(500), 8)
+    recorded = recorded_lengths([1], drawn, source="", groups=group_of)
     assert recorded.group_share == pytest.approx(share, abs=0.05)
     assert recorded.mean == pytest.approx(900, rel=0.1)
     assert np.mean([max(group) for group in groups]) == pytest.approx(

@@ -78,9 +78,9 @@ def test_every_block_has_the_share_of_each_source_rounded_and_every_cycle_the_sh
     mixture = Mixture({f"{place}": share for place, share in enumerate(shares)}, seed=5)
     drawn = [mixture.draw(index) for index in range(2 * size)]
     for source, share in enumerate(shares):
-        assert [number for of, number in drawn if of == source] == [*range(2 * share)]
+        assert [number for name, number in drawn if name == source] == [*range(2 * share)]
         for begin in range(0, 2 * size, BLOCK):
-            count = sum(of == source for of, _ in drawn[begin : begin + BLOCK])
+            count = sum(name == source for name, _ in drawn[begin : begin + BLOCK])
             assert share // num_blocks <= count <= -(-share // num_blocks)
 
 
@@ -255,13 +255,13 @@ def test_dataset_of_the_hugging_face_kind_is_a_source(
     (folder := tmp_path / "data").mkdir()
     jsonl(folder / "train.jsonl", rows(20))
     jsonl(folder / "test.jsonl", rows(5, first=50))
-    of = {**SUMS, "source": f"datasets:{folder}"}
+    source = {**SUMS, "source": f"datasets:{folder}"}
     prompts, _, held_out = prepared(
-        recipe_of([{**of, "settings": {"held_out_split": "test"}}]), layout
+        recipe_of([{**source, "settings": {"held_out_split": "test"}}]), layout
     )
     assert (prompts.num_train, prompts.num_held_out) == (20, 3)
     assert {prompt.text for prompt in held_out.rows()} <= {
         row["question"] for row in rows(5, first=50)
     }
     with pytest.raises(PromptError, match=r"split 'nope': .*Without a network"):
-        prepared(recipe_of([{**of, "settings": {"split": "nope"}}]), layout)
+        prepared(recipe_of([{**source, "settings": {"split": "nope"}}]), layout)

@@ -165,9 +165,11 @@ def test_entropy_in_parts_is_that_of_the_whole(
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_NUMBERS", 33)  # three rows
     logits_TV = torch.randn(num_rows, 11, dtype=torch.bfloat16, requires_grad=True)
-    found_T = detached_entropies(logits_TV, temperature=0.7)
-    assert not found_T.requires_grad
-    torch.testing.assert_close(found_T, next_token_entropies(logits_TV.detach(), temperature=0.7))
+    entropies_T = detached_entropies(logits_TV, temperature=0.7)
+    assert not entropies_T.requires_grad
+    torch.testing.assert_close(
+        entropies_T, next_token_entropies(logits_TV.detach(), temperature=0.7)
+    )
 
 
 def test_rewards_are_counted_by_time_and_their_queue_by_group() -> None:

@@ -101,7 +101,11 @@ def test_batches_are_compared_where_there_are_no_two_evaluations() -> None:
 def test_batches_that_another_verifier_scored_are_not_compared() -> None:
     recipe = Recipe(controller=ControllerSettings(batch_size=512, group_size=16))
     rates = {"numeric@0": 0.3, "numeric@1": 0.9}
-    steps = [{"rollout/pass_rate": rates[of], "verifier": of} for of in rates for _ in range(8)]
+    steps = [
+        {"rollout/pass_rate": rates[verifier], "verifier": verifier}
+        for verifier in rates
+        for _ in range(8)
+    ]
     first, *_ = judge_run(recipe, steps, TOTALS, [LOW])
     assert first.text == "Pass rate of batches went from 0.90 to 0.90: no clear difference"
 

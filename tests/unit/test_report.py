@@ -143,7 +143,7 @@ def test_page_of_a_short_run_has_what_there_is(
     )
     assert state in page
     assert ("<h3>Pass rate" in page) == (num_steps > 1 or (evaluated and num_steps > 0))
-    assert ("No step is done yet" in page) == (num_steps == 0)
+    assert ("No step has finished yet" in page) == (num_steps == 0)
     assert ("<h2>Before and after" in page) == (evaluated and num_steps > 0)
     assert ("Held-out pass rates and rewards" in page) == evaluated
 

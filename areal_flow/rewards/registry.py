@@ -1,5 +1,4 @@
-"""Rewards by the names that recipes use, the identity that each trajectory carries of them, and the
-weighted sum of all that a recipe names."""
+"""Rewards by name, their identities, which trajectories carry, and the weighted sum of a recipe."""
 
 from __future__ import annotations
 
@@ -19,22 +18,24 @@ from areal_flow.core.errors import RewardError
 from areal_flow.core.pass_rates import PASS_THRESHOLD, verdict_of
 from areal_flow.core.settings import code_hash, import_function, source_file, text_hash
 from areal_flow.core.types import RewardPart, Score
-from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
-from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code.reward import CodeReward
+from areal_flow.rewards.functions import (
+    BATCH_ARGUMENTS,
+    FAILURES,
+    LimitedReward,
+    as_score,
+    function_reward,
+)
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.math.reward import MathReward
 from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     COMPLETION_ARGUMENTS,
-    FunctionReward,
-    LimitedReward,
     Reward,
     RewardFunction,
     RewardInput,
     RewardSettings,
-    judged,
     max_concurrency,
     part_names,
 )
@@ -54,20 +55,20 @@ REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "reward_model": ModelReward,
     "reasoning_gym": verify_reasoning_gym,
 }
-"""A function, or a class that is a `Reward`; each takes its recipe's settings by name."""
+"""A function or a `Reward` class; the recipe's settings are keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedReward:
-    """A reward, the name that a recipe has for it, and the identity of its code."""
+    """A reward with its name in the recipe and the identity of its code."""
 
     name: str
     identity: str
     reward: Reward
     source: str = ""
-    """The file that its code stands in, if there is one."""
+    """The file of its code, if there is one."""
     judges: tuple[str, ...] = ()
-    """The prompt sources whose completions it judges; none: all."""
+    """Prompt sources whose completions it judges; empty: all."""
 
 
 def load_reward(
@@ -77,9 +78,9 @@ def load_reward(
     settings: Mapping[str, Any] | None = None,
     timeout_s: float = 60.0,
 ) -> NamedReward:
-    """Return a reward of the registry, one shipped in `directory`, or one at an import path.
+    """Return a built-in reward, one shipped in `directory`, or one at an import path.
 
-    One that is not built in may take `timeout_s` over each completion.
+    `timeout_s` limits the time per completion of rewards that are not built in.
     """
     settings = settings or {}
     if name.startswith(SHIPPED):
@@ -107,27 +108,22 @@ def load_reward(
 
 
 def _check_settings(name: str, code: Any, settings: Mapping[str, Any]) -> None:
-    given = {} if inspect.isclass(code) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
+    not_settings = {} if inspect.isclass(code) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
     parameters = inspect.signature(code).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
-    unknown = {} if takes_any else {key for key in settings if key not in named or key in given}
-    if unknown:
-        takes = ", ".join(key for key in named if key not in given) or "no settings"
+    known = [key for key in named if key not in not_settings]
+    if not takes_any and (unknown := settings.keys() - {*known}):
+        takes = ", ".join(known) or "no settings"
         raise RewardError(f"reward {name!r} has no setting {min(unknown)!r}: it takes {takes}")
-    needed = [p.name for p in named.values() if p.default is p.empty and p.name not in given]
-    is_built_in = name in REWARDS  # another function may name columns of the prompt's row
-    missing = [key for key in needed if key not in settings]
-    if missing and (is_built_in or inspect.isclass(code)):
+    missing = [key for key in known if named[key].default is inspect.Parameter.empty]
+    missing = [key for key in missing if key not in settings]
+    # A user's function may name columns of the prompt's row.
+    if missing and (name in REWARDS or inspect.isclass(code)):
         raise RewardError(
             f"reward {name!r} needs the setting {missing[0]!r}: set it in the settings of its "
             "[[rewards]] table"
         )
-
-
-def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
-    made = BatchedFunctionReward if is_batched(function) else FunctionReward
-    return made(function, timeout_s=timeout_s)
 
 
 class WeightedRewards:
@@ -141,7 +137,7 @@ class WeightedRewards:
         pass_threshold: float = PASS_THRESHOLD,
         agent: str = "",
     ) -> None:
-        """Load each reward; `agent` is the import path of an agent that gives rewards itself."""
+        """Load each reward; `agent` is the import path of an agent that returns rewards itself."""
         self._parts = [
             replace(
                 load_reward(
@@ -158,16 +154,16 @@ class WeightedRewards:
         self.max_concurrency = max(at_once, default=1)
         self._turns = [asyncio.Lock() if num == 1 else nullcontext() for num in at_once]
         self._opened = ExitStack()
-        scoring = (
-            import_function(agent, setting="workflow.path", error=RewardError) if agent else None
-        )
-        agents = [f"agent:{agent}@{code_hash(scoring)}"] if scoring else []
-        identities = map(_weighted_identity, self._parts, self._weights)
-        self.identity = " + ".join((*agents, *identities))
-        """Name and hash of the code of the agent and of each reward."""
-        sources = [source_file(scoring), *(part.source for part in self._parts)]
-        self.files = tuple(dict.fromkeys(filter(None, sources)))
-        """The files that their code stands in."""
+        identities = [*map(_weighted_identity, self._parts, self._weights)]
+        files = [part.source for part in self._parts]
+        if agent:
+            code = import_function(agent, setting="workflow.path", error=RewardError)
+            identities.insert(0, f"agent:{agent}@{code_hash(code)}")
+            files.insert(0, source_file(code))
+        self.identity = " + ".join(identities)
+        """Name and code hash of the agent and of each reward."""
+        self.files = tuple(dict.fromkeys(filter(None, files)))
+        """The files of their code."""
 
     def open(self) -> None:
         with ExitStack() as opened:
@@ -186,9 +182,9 @@ class WeightedRewards:
         return [self._sum(scores) for scores in zip(*columns, strict=True)]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
-        """Return the sum; verdict and extracted answer are those of the first reward that has one.
+        """Return the sum, with verdict and extracted answer of the first reward that gave a score.
 
-        Where that one gave a bare number, the verdict says whether the completion passes.
+        If that is a bare number, the verdict says whether the sum passes.
         """
         parts = tuple(
             each
@@ -196,18 +192,18 @@ class WeightedRewards:
             for each in (RewardPart(part.name, score.reward), *score.parts)
         )
         extra = {name: value for score in scores for name, value in score.extra.items()}
-        given = [score for score in scores if score.verdict != "no_reward"]
-        if failed := [score for score in given if score.reward is None]:
+        rewarded = [score for score in scores if score.verdict != "no_reward"]
+        if failed := [score for score in rewarded if score.reward is None]:
             verdict = failed[0].verdict or "error"
             return Score(None, verdict, error=failed[0].error, parts=parts, extra=extra)
-        if not given:
+        if not rewarded:
             error = "no verifier gave a reward"
             return Score(None, "no_reward", error=error, parts=parts, extra=extra)
         total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
         if not isfinite(total):
             return Score(None, "error", error=f"the sum of rewards is {total}", parts=parts)
         message = next((score.message for score in scores if score.message), "")
-        first = given[0]
+        first = rewarded[0]
         verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
         return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
 
@@ -221,16 +217,17 @@ def _weighted_identity(part: NamedReward, weight: float) -> str:
 async def _scores(
     part: NamedReward, inputs: Sequence[RewardInput], turn: AbstractAsyncContextManager[Any]
 ) -> Sequence[Score]:
-    judges = [not part.judges or given.prompt_source in part.judges for given in inputs]
-    chosen = [*compress(inputs, judges)]
+    """Score the inputs that a part judges; the others get `no_reward`."""
+    is_judged = [not part.judges or item.prompt_source in part.judges for item in inputs]
+    judged = [*compress(inputs, is_judged)]
     try:
         async with turn:
-            returned = await part.reward.score(chosen) if chosen else []
-        if len(returned) != len(chosen):
+            results = await part.reward.score(judged) if judged else []
+        if len(results) != len(judged):
             raise ValueError(
-                f"reward {part.name!r} returned {len(returned)} scores, expected {len(chosen)}"
+                f"reward {part.name!r} returned {len(results)} scores, expected {len(judged)}"
             )
-    except Exception as error:  # noqa: BLE001 - `judged` counts it
-        returned = [judged(error)] * len(chosen)
-    scores = map(judged, returned)
-    return [next(scores) if is_judged else Score(None, "no_reward") for is_judged in judges]
+    except Exception as error:  # noqa: BLE001 - `as_score` counts it
+        results = [as_score(error)] * len(judged)
+    scores = map(as_score, results)
+    return [next(scores) if each else Score(None, "no_reward") for each in is_judged]

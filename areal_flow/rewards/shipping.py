@@ -20,14 +20,14 @@ from typing import Any
 
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.errors import RewardError
-from areal_flow.rewards.protocol import bare
+from areal_flow.rewards.functions import without_partial
 
 SHIPPED = "shipped:"
 
 
 def ship_function(function: Callable[..., Any], directory: Path) -> str:
     """Write a function with all that it refers to in its module; return its name for a recipe."""
-    called: Any = bare(function)
+    called: Any = without_partial(function)
     code = called if inspect.isroutine(called) else type(called)  # of an object that is called
     pickled, source = _pickled_by_value(function, code.__module__), _source_of(code)
     name = re.sub(r"\W+", "", code.__name__) or "function"

@@ -13,10 +13,11 @@ from areal_flow.core.types import Score
 from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import choose_tier
+from areal_flow.rewards.functions import FunctionReward, function_reward
 from areal_flow.rewards.judge import JudgeReward
-from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
+from areal_flow.rewards.protocol import Reward, RewardInput
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
-from areal_flow.rewards.registry import REWARDS, function_reward, load_reward
+from areal_flow.rewards.registry import REWARDS, load_reward
 from areal_flow.rewards.shipping import ship_function
 from tests.judges import running_judge
 from tests.reward_models import write_reward_model

@@ -16,15 +16,20 @@ import pytest
 
 from areal_flow.core.types import Score
 from areal_flow.log.codec import scored_table
-from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
+from areal_flow.rewards.functions import (
+    BATCH_ARGUMENTS,
+    BatchedFunctionReward,
+    FunctionReward,
+    function_reward,
+    is_batched,
+)
 from areal_flow.rewards.protocol import (
     COMPLETION_ARGUMENTS,
-    FunctionReward,
     RewardInput,
     RewardSettings,
     TrainerState,
 )
-from areal_flow.rewards.registry import WeightedRewards, function_reward, load_reward
+from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shipping import ship_function
 from tests.rows import group_table
 

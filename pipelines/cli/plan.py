@@ -19,8 +19,8 @@ from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import is_linux, system_name, usable_cores
 from areal_flow.core.settings import nest
 from areal_flow.planning.gpus import GIB, gpu_bytes, gpu_named
-from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
+from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
+from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.registry import AUTO, choose_engine
 from areal_flow.rollout.engines.vllm.support import BUILDS, installed_vllm

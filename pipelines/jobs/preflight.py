@@ -24,7 +24,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Prompt
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
-from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
+from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.rollout.engines.protocol import GenerationSettings

@@ -11,8 +11,8 @@ import pytest
 
 from areal_flow.core.types import Score
 from areal_flow.rewards.code.reward import CodeReward
-from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.rewards.code.sandbox.self_test import choose_tier
+from areal_flow.rewards.code.sandbox.pool import choose_tier
+from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rewards.functions import FunctionReward, function_reward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import Reward, RewardInput

@@ -14,14 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_flow.rewards.code.reward import RIGHT, Judgement, grade
+from areal_flow.rewards.code.rows import CodeTask
 from areal_flow.rewards.code.sandbox import run
-from areal_flow.rewards.code.sandbox.grading import RIGHT, CodeTask, Judgement, grade
 from areal_flow.rewards.code.sandbox.inside import program
-from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.rewards.code.sandbox.pool import MAX_ATTEMPTS, SandboxPool
-from areal_flow.rewards.code.sandbox.run import Program
-from areal_flow.rewards.code.sandbox.self_test import choose_tier
-from areal_flow.rewards.code.sandbox.zygote_client import available_tiers
+from areal_flow.rewards.code.sandbox.pool import MAX_ATTEMPTS, SandboxPool, choose_tier
+from areal_flow.rewards.code.sandbox.run import Program, SandboxError, available_tiers
 from tests.sandbox.corpus import CORPUS, FORGERIES, HONEST, Case
 from tests.sandbox.judging import ASSERTS, LIMITS, judge, living_below, runs_here, surroundings
 

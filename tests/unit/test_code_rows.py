@@ -16,10 +16,10 @@ import pytest
 
 from areal_flow.core.errors import RewardError
 from areal_flow.rewards.code import rows as code_rows
+from areal_flow.rewards.code.reward import grade
 from areal_flow.rewards.code.rows import NoTests, code_task, extract_code
-from areal_flow.rewards.code.sandbox.grading import grade
-from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.run import Limits, SandboxError
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from areal_flow.rewards.code.sandbox.grading import CodeTask, grade, same_output
+from areal_flow.rewards.code.reward import grade, same_output
+from areal_flow.rewards.code.rows import CodeTask
 from areal_flow.rewards.code.sandbox.inside import kernel, plain, seccomp
 from areal_flow.rewards.code.sandbox.run import Outcome
 

@@ -12,10 +12,10 @@ import pytest
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.errors import PromptError
 from areal_flow.core.layout import RunLayout
-from areal_flow.rewards.code.rows import code_task
-from areal_flow.rewards.code.sandbox.grading import CodeTask, grade
-from areal_flow.rewards.code.sandbox.limits import SandboxError
+from areal_flow.rewards.code.reward import grade
+from areal_flow.rewards.code.rows import CodeTask, code_task
 from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.prompts.prepare import prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.training.settings import AdamWSettings

@@ -1,4 +1,4 @@
-"""How a program is tested, from a row as HumanEval, MBPP, LiveCodeBench and this project have it.
+"""Reads how a program is tested from rows of HumanEval, MBPP, LiveCodeBench and this project.
 
 | rows of            | recognised by                        | mode                          |
 |--------------------|--------------------------------------|-------------------------------|
@@ -8,7 +8,7 @@
 | LiveCodeBench      | `public_test_cases`, `starter_code`  | `stdin`, or `call`            |
 | DeepCoder          | `tests`, and no `mode`               | `stdin`, or `call`            |
 
-Rows are trusted; completions are only cut out of their text here, and never parsed.
+Rows are trusted; the program of a completion is extracted here, but never parsed.
 """
 
 from __future__ import annotations
@@ -23,45 +23,64 @@ import re
 import symtable
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from areal_flow.core.errors import RewardError
 from areal_flow.core.thinking import after_thinking
-from areal_flow.rewards.code.sandbox.grading import CodeTask, Mode
 from areal_flow.rewards.code.sandbox.inside.testing import MODULE
 
 Row = Mapping[str, Any]
-
+Mode = Literal["stdin", "call", "assert"]
 
 MAX_SOURCE_CHARS = 2**20
 MAX_PRIVATE_BYTES = 2**28
-"""Of LiveCodeBench's hidden tests of one row, unpacked."""
-MAX_KEPT_BYTES = 2**26
-"""Of tests of several rows, unpacked; those of one row are kept in any case."""
+"""Unpacked size of LiveCodeBench's hidden tests of one row."""
+MAX_CACHED_BYTES = 2**26
+"""Unpacked size of cached tests; those of the last row are cached at any size."""
 _FENCE = re.compile(
     r"^([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?+)(?:[^`\n]*+(?=```py|`{3,}+[ \t\r]*+$))?+"
     r"(`{3,}+|~{3,}+)[ \t]*+\{?\.?(\w*+)[^`\n]*+$",
     re.MULTILINE,
 )
-"""Indentation, which an item of a list has, too; fence; language. One may end a line: of Python, or
-of no language, see `_is_doubtful`."""
+"""Indentation (possibly of a list item), fence, language. A fence may end a line of text if it
+names Python or no language, see `_is_doubtful`."""
 _FENCED = re.compile(r"^(.*?)(`{3,}+|~{3,}+)(.*)$", re.MULTILINE)
 _LANGUAGES = ("python", "python3", "py")
 _METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
 
 
-_kept: OrderedDict[str, tuple[int, Any]] = OrderedDict()
-_reading = Lock()
+_cache: OrderedDict[str, tuple[int, Any]] = OrderedDict()
+_cache_lock = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTask:
+    """A program and how it is tested."""
+
+    source: str
+    mode: Mode
+    tests: Sequence[tuple[Any, Any]] = ()
+    """Pairs of input and output, or of arguments and return value."""
+    test_source: str = ""
+    """The tests of the mode `assert`."""
+    entry_point: str = ""
+    setup: str = ""
+    """Trusted code that runs before the tests."""
+    borrowed: tuple[str, ...] = ()
+    """Names of the program that tests of the mode `assert` use."""
+    imports: bool = False
+    """Whether common names of the standard library are predefined."""
 
 
 class NoTests(RewardError):
-    """A row does not say how a program is tested."""
+    """A row does not define how a program is tested."""
 
 
 def code_task(row: Row, completion: str, prompt: str = "") -> CodeTask | None:
-    """Return how a completion of a rendered prompt is graded; None if there is no code in it."""
+    """Return the task of a completion of a rendered prompt; None if it holds no code."""
     source = extract_code(completion, prompt)
     if not source.strip() or len(source) > MAX_SOURCE_CHARS:
         return None
@@ -78,8 +97,8 @@ def code_task(row: Row, completion: str, prompt: str = "") -> CodeTask | None:
 def extract_code(completion: str, prompt: str = "") -> str:
     """Return the last block of Python after the thinking, else the last of no language, else all.
 
-    Fences have lines of their own. One behind code, or before text, closes a block that no other
-    closes before the next begins; a block that is not closed ends with the text.
+    Fences stand on their own lines. A fence after code, or before text, closes a block only if no
+    other fence does before the next block starts; an unclosed block ends with the text.
     """
     text = after_thinking(completion[-4 * MAX_SOURCE_CHARS :], prompt)
     codes: dict[bool, str] = {}
@@ -93,7 +112,7 @@ def extract_code(completion: str, prompt: str = "") -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield what opens each block, and where its code ends; lines are read once."""
+    """Yield the opening fence of each block and the end of its code, in one pass."""
     opening, stop = None, -1
     for line in _FENCED.finditer(text):
         begins = _FENCE.match(text, line.start())
@@ -115,12 +134,12 @@ def _blocks(text: str) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def _is_doubtful(opening: re.Match[str]) -> bool:
-    """Return whether it opens a block only if the next line with a fence closes that block."""
+    """Return whether a fence opens a block only if the next line with a fence closes it."""
     return not opening[3] and opening.end(1) < opening.start(2)
 
 
 def _closing(line: re.Match[str], opening: re.Match[str]) -> tuple[int, bool]:
-    """Return where code ends if a line closes its block, else -1; and whether it surely does."""
+    """Return where code ends if a line closes its block, else -1; and whether this is certain."""
     (indent, fence, _), (before, run, after) = opening.groups(), line.groups()
     is_last = not after.strip()
     if not run.startswith(fence) or (before.isspace() and len(before) > len(indent) + 3):
@@ -152,7 +171,7 @@ def _own(row: Row, source: str) -> CodeTask:
 
 
 def _human_eval(row: Row, source: str) -> CodeTask:
-    """A completion is a whole function, or goes on where the prompt ends."""
+    """A completion is a whole function, or continues the prompt."""
     prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
     head = re.escape(f"def {entry_point}")
     if re.search(rf"^{head}\b", source, re.MULTILINE):
@@ -181,10 +200,10 @@ def _defined(reference: str) -> set[str]:
 
 
 def _borrowed_names(source: str) -> tuple[str, ...]:
-    """Return what tests without an entry point borrow from the program.
+    """Return the names that tests without an entry point use of the program.
 
-    That is what they import from it, or their one undefined name: of several, one may be a judge
-    that they forgot to import, which a program would bring.
+    These are their imports from it, or their only undefined name: of several, one may be a judge
+    that they forgot to import, and that a program could define.
     """
     imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -208,7 +227,7 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
 
 
 def _free_names(source: str) -> set[str]:
-    """Return the global names that a source reads and neither sets nor has built in."""
+    """Return the global names that a source reads but does not define, built-in names excluded."""
     top = symtable.symtable(source, MODULE, "exec")
     tables, read, known = [top], set[str](), {*dir(builtins)}
     for table in tables:
@@ -240,7 +259,7 @@ def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
 
 
 def _deep_coder(row: Row, source: str) -> CodeTask:
-    """Read tests as LiveCodeBench's (`lcbv5`), PrimeIntellect's or TACO's part of it has them."""
+    """Read tests in the formats of its parts: LiveCodeBench (`lcbv5`), PrimeIntellect, TACO."""
     if not isinstance(row["tests"], str):
         raise ValueError(
             "field 'tests': expected JSON as text, as DeepCoder has it, or a field 'mode' beside "
@@ -260,21 +279,21 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
 
 
 def _live_cases(text: str | None) -> Any:
-    """Return test cases, read once: the completions of a prompt come together."""
+    """Return test cases, cached: the completions of a prompt are judged together."""
     if not text:
         return []
-    with _reading:
-        if text not in _kept:
+    with _cache_lock:
+        if text not in _cache:
             unpacked = _unpacked(text)
-            _kept[text] = len(unpacked), json.loads(unpacked)
-        _kept.move_to_end(text)
-        while len(_kept) > 1 and sum(size for size, _ in _kept.values()) > MAX_KEPT_BYTES:
-            _kept.popitem(last=False)
-        return _kept[text][1]
+            _cache[text] = len(unpacked), json.loads(unpacked)
+        _cache.move_to_end(text)
+        while len(_cache) > 1 and sum(size for size, _ in _cache.values()) > MAX_CACHED_BYTES:
+            _cache.popitem(last=False)
+        return _cache[text][1]
 
 
 def _unpacked(text: str) -> str:
-    """Return JSON from JSON, or from how it is hidden: in base64 of zlib of a pickled text."""
+    """Return JSON, which hidden tests encode as base64 of zlib of a pickled text."""
     if not text.lstrip().startswith(("[", "{")):
         unpacker = zlib.decompressobj()
         packed = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)

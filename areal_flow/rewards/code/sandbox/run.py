@@ -1,6 +1,6 @@
-"""One or several processes in a sandbox, from their beginning to the end of the last.
+"""Runs programs in a zygote: starts it in an empty environment, and supervises each run.
 
-What they write is collected up to a limit; time is limited on the processor and on the wall.
+Output is collected up to a limit; processor time and wall time are limited.
 """
 
 from __future__ import annotations
@@ -11,23 +11,160 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
-from areal_flow.rewards.code.sandbox.zygote_client import ZygoteClient
+from areal_flow.core.errors import InfrastructureError, RewardError
+from areal_flow.core.machine import is_linux
+from areal_flow.rewards.code.sandbox.inside import tiers
 
+START_S = 60.0
+"""Time limit; it usually takes 0.1 s."""
+END_S = 1.0
+"""A zygote that does not end within this time after its socket was closed is killed."""
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp",
+    "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+_START = "import sys; sys.path.append({!r}); from inside.zygote import main; main()"
+_LIBRARIES = (
+    "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo",
+)  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 STDERR_BYTES = 4096
-"""Kept of standard error."""
+"""Bytes of standard error that are kept."""
 MAX_STDERR_BYTES = 64 * 2**20
 SILENCE_S = 10.0
-"""A zygote that does not report for so long is replaced."""
+"""A zygote that does not report within this time is replaced."""
 _CHUNK = 1 << 16
 _CPU_CLOCK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Resource limits of one run of a program."""
+
+    cpu_s: float = 4.0
+    wall_per_cpu: float = 3.0
+    """A run may last this many times its processor time: the machine is shared."""
+    memory_bytes: int = 2**30
+    """Address space, including Python and its modules."""
+    output_bytes: int = 4 * 2**20
+    """Size of standard output, and of each other pipe that is read."""
+    num_threads: int = 128
+    """Threads of one program; it cannot start processes. Not enforced by the tier `landlock` for an
+    ordinary user, whose other processes would count as well."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            is_float = isinstance(limit.default, float)
+            types = int | float if is_float else int
+            if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < 2**50:
+                kind = "number" if is_float else "whole number"
+                raise RewardError(
+                    f"limit {limit.name} of programs: expected a {kind} above 0, found {value!r}"
+                )
+
+    @property
+    def wall_s(self) -> float:
+        return self.wall_per_cpu * self.cpu_s
+
+
+class SandboxError(InfrastructureError):
+    """A sandbox cannot be started, or died: an error of the infrastructure, never a verdict."""
+
+
+class ZygoteClient:
+    """A zygote, which forks a process for each run; runs may overlap."""
+
+    def __init__(self, tier: str, *, modules: Sequence[str] = ("numpy",)) -> None:
+        """Start a zygote; programs may import `modules` besides the standard library."""
+        self.tier = tier
+        own_path = str(Path(__file__).parent)
+        folders = {name: Path(spec.origin).parent for name in modules
+                 if (spec := find_spec(name)) and spec.origin}  # fmt: skip
+        settings = {
+            "tier": tier,
+            "own_path": own_path,
+            "site": sorted({str(folder.parent) for folder in folders.values()}),
+            "modules": list(folders),
+            "readable": _readable(folders.values()),
+            "devices": [path for path in _DEVICES if Path(path).exists()],
+        }
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        arguments = (str(theirs.fileno()), json.dumps(settings))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", "-c", _START.format(own_path), *arguments],
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        theirs.close()
+        with os.fdopen(errors, "rb") as stderr:
+            self._wait_until_ready(stderr.fileno())
+
+    def _wait_until_ready(self, errors: int) -> None:
+        self._control.settimeout(START_S)
+        try:
+            ready = self._control.recv(64)
+        except OSError as error:
+            ready, message = b"", str(error)
+        else:
+            message = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
+        if not ready:
+            self.close()
+            reason = message.splitlines()[-1] if message else "it ended without a word"
+            raise SandboxError(f"sandbox tier {self.tier!r}: {reason}")
+        self._control.settimeout(None)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def request(
+        self, mode: str, fds: Sequence[int], limits: Limits, *, imports: bool = False
+    ) -> None:
+        """Request a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
+        message = {"mode": mode, "imports": imports, **asdict(limits)}
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+        except OSError as error:
+            raise SandboxError(f"a sandbox's zygote is gone: {error}") from None
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def available_tiers() -> tuple[str, ...]:
+    """Return the tiers of this system, the strongest first; only Linux has any."""
+    return (tiers.NAMESPACES, tiers.LANDLOCK) if is_linux() else ()
+
+
+def _readable(packages: Iterable[Path]) -> list[str]:
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    for package in packages:
+        folders += [package, package.with_name(f"{package.name}.libs")]
+    paths = [*map(str, folders), *_LIBRARIES]
+    return [path for path in dict.fromkeys(paths) if Path(path).exists()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +173,28 @@ class Program:
     source: bytes
     stdin: bytes = b""
     others: tuple[int | bytes | None, ...] = ()
-    """What it has from descriptor 4 on: one that is given away, bytes to read, or, as None, a pipe
-    whose content is the outcome's `answer`."""
+    """Its descriptors from 4 on: a descriptor, bytes to read, or None for a pipe whose content
+    becomes the outcome's `answer`."""
     imports: bool = False
-    """Whether it finds common names of the standard library without importing them."""
+    """Whether common names of the standard library are predefined."""
 
 
 @dataclass(slots=True)
 class Outcome:
     exit_code: int = 0
-    """Negative: a signal's number."""
+    """Negative: the number of a signal."""
     cpu_s: float = 0.0
     timed_out: Literal["", "cpu", "wall"] = ""
     is_output_over: bool = False
     stdout: bytes = b""
     stderr: bytes = b""
-    """Its beginning."""
+    """The first `STDERR_BYTES`."""
     answer: bytes = b""
 
 
 @dataclass(slots=True)
 class _Output:
-    """What comes out of a pipe: its beginning is kept, and beyond a limit the process ends."""
+    """Output of a pipe: the first `kept` bytes are kept; beyond `limit` the process is stopped."""
 
     kept: int
     limit: int
@@ -83,9 +220,9 @@ def run_programs(
     *,
     on_slow: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Run programs side by side; when one is stopped, or the last one ends, all are ended.
+    """Run programs concurrently; when one is stopped, or the last one ends, all are ended.
 
-    `on_slow` is called once if they are not done within the processor time of one.
+    `on_slow` is called once if they take longer than the limit of processor time.
     """
     processes: list[_Process] = []
     try:
@@ -133,21 +270,21 @@ class _Process:
         self.reply = self._socket.fileno()
         self._socket.settimeout(SILENCE_S)
         self._outputs: dict[int, _Output] = {}
-        given = [theirs.detach(), memory_file(program.stdin), self._pipe(limits.output_bytes)]
-        given += [self._pipe(MAX_STDERR_BYTES, kept=STDERR_BYTES), memory_file(program.source)]
+        fds = [theirs.detach(), memory_file(program.stdin), self._pipe(limits.output_bytes)]
+        fds += [self._pipe(MAX_STDERR_BYTES, kept=STDERR_BYTES), memory_file(program.source)]
         for other in program.others:
             if other is None:
-                given.append(self._pipe(limits.output_bytes))
+                fds.append(self._pipe(limits.output_bytes))
             else:
-                given.append(memory_file(other) if isinstance(other, bytes) else other)
+                fds.append(memory_file(other) if isinstance(other, bytes) else other)
         self._stdout, self._stderr, *self._answers = self._outputs
         try:
-            zygote.request(program.mode, given, limits, imports=program.imports)
+            zygote.request(program.mode, fds, limits, imports=program.imports)
         except SandboxError:
             self.close()
             raise
         finally:
-            for fd in given:
+            for fd in fds:
                 os.close(fd)
 
     @property
@@ -162,7 +299,7 @@ class _Process:
 
     def handle(self, fd: int) -> bool:
         if fd == self.reply:
-            self._hear()
+            self._receive()
             return not self.is_done
         output = self._outputs[fd]
         has_more = output.take(fd)
@@ -170,7 +307,7 @@ class _Process:
             self.stop()
         return has_more
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             message, fds, _, _ = socket.recv_fds(self._socket, 1024, 1)
         except TimeoutError:
@@ -202,7 +339,7 @@ class _Process:
         self.is_done = True
 
     def check_time(self, elapsed_s: float) -> float:
-        """Stop the process if its time is over; return when to look again, in seconds."""
+        """Stop the process if its time is up; return the seconds until the next check."""
         used_s = _cpu_time(self._pidfd) if self._pidfd >= 0 else 0.0
         if used_s >= self._limits.cpu_s:
             self.outcome.timed_out = "cpu"
@@ -215,7 +352,7 @@ class _Process:
 
     def stop(self) -> None:
         while self._pidfd < 0:
-            self._hear()
+            self._receive()
         self.is_stopped = True
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -229,8 +366,8 @@ class _Process:
 
 
 def memory_file(content: bytes) -> int:
-    """Return a descriptor of a file in memory that nobody can change any more."""
-    fd = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """Return a descriptor of a read-only file in memory."""
+    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(fd, 0, os.SEEK_SET)

@@ -1,7 +1,8 @@
-"""What a confined process does: it runs a program, lends out a program's functions, or tests them.
+"""What a confined process does: run a program, lend its functions, or test those of another.
 
-Descriptors 0 to 2 are the usual ones, 3 is the source. A lender answers calls from 4 over 5. A
-tester has its first words on 0, calls over 5, hears answers on 4 and gives its verdict over 6.
+Descriptors 0 to 2 are the usual ones, 3 is the source. A lender reads calls from 4 and answers on
+5. A tester reads its request from 0, sends calls on 5, reads answers from 4, and writes its verdict
+to 6.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import atexit
 import builtins
 import importlib
 import io
+import json
 import os
 import site
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from . import plain
+
 SCRIPT, LEND, TEST = "script", "lend", "test"
 UNREADABLE, OUT_OF_MEMORY, FAILED = 120, 121, 1
-"""Exit codes: the source is no Python; memory ran out; an exception that nobody caught."""
+"""Exit codes: the source is not Python; out of memory; uncaught exception."""
 SOURCE, CALLS_IN, CALLS_OUT, VERDICT = 3, 4, 5, 6
 IMPORTED = (
     "collections", "itertools", "functools", "math", "heapq", "bisect", "json", "sys", "io",
@@ -32,16 +36,16 @@ RECURSION_LIMIT = 50_000
 """Set by the same graders."""
 _COMPILE_ERRORS = (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError)
 _kept: list[Any] = []
-"""Streams of before the fork: closing one of them would close a descriptor of this process."""
+"""Streams from before the fork: closing one would close a descriptor of this process."""
 
 
 def run(task: Callable[[], Any], *, imports: bool = False) -> None:
-    """Do what this process is for, and end it; `imports` offers a program what is `IMPORTED`."""
+    """Run a task and end this process; with `imports` the names of `IMPORTED` are predefined."""
     _open_streams()
     code = FAILED
     try:
         if imports:
-            _offer_imports()
+            _predefine_imports()
         task()
         code = 0
     except SystemExit as exit_:
@@ -49,7 +53,7 @@ def run(task: Callable[[], Any], *, imports: bool = False) -> None:
     except MemoryError:
         code = OUT_OF_MEMORY
     except BaseException:  # noqa: BLE001 - whatever a program raises ends it
-        _say(traceback.format_exc(limit=-8))
+        _write_error(traceback.format_exc(limit=-8))
     finally:
         os._exit(_finish() or code)
 
@@ -60,17 +64,17 @@ def run_source(
     """Run the source as a module; return its names.
 
     Args:
-        namespace: names that it has from the beginning.
-        name: of the module; the main program's by default.
+        namespace: predefined names.
+        name: of the module; by default that of the main program.
     """
     with open(SOURCE, "rb") as file:
         source = file.read()
     if name == "__main__":
-        site.setquit()  # `exit` and `quit`, which Python lacks where it starts without `site`
+        site.setquit()  # `exit` and `quit`, which are missing since Python started without `site`
     try:
         compiled = compile(source, "<program>", "exec", dont_inherit=True)
     except _COMPILE_ERRORS as error:
-        _say(f"{type(error).__name__}: {error}")
+        _write_error(f"{type(error).__name__}: {error}")
         os._exit(UNREADABLE)
     module = sys.modules[name] = ModuleType(name)
     module.__dict__.update(namespace or {})
@@ -78,10 +82,54 @@ def run_source(
     return module.__dict__
 
 
-def _offer_imports() -> None:
-    """Have a program find names without importing them.
+class Lender:
+    """Lends out the functions of a program: its names, and the objects that calls returned."""
 
-    They become built in, and not the program's: those it could lend as functions of its own.
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+        self._objects: list[Any] = []
+
+    def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return as data what a call returns or raises."""
+        try:
+            function = self._function(call["of"], call["name"])
+            args = [plain.decode(value, self._resolve) for value in call["args"]]
+            kwargs = {k: plain.decode(value, self._resolve) for k, value in call["kwargs"].items()}
+            return {"value": plain.encode(function(*args, **kwargs), self._refer)}
+        except BaseException as error:  # noqa: BLE001 - the caller handles it
+            return {"raised": [type(error).__name__, str(error)[:400]]}
+
+    def _function(self, of: int | None, name: str) -> Any:
+        """Return a method of an object, a function, or a method of the class `Solution`."""
+        if of is not None:
+            return getattr(self._objects[of], name)
+        if name in self._names:
+            return self._names[name]
+        if "Solution" in self._names:
+            return getattr(self._names["Solution"](), name)
+        raise NameError(f"name {name!r} is not defined")
+
+    def _refer(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+    def _resolve(self, number: int, _: str) -> Any:
+        return self._objects[number]
+
+
+def lend() -> None:
+    """Run the source, report that, and answer calls until no more come."""
+    lender = Lender(run_source())
+    with open(CALLS_OUT, "w") as out, open(CALLS_IN) as calls:
+        print("{}", file=out, flush=True)
+        for line in calls:
+            print(json.dumps(lender.answer(json.loads(line))), file=out, flush=True)
+
+
+def _predefine_imports() -> None:
+    """Predefine common names of the standard library.
+
+    They become built in rather than names of the program, which could lend those as its own.
     """
     sys.setrecursionlimit(RECURSION_LIMIT)
     modules = {name: importlib.import_module(name) for name in IMPORTED}
@@ -113,12 +161,12 @@ def _writer(fd: int, *, line_buffering: bool = False) -> io.TextIOWrapper:
 def _exit_code(raised: SystemExit) -> int:
     if raised.code is None or isinstance(raised.code, int):
         return (raised.code or 0) & 0xFF
-    _say(f"{raised.code}")
+    _write_error(f"{raised.code}")
     return FAILED
 
 
 def _finish() -> int:
-    """Do what Python does at its end: wait for threads, call what waits for the exit, flush."""
+    """Do what Python does at exit: wait for threads, call `atexit` functions, flush."""
     steps: tuple[Callable[[], Any], ...] = (
         threading._shutdown,  # type: ignore[attr-defined]
         atexit._run_exitfuncs,
@@ -135,7 +183,7 @@ def _finish() -> int:
     return code
 
 
-def _say(text: str) -> None:
+def _write_error(text: str) -> None:
     try:
         os.write(2, text.encode(errors="backslashreplace")[-4000:])
     except OSError:

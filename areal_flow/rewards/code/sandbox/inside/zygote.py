@@ -1,8 +1,8 @@
-"""A process that is made ready once and forked for each run: modules imported, files out of reach.
+"""A process that is prepared once and forked for each run: modules imported, files out of reach.
 
-It reads requests from a socket: a line of JSON, and the descriptors that the run gets. It never
-reads what they hold: its memory is copied into every run. Over a run's own socket it sends a
-descriptor of the process when that has begun, and its exit status and times when it has ended.
+It reads requests from a socket: a line of JSON, and the descriptors of the run. It never reads
+from these: its memory is copied into every run. Over the socket of a run it sends a descriptor of
+the process when that has started, and its exit status and times when it has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import kernel, landlock, lending, program, seccomp, testing
-from .namespaces import Namespaces, enter
+from . import kernel, program, seccomp, testing, tiers
 
 MODULES = (
     "abc", "array", "ast", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime",
@@ -29,20 +28,19 @@ MODULES = (
     "operator", "os", "queue", "random", "re", "statistics", "string", "sys", "threading", "time",
     "traceback", "types", "typing", "unittest",
 )  # fmt: skip
-"""Imported before any run, since programs use them."""
+"""Imported before any run, since programs often use them."""
 TASKS: dict[str, Callable[[], Any]] = {
     program.SCRIPT: program.run_source,
-    program.LEND: lending.lend,
+    program.LEND: program.lend,
     program.TEST: testing.test,
 }
-NAMESPACES, LANDLOCK = "namespaces", "landlock"
 MAX_DESCRIPTORS = 16
 NOBODY_BASE = 1_000_000_000
-"""Without namespaces a run of root's gets a user of its own: this and its process id."""
+"""Without namespaces a run started by root gets its own user: this plus its process id."""
 
 
 class Zygote:
-    """Forks a confined process a request.
+    """Forks a confined process for each request.
 
     | who        | waits for              | unblocked by                      |
     |------------|------------------------|-----------------------------------|
@@ -50,24 +48,24 @@ class Zygote:
     """
 
     def __init__(self, control: socket.socket, settings: Mapping[str, Any]) -> None:
-        """Confine this process by its tier; with namespaces what returns is a child of it."""
+        """Confine this process by its tier; with namespaces a child process continues."""
         self._control = control
-        self._namespaces: Namespaces | None = None
+        self._namespaces: tiers.Namespaces | None = None
         self._ruleset = -1
         may_truncate = True
         self._is_root = os.getuid() == 0
         readable, devices = settings["readable"], settings["devices"]
-        if settings["tier"] == NAMESPACES:
-            self._namespaces = enter(readable, devices)
+        if settings["tier"] == tiers.NAMESPACES:
+            self._namespaces = tiers.enter(readable, devices)
         else:
-            self._ruleset = landlock.make_ruleset(readable, devices)
-            may_truncate = landlock.refuses_truncation()
+            self._ruleset = tiers.make_ruleset(readable, devices)
+            may_truncate = tiers.refuses_truncation()
         self._pid = os.getpid()
         self._filter = seccomp.filter_program(may_truncate=may_truncate)
         self._runs: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> None:
-        """Answer requests until the owner is gone."""
+        """Serve requests until the owner is gone."""
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:
@@ -93,7 +91,7 @@ class Zygote:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
         self._runs[pidfd] = pid, reply
-        _tell(reply, b"{}", [pidfd])
+        _send(reply, b"{}", [pidfd])
         return pidfd
 
     def _reap(self, pidfd: int) -> None:
@@ -101,14 +99,14 @@ class Zygote:
         _, status, usage = os.wait4(pid, 0)
         cpu_s = usage.ru_utime + usage.ru_stime
         code = os.waitstatus_to_exitcode(status)
-        _tell(reply, json.dumps({"exit_code": code, "cpu_s": cpu_s}).encode())
+        _send(reply, json.dumps({"exit_code": code, "cpu_s": cpu_s}).encode())
         reply.close()
         os.close(pidfd)
 
     def _become(self, request: Mapping[str, Any], fds: list[int]) -> None:
         """Turn this fork into the run; never returns.
 
-        It says that it is confined, and so begins, over a descriptor that it then closes.
+        It reports that it is confined over a descriptor that it then closes.
         """
         try:
             os.setsid()
@@ -117,7 +115,7 @@ class Zygote:
             self._confine(request)
             os.write(reply, b"confined")
             os.close(reply)
-        except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
+        except BaseException as error:  # noqa: BLE001 - nothing above could handle it
             os.write(2, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         program.run(TASKS[request["mode"]], imports=request["imports"])
@@ -130,17 +128,17 @@ class Zygote:
         _limit(request, counts_threads=self._is_root or self._namespaces is not None)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if not self._namespaces and os.getppid() != self._pid:
-            raise ProcessLookupError("the zygote has ended")  # before it could be this one's end
+            raise ProcessLookupError("the zygote has ended")  # before PDEATHSIG was set
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self._ruleset >= 0:
-            landlock.restrict(self._ruleset)
+            tiers.restrict(self._ruleset)
             os.close(self._ruleset)
         kernel.install_filter(seccomp.with_own_pid(self._filter, os.getpid()))
 
     def _without_namespaces(self) -> None:
-        """Leave root, if this is root: for a user that nobody is, who may read what root may.
+        """If this is root, become an unused user who may read what root may.
 
-        What that is Landlock says. Python itself may lie where only root can read it.
+        Landlock limits that. Python itself may be installed where only root can read it.
         """
         os.chdir("/")
         if self._is_root:
@@ -153,7 +151,7 @@ class Zygote:
 
 
 def _limit(request: Mapping[str, Any], *, counts_threads: bool) -> None:
-    """Set what the run may use; its threads only where those of others do not count."""
+    """Set the resource limits; that of threads only if no other processes count."""
     seconds, memory = int(request["cpu_s"]) + 2, request["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: seconds,
@@ -171,11 +169,11 @@ def _limit(request: Mapping[str, Any], *, counts_threads: bool) -> None:
 
 
 def _place_descriptors(fds: list[int], kept: int) -> int:
-    """Give the run its descriptors from 0 on, close all others, and return that of its socket."""
-    reply, *given = [fcntl.fcntl(fd, fcntl.F_DUPFD, kernel.HIGH_DESCRIPTOR) for fd in fds]
-    for number, fd in enumerate(given):
+    """Number the run's descriptors from 0, close all others, and return that of its socket."""
+    reply, *own = [fcntl.fcntl(fd, fcntl.F_DUPFD, kernel.HIGH_DESCRIPTOR) for fd in fds]
+    for number, fd in enumerate(own):
         os.dup2(fd, number)
-    begin = len(given)
+    begin = len(own)
     for fd in sorted((reply, kept)):
         os.closerange(begin, fd)
         begin = fd + 1
@@ -183,15 +181,15 @@ def _place_descriptors(fds: list[int], kept: int) -> int:
     return reply
 
 
-def _tell(reply: socket.socket, message: bytes, fds: list[int] | None = None) -> None:
+def _send(reply: socket.socket, message: bytes, fds: list[int] | None = None) -> None:
     try:
         socket.send_fds(reply, [message], fds or [])
     except OSError:
-        return  # nobody waits for this run any more
+        return  # the owner no longer waits for this run
 
 
 def main() -> None:
-    """Serve over a descriptor; the arguments are its number and the settings as JSON."""
+    """Serve a socket; the arguments are its descriptor and the settings as JSON."""
     settings = json.loads(sys.argv[2])
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = [path for path in sys.path if path != settings["own_path"]]

@@ -1,17 +1,24 @@
-"""A tree of read-only files and no more, and for each run namespaces of its own.
+"""The two tiers: what a run can see of files and other processes.
 
-A zygote lives in a user namespace whose only user is the ordinary one that it was started by, or
+`namespaces`: a tree of read-only files and no more, and for each run namespaces of its own. A
+zygote lives in a user namespace whose only user is the ordinary one that it was started by, or
 nobody if that was root. It is the first process of a pid namespace, whose end is the end of all.
+
+`landlock`, where there are no user namespaces: a few places that can be read. Landlock hides the
+content of all other files, but neither their names nor their sizes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from . import kernel
+
+NAMESPACES, LANDLOCK = "namespaces", "landlock"
 
 SCRATCH = "/tmp"
 _SCRATCH_OPTIONS = "size=16m,nr_inodes=1k,mode=0777"
@@ -22,10 +29,17 @@ _OWN = (
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
 
+_READ_FILE, _READ_DIRECTORY, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 14
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+"""File rights, by the version of Landlock that introduced them."""
+_NETWORK_RIGHTS, _SCOPES = 0b11, 0b11
+"""Binding and connecting TCP, since version 4; abstract sockets and signals, since 6."""
+_TRUNCATE_SINCE = 3
+
 
 @dataclass(frozen=True)
 class Namespaces:
-    """What a zygote needs to confine a run, held open from before its own confinement."""
+    """What a zygote needs to confine a run, opened before its own confinement."""
 
     own_pids: int
     proc: int
@@ -33,12 +47,12 @@ class Namespaces:
     gid: int
 
     def prepare_fork(self) -> None:
-        """Have the next fork be the first process of a new pid namespace."""
+        """Make the next fork the first process of a new pid namespace."""
         kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
         kernel.unshare(kernel.CLONE_NEWPID)
 
     def confine(self) -> None:
-        """Take this process out of all that it shares with other runs, but the read-only files."""
+        """Separate this process from other runs, except for the shared read-only files."""
         kernel.unshare(_OWN | kernel.CLONE_NEWCGROUP)
         _write_maps(self.proc, "self", self.uid, self.gid)
         os.close(self.proc)
@@ -49,7 +63,7 @@ class Namespaces:
 
 
 def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
-    """Go on as a confined child of this process, which waits for it and ends as it ended.
+    """Continue as a confined child of this process, which waits for it and ends as it ended.
 
     Raises:
         OSError: the kernel does not let this user have namespaces.
@@ -117,7 +131,7 @@ class _MapsByRoot:
 
 
 def _write_maps(proc: int, pid: str, uid: int, gid: int) -> None:
-    """Give a process's user namespace one user and one group, of the same ids as outside."""
+    """Map one user and one group, with the same ids as outside, into a process's namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
                        ("gid_map", f"{gid} {gid} 1")):  # fmt: skip
         file = os.open(f"{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
@@ -128,12 +142,12 @@ def _write_maps(proc: int, pid: str, uid: int, gid: int) -> None:
 
 
 def _tree_of(path: str) -> int | str:
-    """Return the mounts at a path, or where it leads if it is a symbolic link."""
+    """Return the mounts at a path, or the target of a symbolic link."""
     return os.readlink(path) if os.path.islink(path) else kernel.clone_tree(path)
 
 
 def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
-    """Make a root of these places alone; nothing in it can be written but the devices."""
+    """Make a root of these places alone, in which only the devices can be written."""
     root = "/tmp"
     kernel.mount("none", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
     os.mkdir(root + SCRATCH)
@@ -157,3 +171,51 @@ def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
     kernel.set_mount_attributes(root, kernel.MOUNT_ATTR_RDONLY, below=False)
     os.chdir(root)
     kernel.pivot_root_here()
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock's interface; 0 without Landlock."""
+    try:
+        return kernel.syscall("landlock_create_ruleset", 0, 0, 1)
+    except OSError:
+        return 0
+
+
+def refuses_truncation() -> bool:
+    """Return whether this Landlock holds `open(path, O_TRUNC)` to its rules."""
+    return landlock_version() >= _TRUNCATE_SINCE
+
+
+def make_ruleset(readable: Iterable[str], devices: Iterable[str]) -> int:
+    """Return a descriptor of rules: places that may be read, devices that may also be written.
+
+    Raises:
+        OSError: there is no Landlock.
+    """
+    version = landlock_version()
+    handled = sum(rights for since, rights in _FILE_RIGHTS.items() if since <= version)
+    network = _NETWORK_RIGHTS if version >= 4 else 0
+    scopes = _SCOPES if version >= 6 else 0
+    attributes = struct.pack("QQQ", handled, network, scopes)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = kernel.move_high(kernel.syscall("landlock_create_ruleset", attributes, size, 0))
+    for path in readable:
+        is_folder = os.path.isdir(path)
+        _allow(ruleset, path, _READ_FILE | (_READ_DIRECTORY if is_folder else 0))
+    for path in devices:
+        _allow(ruleset, path, (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled)
+    return ruleset
+
+
+def restrict(ruleset: int) -> None:
+    """Restrict this process to the rules for good; needs `no_new_privs`."""
+    kernel.syscall("landlock_restrict_self", ruleset, 0)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        request = struct.pack("=Qi", rights, fd)
+        kernel.syscall("landlock_add_rule", ruleset, 1, request, 0)
+    finally:
+        os.close(fd)

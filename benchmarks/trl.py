@@ -34,7 +34,7 @@ from benchmarks.schedule import make_warm_model
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 LONG = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 5}
-NUMERIC = "areal_flow.rewards.numeric:verify_numeric"
+NUMERIC = "areal_flow.rewards.math.reward:verify_numeric"
 DIGITS = "benchmarks.trl_reward:share_of_digits"
 
 

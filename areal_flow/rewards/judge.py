@@ -1,9 +1,8 @@
-"""The reward `judge`: a service that scores completions, asked over HTTP.
+"""The reward `judge`: an HTTP service that scores completions.
 
 Without a `model` the service gets `{"prompt", "completion", "answer", "metadata"}` as JSON and
-returns `{"score": x}`, and `"detail"` if it has one. With a model the service is an
-OpenAI-compatible `chat/completions`, which is asked in words for a number. A service that cannot be
-reached gives no score.
+returns `{"score": x}`, optionally with `"detail"`. With a model the service is an OpenAI-compatible
+`chat/completions`, which is prompted for a number. An unreachable service gives no score.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Answer to judge:
 
 How good is the answer to judge, from 0 (wrong) to 1 (right)? End with a line "Score: x"."""
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Of HTTP; what they say may have passed."""
+"""HTTP statuses that are retried."""
 FIRST_WAIT_S = 0.5
 _SCORE = re.compile(
     r"Score\**:[\s*]*([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?![\d/%eE]|[.,]\d)(?! of\b)", re.IGNORECASE
@@ -54,18 +53,18 @@ class JudgeReward:
         limit_s: float = 60.0,
         scale: Sequence[float] | None = None,
     ) -> None:
-        """Say where the service is and how it is asked.
+        """Configure the service.
 
         Args:
-            url: `http(s)://...`; with a model, up to and with `/v1`.
+            url: `http(s)://...`; with a model, up to and including `/v1`.
             model: the name of a model of an OpenAI-compatible service.
-            question: what the model is asked, with {prompt}, {answer} and {completion}.
-            key_variable: the environment variable with the key to send.
-            num_retries: after a transient failure; waits double, from half a second.
-            max_concurrency: requests under way from one reward worker.
-            limit_s: of one request.
-            scale: the lowest and the highest score; one beyond is an error. By default from 0 to 1
-                with a model, and any number from a service of one's own.
+            question: the message to the model, with {prompt}, {answer} and {completion}.
+            key_variable: the environment variable with the API key.
+            num_retries: after a transient failure; the wait doubles, from half a second.
+            max_concurrency: concurrent requests of one reward worker.
+            limit_s: time limit of one request.
+            scale: minimum and maximum score; a score outside is an error. Default: 0 to 1 with a
+                model, any number without.
         """
         if not url.startswith(("http://", "https://")):
             raise RewardError(f"reward 'judge': expected url = 'http(s)://...', found {url!r}")
@@ -83,11 +82,8 @@ class JudgeReward:
         self._url = url.rstrip("/") + ("/chat/completions" if model else "")
         self._model, self._question = model, question
         self._key_variable = key_variable
-        self._num_retries, self.max_concurrency, self._limit_s = (
-            num_retries,
-            max_concurrency,
-            limit_s,
-        )
+        self._num_retries, self._limit_s = num_retries, limit_s
+        self.max_concurrency = max_concurrency
 
     def open(self) -> None:
         self._headers = {}
@@ -107,29 +103,27 @@ class JudgeReward:
 
         limit = aiohttp.ClientTimeout(self._limit_s)
         async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as session:
-            return await asyncio.gather(*(self._score(session, given) for given in inputs))
+            return await asyncio.gather(*(self._score(session, item) for item in inputs))
 
-    async def _score(self, session: ClientSession, given: RewardInput) -> Score:
-        if unread := overlong(given.completion):
-            return unread
+    async def _score(self, session: ClientSession, item: RewardInput) -> Score:
+        if score := overlong(item.completion):
+            return score
         try:
             async with self._turns:
-                return self._read(await self._ask(session, self._request(given)))
+                return self._read(await self._post(session, self._request(item)))
         except ServiceError as error:
             return Score(None, "infrastructure_error", error=str(error))
 
-    def _request(self, given: RewardInput) -> dict[str, Any]:
+    def _request(self, item: RewardInput) -> dict[str, Any]:
+        texts = {"prompt": item.prompt, "completion": item.completion}
         if not self._model:
-            answer, metadata = given.answer, dict(given.metadata)
-            values = {"prompt": given.prompt, "completion": given.completion}
-            return {**values, "answer": answer, "metadata": metadata}
-        words = {"prompt": given.prompt, "completion": given.completion}
-        words["answer"] = answer_text(given.answer)
-        question = _PLACE.sub(lambda place: words[place[1]], self._question)
+            return {**texts, "answer": item.answer, "metadata": dict(item.metadata)}
+        texts["answer"] = answer_text(item.answer)
+        question = _PLACE.sub(lambda place: texts[place[1]], self._question)
         messages = [{"role": "user", "content": question}]
         return {"model": self._model, "messages": messages, "temperature": 0}
 
-    async def _ask(self, session: ClientSession, request: dict[str, Any]) -> Any:
+    async def _post(self, session: ClientSession, request: dict[str, Any]) -> Any:
         import aiohttp
 
         failure = ""

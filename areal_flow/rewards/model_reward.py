@@ -1,6 +1,6 @@
-"""The reward `reward_model`: the score that a model in a directory gives to prompt and completion.
+"""The reward `reward_model`: a model scores prompt and completion.
 
-The model is an `AutoModelForSequenceClassification` of one label, with its tokenizer. It scores on
+The model is an `AutoModelForSequenceClassification` with one label, and its tokenizer. It runs on
 the reward worker, in a thread. A hash of its files is part of the verifier's identity.
 """
 
@@ -37,14 +37,14 @@ class ModelReward:
         max_concurrency: int = 8,
         device: str = "cpu",
     ) -> None:
-        """Find the model.
+        """Locate the model.
 
         Args:
             path: a directory, or the name of a hub repository.
-            squash: whether the score goes through a sigmoid.
-            max_tokens: of prompt and completion; what has more is not scored.
+            squash: whether to apply a sigmoid to the score.
+            max_tokens: of prompt and completion; longer ones get no score.
             max_concurrency: completions in one batch.
-            device: as torch names it.
+            device: a torch device.
         """
         if max_tokens < 1 or max_concurrency < 1:
             raise RewardError(
@@ -94,7 +94,7 @@ class ModelReward:
         return await asyncio.to_thread(self._score, inputs)
 
     def _score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        tokens = {index: self._tokens(given) for index, given in enumerate(inputs)}
+        tokens = {index: self._tokens(item) for index, item in enumerate(inputs)}
         fitting = {index: ids for index, ids in tokens.items() if 0 < len(ids) <= self._num_tokens}
         order, logits = sorted(fitting, key=lambda index: len(fitting[index])), dict[int, float]()
         for begin in range(0, len(order), self._max_concurrency):
@@ -107,17 +107,19 @@ class ModelReward:
             for index, ids in tokens.items()
         ]
 
-    def _tokens(self, given: RewardInput) -> list[int]:
-        if overlong(given.completion):
+    def _tokens(self, item: RewardInput) -> list[int]:
+        if overlong(item.completion):
             return []
-        encoded = self._tokenizer.encode(given.completion, add_special_tokens=False)
-        return [*prompt_tokens(self._tokenizer, given.prompt), *encoded.ids]
+        encoded = self._tokenizer.encode(item.completion, add_special_tokens=False)
+        return [*prompt_tokens(self._tokenizer, item.prompt), *encoded.ids]
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         import torch
 
         longest, ends = max(map(len, sequences)), {ids[-1] for ids in sequences}
-        padding = min({*range(len(ends) + 1)} - ends)  # the last other token is where it is scored
+        padding = min(
+            {*range(len(ends) + 1)} - ends
+        )  # the model scores at the last token that is not padding
         self._model.config.get_text_config().pad_token_id = padding
         padded = [[*ids, *[padding] * (longest - len(ids))] for ids in sequences]
         mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]

@@ -1,7 +1,7 @@
-"""The verifier `reasoning_gym`: each task of that package judges the answers to its own questions.
+"""The verifier `reasoning_gym`: each task of that package judges the answers to its questions.
 
-A row's metadata names the task as `source_dataset`, as the package's own entries do. Tasks whose
-code evaluates text as Python are refused: `countdown` and others would run what the policy wrote.
+A row's metadata names the task as `source_dataset`, as the package's entries do. Tasks whose code
+evaluates text as Python, such as `countdown`, are refused: they would run the policy's text.
 """
 
 from __future__ import annotations
@@ -23,41 +23,36 @@ from areal_flow.rewards.math import text as math_text
 from areal_flow.rewards.math.text import marked_text
 from areal_flow.rewards.protocol import reads_completion
 
-_ANSWER = ("<answer>", "</answer>")
-"""The package's own mark of a final answer."""
-
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympy|pickle)\b")
-"""What evaluates text, SymPy's parser included; a scorer's whole module has none of it."""
+"""Ways to evaluate text, SymPy's parser included; none may occur in a scorer's module."""
 
 
 @reads_completion
 def verify_reasoning_gym(
     *, prompt: str, completion: str, answer: Any, metadata: Mapping[str, Any]
 ) -> Score:
-    r"""Give what the task's `score_answer` gives, from 0 to 1.
+    r"""Return the result of the task's `score_answer`, from 0 to 1.
 
-    The last `<answer>` is judged, else `\boxed{}` or `####`, else the whole completion. The row has
-    the entry's own `metadata`, or its keys as columns.
+    It judges the last `<answer>`, else `\boxed{}` or `####`, else the whole completion. The row
+    holds the entry's `metadata`, or its keys as columns.
     """
-    of_entry = metadata.get("metadata") or metadata
-    task = of_entry.get("source_dataset") if isinstance(of_entry, Mapping) else None
+    entry_metadata = metadata.get("metadata") or metadata
+    is_mapping = isinstance(entry_metadata, Mapping)
+    task = entry_metadata.get("source_dataset") if is_mapping else None
     if not task:
         raise RewardError(
             "reward 'reasoning_gym': expected the name of a task as 'source_dataset' in the row's "
             f"metadata, found {sorted(metadata)}"
         )
-    entry = {"question": prompt, "answer": answer, "metadata": dict(of_entry)}
-    extracted = final_answer(after_thinking(completion, prompt))
+    entry = {"question": prompt, "answer": answer, "metadata": dict(entry_metadata)}
+    extracted = extract_answer(after_thinking(completion, prompt))
     reward = float(scorer_of(str(task))(extracted, entry))
     return Score(reward, "right" if reward >= 1 else "wrong", extracted=extracted[:80])
 
 
-def final_answer(completion: str) -> str:
-    begin, end = _ANSWER
-    _, mark, after = completion.rpartition(begin)
-    if mark:
-        return after.partition(end)[0].strip()
-    return (marked_text(completion) or completion).strip()
+def extract_answer(text: str) -> str:
+    _, tag, tagged = text.rpartition("<answer>")
+    return (tagged.partition("</answer>")[0] if tag else marked_text(text) or text).strip()
 
 
 vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__), Path(thinking.__file__))
@@ -74,7 +69,7 @@ def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
         ) from error
     try:
         scorer = get_score_answer_fn(task)
-    except (ValueError, AssertionError) as error:  # unknown, or it needs settings of its own
+    except (ValueError, AssertionError) as error:  # unknown, or it needs settings
         raise RewardError(f"reward 'reasoning_gym': task {task!r}: {error}") from error
     source = inspect.getsource(sys.modules[scorer.__module__])
     if match := _EVALUATES.search(source):

@@ -27,9 +27,8 @@ from areal_flow.rewards.functions import (
     function_reward,
 )
 from areal_flow.rewards.judge import JudgeReward
-from areal_flow.rewards.math.reward import MathReward
+from areal_flow.rewards.math.reward import MathReward, verify_exact, verify_numeric
 from areal_flow.rewards.model_reward import ModelReward
-from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     COMPLETION_ARGUMENTS,
     Reward,

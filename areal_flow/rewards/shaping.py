@@ -1,6 +1,6 @@
-"""Rewards of a completion's form: what a pattern finds in it, how it is built, how long it is.
+"""Rewards of a completion's form: a match of a pattern, the format, the length.
 
-Patterns run with a time limit and without the interpreter's lock: some searches never end.
+Patterns run with a time limit and without the interpreter's lock, since a search may take forever.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
 
 @reads_completion
 def verify_format(*, completion: str, pattern: str) -> Score:
-    """Give 1 to a completion that a pattern describes from its first character to its last."""
+    """Give 1 to a completion that a pattern matches as a whole."""
     compiled = _compiled(pattern)
     match = _in_time(
         lambda: compiled.fullmatch(completion, timeout=MATCH_LIMIT_S, concurrent=True) is not None

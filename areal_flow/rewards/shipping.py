@@ -1,4 +1,4 @@
-"""Reward functions that no worker can import: of a notebook, of a script. Shipped by value.
+"""Ships reward functions that workers cannot import, of a notebook or a script, by value.
 
     rewards/length@1f0c2a9b77d3.pickle     the function
     rewards/length@1f0c2a9b77d3.py         its source, for readers
@@ -26,9 +26,9 @@ SHIPPED = "shipped:"
 
 
 def ship_function(function: Callable[..., Any], directory: Path) -> str:
-    """Write a function with all that it refers to in its module; return its name for a recipe."""
-    called: Any = without_partial(function)
-    code = called if inspect.isroutine(called) else type(called)  # of an object that is called
+    """Write a function with everything of its module that it uses; return its name for a recipe."""
+    callee: Any = without_partial(function)
+    code = callee if inspect.isroutine(callee) else type(callee)  # of a callable object
     pickled, source = _pickled_by_value(function, code.__module__), _source_of(code)
     name = re.sub(r"\W+", "", code.__name__) or "function"
     stem = f"{name}@{_hash(pickled, source)}"
@@ -60,7 +60,7 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
 
 
 def what_is_executed(names: Iterable[str]) -> str:
-    """Say which rewards are code that came with a run directory; empty if none is."""
+    """Return a note about rewards whose code came with a run directory; empty if none did."""
     shipped = [name.removeprefix(SHIPPED) for name in names if name.startswith(SHIPPED)]
     if not shipped:
         return ""

@@ -1,9 +1,9 @@
-"""Calls each verifier of a recipe on a prompt row, as a reward worker will: a program of its own.
+"""A program that tries each verifier of a recipe on a prompt row, as a reward worker would.
 
-A verifier may exit, crash or hang, so it is tried in a process of its own, which imports it as a
-worker does. Standard input is JSON: `rewards` (a recipe's tables), `num_steps`, and `rows`, the
-first row of each source and of all. A file gets a line of JSON before and after each call. The
-registry's own verifiers are not tried.
+A verifier may exit, crash or hang, so it runs in a separate process, which imports it as a worker
+does. Standard input is JSON: `rewards` (a recipe's tables), `num_steps`, and `rows`, the first row
+of each source and of all. A line of JSON is written before and after each verifier. Built-in
+verifiers are not tried.
 
     python -m areal_flow.rewards.trial RUN_DIRECTORY OUTPUT < input.json
 """
@@ -29,21 +29,21 @@ ANY_SOURCE = ""
 
 
 def main(run_directory: Path, output: Path) -> None:
-    """Judge the right answer and an empty completion with each verifier that is not ours."""
-    given: dict[str, Any] = json.load(sys.stdin)
+    """Judge the reference answer and an empty completion with each verifier of the user."""
+    request: dict[str, Any] = json.load(sys.stdin)
     layout = RunLayout(run_directory)
-    rewards = [RewardSettings.model_validate_json(json.dumps(each)) for each in given["rewards"]]
-    named = zip(rewards, part_names(rewards), strict=True)
-    chosen = {name: reward for reward, name in named if is_foreign(reward)}
+    rewards = [RewardSettings.model_validate_json(json.dumps(each)) for each in request["rewards"]]
     with output.open("w", buffering=1) as lines:
-        for name, settings in chosen.items():
+        for name, settings in zip(part_names(rewards), rewards, strict=True):
+            if not is_foreign(settings):
+                continue
             record: dict[str, Any] = {"verifier": name, "scores": None, "error": ""}
             lines.write(json.dumps(record) + "\n")
             try:
-                row = given["rows"][settings.sources[0] if settings.sources else ANY_SOURCE]
-                row["trainer_state"] = TrainerState(0, given["num_steps"])
+                row = request["rows"][settings.sources[0] if settings.sources else ANY_SOURCE]
+                row["trainer_state"] = TrainerState(0, request["num_steps"])
                 record["scores"] = asyncio.run(_judge(settings, layout, row))
-            except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
+            except Exception as error:  # noqa: BLE001 - whatever prevents it from being opened
                 record["error"] = cause_of(error)
             lines.write(json.dumps(record) + "\n")
 
@@ -53,17 +53,17 @@ def is_foreign(reward: RewardSettings) -> bool:
 
 
 async def _judge(
-    settings: RewardSettings, layout: RunLayout, given: dict[str, Any]
+    settings: RewardSettings, layout: RunLayout, row: dict[str, Any]
 ) -> list[dict[str, Any]]:
     rewards = WeightedRewards([settings.model_copy(update={"weight": 1.0})], layout.rewards)
     rewards.open()
     scores: list[dict[str, Any]] = []
     tokenizer = tokenizer_of(layout.model)
-    for completion in (answer_text(given["answer"]), ""):
+    for completion in (answer_text(row["answer"]), ""):
         tokens = tokenizer.encode(completion, add_special_tokens=False).ids
         began = perf_counter()
         (score,) = await rewards.score(
-            [RewardInput(**given, completion=completion, completion_ids=tokens)]
+            [RewardInput(**row, completion=completion, completion_ids=tokens)]
         )
         seconds = perf_counter() - began
         error = "" if score.verdict == "no_reward" else score.error

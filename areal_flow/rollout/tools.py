@@ -1,8 +1,8 @@
 """The tools `calculator` and `python`, which a policy may call; both run on reward workers.
 
 The calculator walks the syntax tree: Python never evaluates an expression, sizes are bounded, and
-numbers are fractions, so `0.1 + 0.2` is 0.3. A Python program runs in a sandbox, and keeps nothing
-from one call to the next.
+numbers are fractions, so `0.1 + 0.2` is 0.3. A Python program runs in a sandbox, without state
+between calls.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from areal_flow.rewards.code.sandbox.pool import SandboxPool
 from areal_flow.rewards.code.sandbox.run import Outcome, Program
 
 MAX_CHARACTERS = 400
-"""Of an expression."""
+"""Maximum length of an expression."""
 MAX_BITS = 2048
-"""Of a numerator or denominator, at every step."""
+"""Maximum size of a numerator or denominator, at every step."""
 MAX_DECIMALS = 10
-"""Shown of a number that is not whole."""
+"""Maximum number of decimals in a result."""
 
 _EXPRESSION = re.compile(r"[\d\s.+\-*/%()]*", re.ASCII)
 _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
@@ -45,7 +45,7 @@ def calculate(text: str) -> str:
     try:
         if not _EXPRESSION.fullmatch(expression := text.replace(",", "").strip()):
             raise SyntaxError
-        return _shown(_value(ast.parse(expression, mode="eval").body))
+        return _as_text(_value(ast.parse(expression, mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"expected numbers and + - * / // % ** ( ), found {text[:40]!r}") from None
 
@@ -63,7 +63,7 @@ def _value(node: ast.AST) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power by a whole number that is not too large: its size is known before it is."""
+    """Return a power with a whole exponent, after checking the size of the result."""
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if exponent.denominator != 1 or bits * abs(exponent.numerator) > MAX_BITS:
         raise ValueError("expected a power with a small whole exponent")
@@ -76,8 +76,8 @@ def _bounded(value: Fraction) -> Fraction:
     return value
 
 
-def _shown(value: Fraction) -> str:
-    """Return a whole number as it is, any other one rounded, without zeros at its end."""
+def _as_text(value: Fraction) -> str:
+    """Return a number in decimal, rounded, without trailing zeros."""
     if value.denominator == 1:
         return str(value.numerator)
     digits = str(round(abs(value) * 10**MAX_DECIMALS)).rjust(MAX_DECIMALS + 1, "0")

@@ -27,7 +27,7 @@ from areal_flow.core.types import Completion, GroupRequest, Sampling
 from areal_flow.log.directory import create_run
 from areal_flow.policy.models.policy import load_policy, policy_tensors
 from areal_flow.policy.tokenizer.directory import stop_token_ids
-from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.rewards.math.reward import verify_numeric
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sequences import TrainingSequence

@@ -18,7 +18,7 @@ from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_rec
 from areal_flow.core.errors import ConfigError, PromptError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Prompt
-from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.rewards.math.reward import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable

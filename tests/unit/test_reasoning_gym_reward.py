@@ -8,7 +8,7 @@ import pytest
 
 from areal_flow.core.errors import RewardError
 from areal_flow.core.types import Score
-from areal_flow.rewards.reasoning_gym import final_answer, verify_reasoning_gym
+from areal_flow.rewards.reasoning_gym import extract_answer, verify_reasoning_gym
 
 
 def score(completion: str, entry: dict[str, Any], **metadata: Any) -> Score:
@@ -53,7 +53,7 @@ def test_tasks_that_would_run_what_the_policy_wrote_are_refused(task: str) -> No
     ],
 )
 def test_last_mark_counts(completion: str, answer: str) -> None:
-    assert final_answer(completion) == answer
+    assert extract_answer(completion) == answer
 
 
 def test_row_without_a_task_and_an_unknown_task_are_named() -> None:

@@ -18,7 +18,7 @@ from areal_flow.core.errors import RewardError
 from areal_flow.core.settings import code_hash
 from areal_flow.core.types import RewardPart, Score
 from areal_flow.rewards.functions import FAILURES, FunctionReward
-from areal_flow.rewards.numeric import verify_exact, verify_numeric
+from areal_flow.rewards.math.reward import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shipping import ship_function

@@ -1,7 +1,7 @@
-r"""Whether an answer equals a reference: as text, then as exact numbers, then by algebra.
+r"""Compares an answer with a reference: as text, then as exact numbers, then by algebra.
 
-Several answers are compared in any order, each with one of the reference's; `x = 5` is 5. The
-algebra is passed in, since it runs in a process that can be stopped.
+Lists are compared in any order; `x = 5` is 5. Algebra is a parameter, since it runs in a process
+that can be stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from areal_flow.rewards.math.quantity import quantity_of, same_quantity, words_o
 from areal_flow.rewards.math.text import compact
 
 Algebra = Callable[[str, str], bool]
-"""Whether an answer equals a reference, both tidied."""
+"""Returns whether an answer equals a reference, both tidied."""
 
 _NAME = re.compile(
     r"(?:\\angle|\\overline)?\s*\\?[a-zA-Z][a-zA-Z ]*'?\s*(?:_(?:\w|\{[^{}]*\}))?\s*(?:\([^=]*\))?"
@@ -21,9 +21,9 @@ _NAME = re.compile(
 _MEMBER = re.compile(r"^\s*\\?[a-zA-Z](?:_\w)?\s*\\in(?![a-zA-Z])")
 _LAST_COMMA = re.compile(r"[,;]\s*(?:and|or)\b|\b(?:and|or)\b", re.I)
 _EQUATION, _BOUNDS = re.compile(r"=|\\equiv(?![a-zA-Z])"), re.compile(r"_\{[^{}]*\}")
-_NO_NUMBER = re.compile(r"(?<![\w.])[\d.]+\s+[\d.]|\d_")
-"""Two numbers side by side, which algebra would add, and digits of a base, which it would drop."""
-_NOTHING = {r"\emptyset", r"\varnothing", "nosolution", "nosolutions", "norealsolution",
+_MISREAD = re.compile(r"(?<![\w.])[\d.]+\s+[\d.]|\d_")
+"""Adjacent numbers, which algebra would add, and the base of digits, which it would drop."""
+_EMPTY = {r"\emptyset", r"\varnothing", "nosolution", "nosolutions", "norealsolution",
             "norealsolutions", "none", "emptyset", "theemptyset", r"\{\}"}  # fmt: skip
 
 
@@ -39,31 +39,31 @@ def is_same(answer: str, reference: str, algebra: Algebra) -> bool:
     if len(expected) == 1:
         return _is_same_element(elements[0], expected[0], algebra)
     for element in elements:
-        equal = (other for other in expected if _is_same_element(element, other, algebra))
-        if (match := next(equal, None)) is None:
+        matches = (each for each in expected if _is_same_element(element, each, algebra))
+        if (match := next(matches, None)) is None:
             return False
         expected.remove(match)
     return True
 
 
 def same_text(answer: str, reference: str) -> bool:
-    ours, theirs = compact(answer), compact(reference)
-    return ours == theirs or (ours in _NOTHING and theirs in _NOTHING)
+    left, right = compact(answer), compact(reference)
+    return left == right or (left in _EMPTY and right in _EMPTY)
 
 
 def algebraic_elements(reference: str) -> list[str]:
-    """Return those elements of a reference that are neither numbers nor words."""
+    """Return the elements of a reference that are neither numbers nor words."""
     elements = []
     for element in elements_of(reference):
         name, parts = _chain(element)
         bare = parts[-1] if name or len(parts) == 1 else element
-        if not (quantity_of(bare) or _is_text(bare) or compact(bare) in _NOTHING):
+        if not (quantity_of(bare) or _is_text(bare) or compact(bare) in _EMPTY):
             elements.append(bare)
     return elements
 
 
 def value_of(text: str) -> str:
-    """Return what a tidied text says its name is: `5` of `x = 5`, of `5 = x` and of `= 5`."""
+    """Return the value of a tidied text without its name: `5` of `x = 5`, `5 = x` and `= 5`."""
     _, parts = _chain(text)
     return parts[0] if len(parts) == 1 else text
 
@@ -112,7 +112,7 @@ def _is_same_element(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def _chain(text: str) -> tuple[str, list[str]]:
-    """Return the name that a text gives a value, and all that it says the value is."""
+    """Return the name of a value, and the sides of the equation that give the value."""
     text = _MEMBER.sub("", text)
     exact = [part.strip() for part in re.split(r"\\approx(?![a-zA-Z])", text) if part.strip()]
     parts = _split(exact[0] if exact else text, "=")
@@ -150,14 +150,14 @@ def _coordinates(text: str) -> list[str]:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a value is compared as text alone: words, a letter, what algebra misreads."""
+    """Return whether a value is compared as text alone: words, a letter, or misread by algebra."""
     is_letter = len(text) == 1 and text.isalpha()
-    return is_letter or bool(words_of(text) or _NO_NUMBER.search(text))
+    return is_letter or bool(words_of(text) or _MISREAD.search(text))
 
 
 def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Ask algebra, but not of an equation where none is wanted: it would take its last side."""
+    """Compare by algebra, except an equation with a value: algebra would use its last side."""
     if _is_text(answer) or _is_text(reference):
         return False
-    is_equation, is_wanted = (_EQUATION.search(_BOUNDS.sub("", t)) for t in (answer, reference))
-    return not (is_equation and not is_wanted) and algebra(answer, reference)
+    is_equation, is_expected = (_EQUATION.search(_BOUNDS.sub("", t)) for t in (answer, reference))
+    return not (is_equation and not is_expected) and algebra(answer, reference)

@@ -1,7 +1,7 @@
-"""Processes that do algebra: started when they are needed, ended when they take too long.
+"""Processes that do algebra: started on demand, killed if they take too long.
 
-A question waits for its turn, which the end of an earlier one gives it, and for its process, which
-answers within the limits of a question.
+A request waits for a free process, and then for its reply, which comes within the limits of a
+request.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from areal_flow.core.machine import usable_cores
 from areal_flow.core.types import Verdict
 
 START_S = 60.0
-"""It takes a second."""
+"""Time limit; it usually takes a second."""
 GRACE_S = 2.0
-"""A process whose own limits have not ended it after this time is killed."""
+"""A process that exceeds its own limits by this time is killed."""
 MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class MathLimits:
-    """What one question may use."""
+    """Limits of one request."""
 
     cpu_s: float = 2.0
     wall_s: float = 6.0
-    """More than on the processor: the machine is shared, and not the answer's fault."""
+    """Larger than `cpu_s`, since the machine is shared."""
     memory_bytes: int = 2**30
-    """Of address space, what Python and sympy take included."""
+    """Address space, including Python and sympy."""
 
 
 class MathPoolError(RewardError):
-    """No process can answer: an error of the infrastructure, never a verdict."""
+    """No process can reply: an error of the infrastructure, never a verdict."""
 
 
 class MathPool:
-    """Asks questions of algebra in up to so many processes, by default one a core.
+    """Compares answers by algebra in up to `num_processes` processes, by default one per core.
 
-    They end when the pool is closed or collected.
+    They end when the pool is closed or garbage-collected.
     """
 
     def __init__(self, num_processes: int = 0, *, limits: MathLimits | None = None) -> None:
@@ -60,7 +60,7 @@ class MathPool:
         self._close = weakref.finalize(self, _close_all, self._workers)
 
     def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
-        """Return the verdict on an answer and why, or, without one, on the reference itself."""
+        """Return the verdict on an answer, or without one on the reference, and the reason."""
         return self._threads.submit(self._ask, answer, reference).result()
 
     def _ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
@@ -108,11 +108,11 @@ class _Worker:
     """A process of `worker`, with the forks that compute for it."""
 
     def __init__(self, limits: MathLimits) -> None:
-        self._limits, self._num_asked = limits, 0
+        self._limits, self._num_requests = limits, 0
         self.is_usable = True
-        given = map(str, (limits.cpu_s, limits.wall_s, limits.memory_bytes))
+        arguments = map(str, (limits.cpu_s, limits.wall_s, limits.memory_bytes))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "areal_flow.rewards.math.worker", *given],
+            [sys.executable, "-P", "-m", "areal_flow.rewards.math.worker", *arguments],
             env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -132,15 +132,15 @@ class _Worker:
 
     def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
         """Return the verdict; after an error the process is no longer usable."""
-        self._num_asked += 1
-        request = {"number": self._num_asked, "answer": answer, "reference": reference}
+        self._num_requests += 1
+        request = {"number": self._num_requests, "answer": answer, "reference": reference}
         assert self._process.stdin is not None
         self.is_usable = False
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise MathPoolError(f"a process for algebra is gone: {error}") from None
-        reply = self._reply(self._num_asked, self._limits.wall_s + GRACE_S)
+        reply = self._reply(self._num_requests, self._limits.wall_s + GRACE_S)
         if reply["verdict"] == "infrastructure_error":
             raise MathPoolError(f"a process for algebra: {reply['detail']}")
         self.is_usable = True
@@ -155,12 +155,12 @@ class _Worker:
         self._process.wait()
 
     def _reply(self, number: int, limit_s: float) -> dict[str, Any]:
-        """Return the reply of a number; others are of questions that were answered before."""
+        """Return the reply with this number; lower numbers belong to earlier requests."""
         assert self._process.stdout is not None
-        until = monotonic() + limit_s
-        output = select.poll()  # `select` knows only the first 1,024 descriptors
+        deadline = monotonic() + limit_s
+        output = select.poll()  # `select.select` takes only descriptors below 1,024
         output.register(self._process.stdout, select.POLLIN)
-        while output.poll(1000 * max(0.0, until - monotonic())):
+        while output.poll(1000 * max(0.0, deadline - monotonic())):
             line = self._process.stdout.readline()
             if not line:
                 raise MathPoolError("it ended")

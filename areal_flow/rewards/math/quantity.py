@@ -1,4 +1,4 @@
-"""Numbers as answers write them: exact, with thousands separators, fractions, percent and units."""
+"""Reads numbers exactly: with thousands separators, fractions, percent and units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUANTITY = re.compile(
 _IN_PROSE = re.compile(
     rf"(?P<sign>(?<!\w)[-+]|)(?<![\w.]){_VALUE}(?:(?:st|nd|rd|th)\b)?(?![\d_^])", re.ASCII
 )
-"""A sign belongs to the number that it touches; elsewhere in prose it is a dash."""
+"""A sign belongs to the number that it touches; otherwise it is a dash."""
 _PROSE = re.compile(r"(?:[^\W\d_]|[\s.,:;!?'\"’‘“”…&()—-]|(?<=[a-zA-Z])/(?=[a-zA-Z]))*")
 _DENIAL = re.compile(r"\bnot?\b|n['’]t\b|\b(?:neither|never|cannot)\b", re.I)
 _PART = (
@@ -47,7 +47,7 @@ _CHANGES = re.compile(
     r"|(?:is|was)\s+(?:wrong|incorrect|false|impossible))\b",
     re.I,
 )
-"""Words before a number, and behind it, that make another number of it."""
+"""Words before and after a number that change its value."""
 _MINUS = re.compile(r"\b(?:minus|negative)\s+$", re.I)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
     f"{name}illion": 1000**power for power, name in enumerate(("m", "b", "tr", "quadr"), 2)
@@ -76,7 +76,7 @@ _MEASURES = {
     for names, size in sizes.items()
     for name in names.split()
 }
-"""What a unit measures, and its size; every other word after a number is left out."""
+"""Dimension and size of each unit; every other word after a number is ignored."""
 _SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 _UNIT = re.compile(r"[a-zA-Z /]*")
 
@@ -86,9 +86,9 @@ class Quantity:
     value: Fraction
     is_percent: bool = False
     unit: str = ""
-    """The words behind the number."""
+    """The words after the number."""
     power: int = 1
-    """Of the unit: 2 in `5 cm^2`."""
+    """Power of the unit: 2 in `5 cm^2`."""
 
 
 class Measure(NamedTuple):
@@ -99,7 +99,7 @@ class Measure(NamedTuple):
 
 @lru_cache(4096)
 def quantity_of(text: str) -> Quantity | None:
-    """Return the number that a tidied answer is, or the only one in a sentence; else None.
+    """Return the number that a tidied answer is, or the only number in a sentence; else None.
 
     `5 m` is a length; `5m` and `5 x` are products. `half of 18`, `more than 18` and `not 18` are
     not 18.
@@ -111,17 +111,17 @@ def quantity_of(text: str) -> Quantity | None:
 
 
 def same_quantity(quantity: Quantity, expected: Quantity) -> bool:
-    """Return whether two quantities are equal: exactly, and in their units where both are known.
+    """Return whether two quantities are equal: exactly, and in their units if both are known.
 
     `18%` equals 18, and 0.18.
     """
     if len(expected.unit) == 1 and not quantity.unit:
         return False  # it may be a factor
     value = quantity.value
-    for ours, theirs in zip(_measures(quantity), _measures(expected), strict=False):
-        if ours.kind != theirs.kind or ours.power != theirs.power:
+    for left, right in zip(_measures(quantity), _measures(expected), strict=False):
+        if left.kind != right.kind or left.power != right.power:
             return False
-        value *= (ours.size / theirs.size) ** ours.power
+        value *= (left.size / right.size) ** left.power
     if quantity.is_percent == expected.is_percent:
         return value == expected.value
     percent, plain = (quantity, expected) if quantity.is_percent else (expected, quantity)
@@ -129,7 +129,7 @@ def same_quantity(quantity: Quantity, expected: Quantity) -> bool:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words in a tidied answer that are no names of functions."""
+    """Return the words in a tidied answer, without names of functions."""
     bare = re.sub(r"\\begin\s*\{\w+\}(?:\{[clr|]*\})?|\\end\s*\{\w+\}|\\[a-zA-Z]+", " ", text)
     return [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
 
@@ -138,11 +138,11 @@ _WORD = re.compile(r"[^\W\d_]{3,}|\b(?:so|it|is|we|he)\b", re.I)
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos",
               "arctan", "gcd", "lcm", "max", "min", "mod", "det", "inf", "infinity"}  # fmt: skip
 _ARGUMENT = re.compile(r"^\w| [b-z]\b", re.I)
-"""What tells `5sec`, `5 sec x` from `5 sec`: products from times."""
+"""Distinguishes the products `5sec` and `5 sec x` from the time `5 sec`."""
 
 
 def _is_unit(behind: str) -> bool:
-    """Return whether what follows a number is its unit."""
+    """Return whether the text after a number is its unit."""
     first, *_ = words = behind.lower().split()
     is_apart = behind.startswith(" ") and len(first) > 2
     is_known = bool(_measure([first], 1)) and (behind.startswith(" ") or len(first) > 1)
@@ -197,7 +197,7 @@ def _number(text: str) -> Fraction:
 
 
 def _measures(quantity: Quantity) -> list[Measure]:
-    """Return what a known unit measures: a length in `5 cm`, a length and a time in `5 km/h`."""
+    """Return the measures of a known unit: a length in `5 cm`, a length and a time in `5 km/h`."""
     unit = _SPEEDS.get(quantity.unit, quantity.unit)
     top, *rest = _PER.split(unit, maxsplit=1) if unit else [""]
     words, power = top.split(), quantity.power
@@ -210,5 +210,5 @@ def _measures(quantity: Quantity) -> list[Measure]:
 def _measure(words: list[str], power: int) -> Measure | None:
     if not words or (words[0] == "in" and len(words) > 1):  # such as `18 in all`
         return None
-    known = _MEASURES.get(words[0]) or _MEASURES.get(words[0].removesuffix("s"))
-    return Measure(*known, power) if known else None
+    measure = _MEASURES.get(words[0]) or _MEASURES.get(words[0].removesuffix("s"))
+    return Measure(*measure, power) if measure else None

@@ -1,7 +1,7 @@
-r"""Which answer a completion commits to, and how its text is tidied before it is compared.
+r"""Extracts the final answer of a completion, and tidies its text for comparison.
 
-A completion commits to one answer: what the last `\boxed{}` holds, else what follows the last
-`####`, else what it says the answer is, else its last line. Nothing here evaluates anything.
+The final answer is the content of the last `\boxed{}`, else what follows the last `####`, else what
+follows "the answer is", else the last line. Nothing here evaluates anything.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ MAX_FACTORIAL = 1000
 MAX_ELEMENTS = 64
 _LINK_CHARS = 40
 _TAIL_CHARS = 2000
-"""Where an answer that is not marked is looked for."""
+"""Length of the tail in which an unmarked answer is searched."""
 
 MARK, BOX = "####", "\\boxed"
 _LINK = re.compile(r"[\s$\\()]*(?:[,;]|\b(?:and|or)\b)[\s$\\()]*(?:and|or)?[\s$\\()]*")
 _OPENING, _BRACE = re.compile(r"[^\S\n]*\{?"), re.compile(r"(?<!\\)[{}]")
 _LINE_END = re.compile(r"[\n$]|\Z")
-_SAID = re.compile(r"(?:\banswer\s*(?:is\s*:?|:|=)|^\s*a\s*:)[*\s]*(\S.*)", re.I | re.M)
+_ANSWER_IS = re.compile(r"(?:\banswer\s*(?:is\s*:?|:|=)|^\s*a\s*:)[*\s]*(\S.*)", re.I | re.M)
 _ARITHMETIC = re.compile(r"\d[^\d=]{0,20}?(?:[-−–+*/×÷]|\bx\b)[^\d=]{0,20}?\d")
 _VARIABLE = re.compile(r"\d[a-zA-Z]\b|[\\^_]")
 _SENTENCE_END = re.compile(r"[.!?;]\s")
 _BULLET, _EXCLAMATION = re.compile(r"^\s*[-*•]\s+"), re.compile(r"!+(?=[*_\s]*$)")
 _DIGITS = re.compile(r"-?\d+", re.ASCII)
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_REWRITTEN = tuple(
-    (re.compile(pattern), written)
-    for pattern, written in (
+_REPLACEMENTS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d|\\pi)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
         (r"\\(?:left|right|bigg?|Bigg?)(?![a-zA-Z])|(?<!\\)\\!|\\displaystyle(?![a-zA-Z])", ""),
@@ -73,10 +73,10 @@ _HUGE_FACTORIAL = re.compile(r"![\s)}]*!|\^\s*\{?\d+[\s)}]*!")
 
 
 def final_answer(completion: str, prompt: str = "", *, is_reference: bool = False) -> str | None:
-    """Return the answer that a completion commits to, as it stands there; None without one.
+    """Return the final answer of a completion, verbatim; None without one.
 
-    Unless it is marked or a reference, a list's `- ` before it and a sentence's `!` behind it are
-    no minus sign and no factorial.
+    Unless it is marked or a reference, a leading `- ` (of a list) is not a minus sign, and a
+    trailing `!` (of a sentence) is not a factorial.
     """
     completion = after_thinking(completion, prompt)
     if (marked := marked_answer(completion)) is not None:
@@ -84,7 +84,7 @@ def final_answer(completion: str, prompt: str = "", *, is_reference: bool = Fals
     if BOX in completion or MARK in completion:
         return None
     text = _ANNOTATION.sub("", completion[-_TAIL_CHARS:]).strip()
-    if sentences := _SAID.findall(text):
+    if sentences := _ANSWER_IS.findall(text):
         line = _SENTENCE_END.split(sentences[-1], maxsplit=1)[0]
     else:
         line = text.rpartition("\n")[2]
@@ -94,21 +94,21 @@ def final_answer(completion: str, prompt: str = "", *, is_reference: bool = Fals
 
 
 def _result(line: str) -> str:
-    """Return what arithmetic comes to where a line ends in that: `18` of `so it is 9 * 2 = 18`."""
+    """Return the result of arithmetic at the end of a line: `18` of `so it is 9 * 2 = 18`."""
     left, _, right = line.rpartition("=")
     is_arithmetic = _ARITHMETIC.search(left) and not _VARIABLE.search(left)
     return right if is_arithmetic and re.match(r"[^<]*\d[^<]*$", right) else line
 
 
 def marked_answer(text: str) -> str | None:
-    """Return what the last box that is not empty holds, else the line after the last `####`."""
+    """Return the content of the last non-empty box, else the line after the last `####`."""
     if boxed := _boxed_answer(text, max_chars=4 * MAX_CHARS):
         return boxed
     return _after_mark(text).partition("\n")[0].strip() or None
 
 
 def marked_text(text: str) -> str | None:
-    """Return the same at any length: a whole box, or all that follows the last `####`."""
+    """Like `marked_answer`, at any length: a whole box, or all that follows the last `####`."""
     return _boxed_answer(text, max_chars=len(text)) or _after_mark(text) or None
 
 
@@ -117,7 +117,7 @@ def _after_mark(text: str) -> str:
 
 
 def _boxed_answer(text: str, *, max_chars: int) -> str:
-    """Return what the last boxes hold that are no further apart than a comma; empty without one."""
+    """Return the contents of the last boxes, separated by at most a comma; empty without one."""
     boxes: list[str] = []
     end = after = len(text)
     for _ in range(MAX_ELEMENTS + 1):
@@ -134,11 +134,11 @@ def _boxed_answer(text: str, *, max_chars: int) -> str:
 
 
 def _boxed(text: str, start: int, max_chars: int) -> tuple[str, int]:
-    """Return what a box holds, and where it ends; one that is not closed ends with its line."""
+    """Return the content of a box and its end; an unclosed box ends with its line."""
     limit = start + max_chars
     opening = _OPENING.match(text, start)
     line_end = _LINE_END.search(text, start, limit)
-    assert opening is not None  # both match nothing, too
+    assert opening is not None  # both patterns match the empty string, too
     assert line_end is not None
     begin, end = opening.end(), line_end.start()
     depth = int(opening[0].endswith("{"))
@@ -151,7 +151,7 @@ def _boxed(text: str, start: int, max_chars: int) -> tuple[str, int]:
 
 
 def reference_text(answer: Any) -> str:
-    """Return a row's right answer as text: what is marked in it, else all of it."""
+    """Return a row's reference answer as text: the marked part, else all of it."""
     if answer is None or isinstance(answer, dict):
         return ""
     if isinstance(answer, list):
@@ -161,30 +161,30 @@ def reference_text(answer: Any) -> str:
 
 
 def tidied(text: str) -> str:
-    """Return an answer without what only sets it: dollars, spaces, `\\left`, degrees, `\\text`."""
+    """Return an answer without typesetting: dollars, spaces, `\\left`, degrees, `\\text`."""
     if _DIGITS.fullmatch(text):
         return text
     text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_CHARACTERS)).strip()
-    for pattern, written in _REWRITTEN:
-        text = pattern.sub(written, text)
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
     return text.strip().rstrip(".").strip()
 
 
 def unbraced(text: str) -> str:
-    """Return a text without braces that hold all of it."""
+    """Return a text without braces around all of it."""
     while text.startswith("{") and _boxed(text, 0, len(text)) == (text[1:-1].strip(), len(text)):
         text = text[1:-1].strip()
     return text
 
 
 def compact(text: str) -> str:
-    """Return a tidied answer as it is compared by its characters; case counts in LaTeX alone."""
+    """Return a tidied answer for comparison as text; case counts in LaTeX alone."""
     text = _SPACE.sub("", text)
     return text if "\\" in text else text.casefold()
 
 
 def excess(text: str) -> str:
-    """Return what about an answer is too much to be read as mathematics; empty if nothing is."""
+    """Return which limit an answer exceeds, so that it is not read as mathematics; else empty."""
     if len(text) > MAX_CHARS:
         return f"{len(text)} characters, expected at most {MAX_CHARS}"
     if not text.isascii() and any(c.isdigit() and not c.isascii() for c in text):

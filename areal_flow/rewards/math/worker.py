@@ -1,7 +1,7 @@
-"""A process that does algebra with math-verify, the only module that imports it.
+"""A process that does algebra with math-verify; no other module imports that.
 
-It reads requests from standard input, a line of JSON each, and answers in the same way. A fork
-computes, under limits that the kernel enforces; if one ends the fork, the answer names it.
+It reads requests from standard input, a line of JSON each, and writes replies in the same way. A
+fork computes, under limits that the kernel enforces; if one ends the fork, the reply names it.
 
     python -m areal_flow.rewards.math.worker CPU_S WALL_S MEMORY_BYTES
 """
@@ -22,13 +22,13 @@ from typing import Any
 from areal_flow.rewards.math.equality import algebraic_elements, is_same
 
 ROUNDING = 12
-"""Digits that count where one side is a decimal number and the other one is irrational."""
+"""Digits compared if one side is a decimal number and the other is irrational."""
 PRECISION = 15
 RECYCLED_CALLS = 2000
 MAX_REQUEST_BYTES = 4096
-"""A pipe passes a line of this size as a whole."""
+"""A pipe transfers a line of this size atomically."""
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""The unit of what `getrusage` says of memory."""
+"""The unit of `ru_maxrss`."""
 _RECYCLED, _OUT_OF_MEMORY = 3, 4
 _ENDINGS = {
     -signal.SIGPROF: ("timeout", "the limit of processor time"),
@@ -38,7 +38,7 @@ _ENDINGS = {
 }
 
 
-_REHEARSED = (
+_WARM_UP = (
     (r"\sqrt{8}", r"2\sqrt{2}"),
     (r"\frac{2x+1}{3}", r"\frac{(4x+2)}{6}"),
     (r"(-\infty, 3] \cup [4, 5)", r"x \le 3"),
@@ -46,11 +46,11 @@ _REHEARSED = (
     ("y = 2x - 3", "2x - y = 3"),
     (r"\log_2 (x!) + e^{-i}", r"\sin(\theta_1)"),
 )
-"""Judged before the first fork: the parser learns its grammar as it goes, which takes a second."""
+"""Judged before the first fork: the parser builds its grammar lazily, which takes a second."""
 
 
 class Unreadable(ValueError):
-    """A text is no mathematics; says the verdict on it."""
+    """A text is not mathematics; `verdict` is that on its answer."""
 
     def __init__(self, verdict: str, text: str) -> None:
         super().__init__(f"not mathematics that can be read: {text!r:.80}")
@@ -61,7 +61,7 @@ def main(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
     logging.disable(logging.CRITICAL)
     replies, busy_with = os.dup(1), mmap.mmap(-1, 8)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    for answer, reference in _REHEARSED:
+    for answer, reference in _WARM_UP:
         _judge(0, answer, reference)
     gc.freeze()
     _write(replies, {"number": 0})
@@ -87,12 +87,12 @@ def _serve(
             os._exit(0)
         request = json.loads(line)
         busy_with[:8] = request["number"].to_bytes(8)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # their signals end the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the signals end the process
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         verdict, detail = _judge(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # sympy takes a MemoryError for a "no": what it had taken by then tells
+        # sympy turns a MemoryError into "not equal"; the peak memory reveals it
         used_bytes = MAXRSS_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if verdict != "right" and used_bytes > memory_bytes // 2:
             os._exit(_OUT_OF_MEMORY)
@@ -112,7 +112,7 @@ def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
         return error.verdict, str(error)
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)
-    except Exception as error:  # noqa: BLE001 - whatever algebra raises is its answer's
+    except Exception as error:  # noqa: BLE001 - the answer made algebra fail
         return "runtime_error", f"{type(error).__name__}: {error}"[:200]
 
 
@@ -126,10 +126,10 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _same_number(left: Any, right: Any, *_: int) -> bool:
-    """Return whether two expressions are the same number; math-verify's own test of this rounds.
+    """Return whether two expressions are the same number; math-verify's own test rounds.
 
-    It takes 1e-16 for 1e-17, whatever precision it is given: it drops a difference that is small,
-    not one that is small beside the numbers.
+    It takes 1e-16 for 1e-17 at any precision: it ignores small absolute differences, not small
+    relative ones.
     """
     from math_verify.grader import Float, MatrixBase, safe_sympy_doit
     from sympy import nsimplify  # type: ignore[import-untyped]
@@ -148,7 +148,7 @@ def _same_number(left: Any, right: Any, *_: int) -> bool:
             return bool(distance <= abs(exact[1]).evalf(PRECISION) / 10**ROUNDING)
     except (AttributeError, TypeError, ValueError):
         return False
-    return bool(distance._prec == 1)  # zero in all digits that were tried, beside the terms
+    return bool(distance._prec == 1)  # zero in all digits computed, relative to the terms
 
 
 def _parsed(text: str, verdict: str) -> Any:
@@ -157,8 +157,8 @@ def _parsed(text: str, verdict: str) -> Any:
 
     config = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True)
     latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)
-    # of LaTeX alone: other text would go through sympy's `parse_expr`, which evaluates it; and of
-    # the first match, which is all: the next ones would be fractions somewhere in the text
+    # LaTeX alone: other text would be passed to sympy's `parse_expr`, which evaluates it. And the
+    # first match alone, which is the whole text: later ones would be fractions within it.
     expressions = parse(
         rf"\boxed{{{text}}}",
         [latex],

@@ -1,8 +1,8 @@
-"""The rows that supervised fine-tuning learns from, as arrays of tokens.
+"""Tokenises rows for supervised fine-tuning: prompts with one or more completions.
 
-A prompt is tokenised as for an episode, and each turn after it by itself. The policy's turns are
-trained and end with a stop token; the environment's are context. Messages are a `prompt` and
-completions, or whole conversations with one beginning, or texts such as those of `hh-rlhf`.
+A prompt is tokenised as for an episode, and each turn after it separately. The policy's turns are
+trained and end with a stop token; those of the environment are context. Rows of messages hold a
+`prompt` and completions, or whole conversations with a common start, or texts as in `hh-rlhf`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_CHECKED = 1024
-"""Good rows that are read before a model is."""
+"""Good rows that are read before the model is loaded."""
 
 WHOLE = "messages"
-"""The field of a row that is one whole conversation."""
+"""The field with a whole conversation."""
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 TokenisedRow: TypeAlias = tuple[list[int], list[list[list[int]]]]
-"""The prompt, and of each completion the turns of the policy and of the environment."""
+"""The prompt, and for each completion the turns of policy and environment, which alternate."""
 
 
 def tokenise_completions(
@@ -52,17 +52,17 @@ def tokenise_completions(
     max_tokens: int,
     fields: Sequence[str] = ("completion",),
 ) -> int:
-    """Write prompts with their completions as arrays of tokens; return how many rows there are.
+    """Write prompts with their completions as arrays of tokens; return the number of rows.
 
     Args:
-        path: rows of `prompt` and `fields`; a completion is a text, a list of texts of the policy
-            and of the environment by turns, or messages.
-        target: an .npz of `tokens` (all sequences, one after the other), `trained` as long, which
-            is false where the environment speaks, and, by sequence, `prompt_lengths` and `lengths`.
-            Each completion is a sequence with the prompt before it.
+        path: rows of `prompt` and `fields`; a completion is a text, a list of texts (policy and
+            environment alternate), or messages.
+        target: an .npz of `tokens` (all sequences, concatenated), `trained` (same length, true for
+            the policy's completions), and per sequence `prompt_lengths` and `lengths`. A sequence
+            is a prompt and a completion.
         encoder: tokenises a row.
-        max_tokens: of a row, all its completions together.
-        fields: the completions of a row; no two of them are equal.
+        max_tokens: of all completions of a row together.
+        fields: the completions of a row, which must differ.
     """
 
     def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
@@ -75,13 +75,13 @@ def tokenise_completions(
     rows = [*chain.from_iterable(read)]
     refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # One after the other: the prompt, and the turns of the policy (trained) and the environment.
+    # In order: the prompt, then the turns of policy (trained) and environment, which alternate.
     parts = [[prompt, *turns] for prompt, turns in rows]
     np.savez(
         target,
         tokens=np.fromiter(chain.from_iterable(chain.from_iterable(parts)), np.int32),
         trained=np.fromiter(
-            (place % 2 == 1 for row in parts for place, part in enumerate(row) for _ in part),
+            (index % 2 == 1 for row in parts for index, part in enumerate(row) for _ in part),
             np.bool_,
         ),
         prompt_lengths=np.array([len(prompt) for prompt, _ in rows], np.int32),
@@ -91,7 +91,7 @@ def tokenise_completions(
 
 
 def check_first_completions(path: Path, fields: Sequence[str]) -> None:
-    """Refuse a file that is empty or has bad rows at first, without a model."""
+    """Refuse a file that is empty or starts with bad rows, before the model is loaded."""
 
     def check(row: Row) -> None:
         if has_messages(row, fields):
@@ -126,7 +126,7 @@ def _check_tokens(row: TokenisedRow, fields: Sequence[str], max_tokens: int) -> 
 
 
 class RowEncoder:
-    """Tokenises prompts with their completions: of texts, or of messages by a chat template."""
+    """Tokenises rows of texts, or of messages by a chat template."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class RowEncoder:
     ) -> None:
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
         self._chat, self._system = chat, system
-        # The same prompt may stand before several completions.
+        # Cached: several rows may share a prompt.
         self._prompt_tokens = lru_cache(maxsize=None)(partial(prompt_tokens, tokenizer))
         self._tokens = lru_cache(maxsize=None)(
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids
@@ -162,36 +162,37 @@ class RowEncoder:
             )
         prompt, completions = conversation_of(row, fields)
         prompt = with_system_message(prompt, self._system)
-        read = self._tokens(self._chat.render(prompt))
+        rendered = self._tokens(self._chat.render(prompt))
         conversations = []
         for field, messages in completions:
             try:
                 conversations.append([*self._turns(self._chat, prompt, messages)])
             except ValueError as error:
                 raise ValueError(f"field {field!r}: {error}") from error
-        return read, conversations
+        return rendered, conversations
 
     def _turns(
         self, chat: ChatTemplate, prompt: Sequence[Message], completion: Sequence[Message]
     ) -> Iterable[list[int]]:
-        """Yield the policy's answers, each with what ended it, and what stands between them."""
+        """Yield the policy's answers with their stop tokens, and the texts between answers."""
         messages = [*prompt, *completion]
-        own = [at for at, each in enumerate(completion, len(prompt)) if each["role"] == "assistant"]
-        for at, following in pairwise([*own, None]):
-            assert at is not None
-            answer, after = chat.answer(messages[: at + 1])
+        roles = [message["role"] for message in messages]
+        answers = [i for i in range(len(prompt), len(messages)) if roles[i] == "assistant"]
+        for index, next_index in pairwise([*answers, None]):
+            assert index is not None
+            answer, after = chat.answer(messages[: index + 1])
             end = self._end_of_answer(after)
             yield [*self._tokens(answer), *end]
-            if following is not None:
+            if next_index is not None:
                 ended_by = self._stop_texts[end[0]] if end else ""
-                shown = chat.following(messages[:following], at, ended_by=ended_by)
-                yield self._tokens(shown)
+                between = chat.following(messages[:next_index], index, ended_by=ended_by)
+                yield self._tokens(between)
 
     def _end_of_answer(self, after: str) -> list[int]:
-        """Return the stop token with which a text begins, else the first; nothing without any."""
+        """Return the stop token at the start of a text, else the first one; empty without any."""
         texts, after = self._stop_texts, after.lstrip()
-        shown = [token for token, text in texts.items() if text and after.startswith(text)]
-        return [*(shown or self._stop_token_ids)][:1]
+        matching = [token for token, text in texts.items() if text and after.startswith(text)]
+        return [*(matching or self._stop_token_ids)][:1]
 
     @cached_property
     def _stop_texts(self) -> dict[int, str]:
@@ -200,7 +201,7 @@ class RowEncoder:
 
 
 def has_messages(row: Row, fields: Sequence[str]) -> bool:
-    """Return whether a row holds messages where others hold texts."""
+    """Return whether a row holds messages rather than texts."""
     fields = _fields_of(row, fields)
     lists = (row[name] for name in ("prompt", *fields) if isinstance(row.get(name), list))
     transcripts = any(_is_transcript(row, field) for field in fields)
@@ -210,10 +211,10 @@ def has_messages(row: Row, fields: Sequence[str]) -> bool:
 def conversation_of(
     row: Row, fields: Sequence[str]
 ) -> tuple[list[Message], list[tuple[str, list[Message]]]]:
-    """Return the prompt's messages and, of each completion, its field and the messages after them.
+    """Return the prompt's messages and, for each completion, its field and messages.
 
-    The first and the last message of a completion are the assistant's. `messages` takes the place
-    of an only field that is missing.
+    The first and last message of a completion are the assistant's. `messages` replaces a single
+    field that is missing.
     """
     fields = _fields_of(row, fields)
     conversations = [_messages(row, field) for field in fields]
@@ -270,11 +271,11 @@ def _prompt_of(row: Row) -> list[Message]:
 
 
 def _num_shared(fields: Sequence[str], conversations: Sequence[Sequence[Message]]) -> int:
-    """Return with how many messages whole conversations begin alike; one's ends at an answer."""
+    """Return the number of messages before the (first differing) answer of whole conversations."""
     if len(conversations) == 1:
         return len([*takewhile(lambda message: message["role"] != "assistant", conversations[0])])
     turns = [[(each["role"], each["content"]) for each in messages] for messages in conversations]
-    num = len([*takewhile(lambda at: len({*at}) == 1, zip(*turns, strict=False))])
+    num = len([*takewhile(lambda same: len({*same}) == 1, zip(*turns, strict=False))])
     next_roles = [each[num][0] if num < len(each) else "the end" for each in turns]
     if not num or {*next_roles} != {"assistant"}:
         raise ValueError(
@@ -286,7 +287,7 @@ def _num_shared(fields: Sequence[str], conversations: Sequence[Sequence[Message]
 
 
 def _check_prompt(row: Row, beginning: Sequence[Message], fields: Sequence[str]) -> None:
-    """Refuse a prompt that stands beside whole conversations and is none of their beginning."""
+    """Refuse a prompt beside whole conversations that is not part of their start."""
     if "prompt" not in row or row["prompt"] is None:
         return
     if isinstance(row["prompt"], list):

@@ -26,8 +26,7 @@ from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.policy.tokenizer.directory import prompt_tokens, tokenizer_of
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
-from areal_flow.rewards.math.reward import check_reference
-from areal_flow.rewards.numeric import number_in
+from areal_flow.rewards.math.reward import check_reference, number_in
 from areal_flow.rollout.prompts.files import (
     Place,
     read_prompts,

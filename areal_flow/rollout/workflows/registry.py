@@ -1,4 +1,4 @@
-"""The workflows, by the name that recipes use. The next is a file, a name here and its tests."""
+"""Workflows by name. A new one is a file, a name here, and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel that Python's standard library lacks, on x86_64 and aarch64."""
+"""System calls of Linux that Python's standard library lacks, on x86_64 and aarch64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 
 MACHINES = ("x86_64", "aarch64")
-"""The machines whose numbers are known; a column each in the tables of system calls."""
+"""Supported machines; each is a column in the tables of system calls."""
 MACHINE = platform.machine()
 _NUMBERS = {
     "pivot_root": (155, 41), "capset": (126, 91), "open_tree": (428, 428),
@@ -42,10 +42,10 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def column() -> int:
-    """Return which column of a table of system calls is this machine's.
+    """Return this machine's column in tables of system calls.
 
     Raises:
-        OSError: its numbers are not known.
+        OSError: the machine is not supported.
     """
     if MACHINE not in MACHINES:
         raise OSError(f"expected one of {', '.join(MACHINES)}, found {MACHINE}")
@@ -53,33 +53,26 @@ def column() -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char]) -> int:
-    """Make a system call by its name.
-
-    Raises:
-        OSError: as the kernel says.
-    """
+    """Make a system call by name; raise its error as `OSError`."""
     given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[name][column()]), *given), name)
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones."""
     _checked(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
-    """Enter the namespace that a descriptor stands for."""
     _checked(_libc.setns(fd, kind), "setns")
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Change a property of this process."""
     given = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
     _checked(_libc.prctl(option, *given), f"prctl({option})")
 
 
 def install_filter(program: bytes) -> None:
-    """Filter the system calls of this process for good, by a program of classic BPF."""
+    """Filter the system calls of this process for good, with a classic BPF program."""
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(instructions))
     held = ctypes.create_string_buffer(header, len(header))
@@ -87,51 +80,48 @@ def install_filter(program: bytes) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Mount a file system."""
     texts = [text.encode() for text in (source, target, kind)]
     done = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None)
     _checked(done, f"mount({kind or source} at {target})")
 
 
 def unmount(target: str) -> None:
-    """Take a mount out of the tree, whoever still uses it."""
+    """Detach a mount, even if it is in use."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), "umount2")
 
 
 def clone_tree(path: str) -> int:
-    """Return a descriptor of a copy of the mounts at and below a path."""
+    """Copy the mounts at and below a path; return a descriptor."""
     flags = _OPEN_TREE_CLONE | _AT_RECURSIVE | os.O_CLOEXEC
     return syscall("open_tree", _AT_FDCWD, path.encode(), flags)
 
 
 def attach_tree(tree: int, target: str) -> None:
-    """Mount a copy of mounts in a place."""
     syscall("move_mount", tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def set_mount_attributes(target: str, attributes: int, *, below: bool = True) -> None:
-    """Set attributes of a mount and, if asked, of all below it."""
     request = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if below else 0
     syscall("mount_setattr", _AT_FDCWD, target.encode(), flags, request, len(request))
 
 
 def pivot_root_here() -> None:
-    """Make the working directory the root, and take the old root out of the tree."""
+    """Make the working directory the root, and detach the old root."""
     syscall("pivot_root", b".", b".")
     unmount(".")
     os.chdir("/")
 
 
 def move_high(fd: int) -> int:
-    """Return another number of a descriptor, above those that a run has; close the old one."""
+    """Move a descriptor to a number above those of a run."""
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR)
     os.close(fd)
     return high
 
 
 def set_capabilities(kept: Sequence[int] = ()) -> None:
-    """Drop all capabilities but some of those that this process is permitted."""
+    """Drop all capabilities except `kept`."""
     words = [0, 0]
     for capability in kept:
         words[capability // 32] |= 1 << capability % 32

@@ -1,7 +1,7 @@
-"""Values as data that no code can hide in: JSON, with a tag where JSON has no such type.
+"""Values as plain data, without code: JSON, with tags for types that JSON lacks.
 
-A number, text or list stands for itself; `{"t": [...]}` is a tuple, and so on. What is not made of
-built-in values is `{"r": [number, type]}`: a reference, equal to nothing.
+A number, text or list stands for itself; `{"t": [...]}` is a tuple, and so on. What does not
+consist of built-in values is `{"r": [number, type]}`: a reference, equal to nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 MAX_ITEMS = 100_000
-"""Of an iterator, of which more is not asked for."""
+"""Maximum number of items taken from an iterator."""
 _MAX_PLAIN = 2**53
 _SEQUENCES: dict[str, type] = {"t": tuple, "s": set, "z": frozenset}
 _BYTES: dict[str, type] = {"b": bytes, "B": bytearray}
@@ -26,13 +26,14 @@ Refer = Callable[[Any], int]
 
 
 def encode(value: Any, refer: Refer) -> Any:
-    """Return a value as JSON has it.
+    """Return a value as JSON data.
 
     Args:
-        refer: keeps what is not made of built-in values, and returns a number for it.
+        value: any.
+        refer: keeps an object that does not consist of built-in values; returns its number.
 
     Raises:
-        RecursionError: the value holds itself, or is nested too deep.
+        RecursionError: the value contains itself, or is nested too deeply.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -56,13 +57,14 @@ def encode(value: Any, refer: Refer) -> Any:
 
 
 def decode(encoded: Any, resolve: Callable[[int, str], Any]) -> Any:
-    """Return the value that data stand for.
+    """Return the value of encoded data.
 
     Args:
-        resolve: returns what stands here for a reference, by its number and type.
+        encoded: what `encode` returned.
+        resolve: returns the object of a reference, by its number and type.
 
     Raises:
-        ValueError, TypeError: they stand for none.
+        ValueError, TypeError: the data are invalid.
     """
     if isinstance(encoded, list):
         return [decode(item, resolve) for item in encoded]
@@ -84,13 +86,13 @@ def decode(encoded: Any, resolve: Callable[[int, str], Any]) -> Any:
 
 
 def canonical(value: Any) -> Any:
-    """Return data in a form that is equal where the values are, whatever their order in a set.
+    """Return data in a form that is equal if the values are, whatever the order of a set.
 
-    A tuple counts as a list, and 2.0 as 2, but True not as 1. Values are never built, so that no
-    choice of them is slow to compare.
+    A tuple counts as a list, and 2.0 as 2, but True not as 1. Values are never constructed, so that
+    none can be slow to compare.
 
     Raises:
-        ValueError, TypeError: they are no data that `encode` makes.
+        ValueError, TypeError: the data are invalid.
     """
     if value is None or isinstance(value, bool | str):
         return value if isinstance(value, str) else {"k": repr(value)}
@@ -110,10 +112,10 @@ def canonical(value: Any) -> Any:
 
 
 def parse(line: bytes | str) -> Any:
-    """Return the JSON in a line that somebody hostile wrote.
+    """Parse a line of JSON from a hostile process.
 
     Raises:
-        ValueError: there is none, or it is nested too deep.
+        ValueError: it is not JSON, or nested too deeply.
     """
     try:
         return json.loads(line, parse_constant=_refuse)
@@ -138,7 +140,7 @@ def _hashable(key: Any) -> Any:
 
 
 def _base_value(value: Any) -> Any:
-    """Return what a value of a subclass holds as its built-in base, or the value itself."""
+    """Return a value of a subclass as its built-in base, or the value itself."""
     bases: dict[type, Callable[[Any], Any]] = {
         int: int.__int__, float: float.__float__, str: str.__str__, complex: complex.__pos__,
         list: lambda v: [*list.__iter__(v)], tuple: lambda v: tuple(tuple.__iter__(v)),

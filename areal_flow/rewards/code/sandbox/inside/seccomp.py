@@ -1,7 +1,7 @@
-"""Which system calls a program may make: a list of those that read, compute, and hold a thread.
+"""The system calls that a program may make: reading, computing, threads.
 
-No new process, no program, no socket but a pair of its own, no signal to another process, no change
-of what a file is. What is not on the list fails with EPERM.
+No new process, no exec, no socket but a private pair, no signal to another process, no change of
+file attributes. Any other call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ALLOWED = {
     "getrandom": (318, 278), "recvfrom": (45, 207), "shutdown": (48, 210),
     "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
-"""Numbers on x86_64 and aarch64; -1 where there is no such call."""
+"""Numbers on x86_64 and aarch64; -1: no such call."""
 _OPEN, _OPENAT = (2, -1), (257, 56)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _KILL, _TGKILL = (62, 129), (234, 131)
@@ -60,7 +60,7 @@ _IOCTL, _FCNTL, _PRCTL = (16, 29), (72, 25), (157, 167)
 _PRLIMIT, _SOCKETPAIR, _SENDTO = (302, 261), (53, 199), (44, 206)
 
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
-"""What glibc's and musl's `pthread_create` ask of `clone`; a new process asks for less."""
+"""Flags with which `pthread_create` of glibc and musl calls `clone`; a new process has fewer."""
 _IOCTLS = (0x5421, 0x5450, 0x5451, 0x541B, 0x5401, 0x5413)
 """FIONBIO, FIONCLEX, FIOCLEX, FIONREAD, TCGETS, TIOCGWINSZ."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
@@ -69,7 +69,7 @@ _PRCTLS = (15, 16)
 """PR_SET_NAME, PR_GET_NAME."""
 _AF_UNIX = 1
 _OWN_PID = 0x6F776E21
-"""Stands for a process id, which is at most 2**22, until it is known."""
+"""Placeholder of a process id (at most 2**22) until it is known."""
 
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -81,7 +81,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def with_own_pid(program: bytes, pid: int) -> bytes:
-    """Return a filter that lets signals go to one process: its own, as it sees itself."""
+    """Return a filter that allows signals to one process id only: the process's own."""
     return program.replace(struct.pack("I", _OWN_PID), struct.pack("I", pid))
 
 
@@ -113,7 +113,9 @@ def filter_program(*, may_truncate: bool = True) -> bytes:
         _PRLIMIT: _if_argument(0, [0]),
         _SOCKETPAIR: _if_argument(0, [_AF_UNIX]),
         _SENDTO: _if_null(4),
-        _CLONE3: [_returns(_ERRNO | _ENOSYS)],  # has glibc call clone, whose flags can be seen
+        _CLONE3: [
+            _returns(_ERRNO | _ENOSYS)
+        ],  # glibc then calls clone, whose flags a filter can read
     }
     for numbers, body in conditional.items():
         program += _on(numbers[column], body)
@@ -126,7 +128,7 @@ def _on(number: int, body: list[Instruction]) -> list[Instruction]:
 
 
 def _if_argument(index: int, values: Sequence[int]) -> list[Instruction]:
-    """Allow a call if the lower half of an argument, all that the kernel reads, is one of some."""
+    """Allow a call if the lower half of an argument (the kernel reads no more) is in `values`."""
     checks = [step for value in values for step in ((_EQUAL, 0, 1, value), _returns(_ALLOW))]
     return [_load(_ARGUMENTS_AT + 8 * index), *checks, _returns(_ERRNO | _EPERM)]
 

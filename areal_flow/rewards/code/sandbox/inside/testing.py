@@ -1,8 +1,8 @@
-"""Runs tests, which are trusted, on functions that another process lends: a hostile one.
+"""Runs trusted tests on functions that another, hostile process lends.
 
-What comes from there is plain data. An object that is none stands here as a `Borrowed`, of which
-methods can be called; it is equal to itself alone and takes part in no arithmetic or comparison,
-since its answers would be the candidate's.
+Results are plain data. Any other object is represented by a `Borrowed`, whose methods can be
+called; it is equal to itself alone and supports no arithmetic or comparison, since the candidate
+would decide the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import plain, program
 
 MAX_LINE = 8 * 2**20
 MODULE = "solution"
-"""What a test may import the candidate's names from."""
+"""The module from which tests may import the candidate's names."""
 TESTS = "tests"
 
 
@@ -32,21 +32,21 @@ _PREDICATES = {"equals"} | {
     for name in dir(kind)
     if name.startswith(("is", "starts", "ends"))
 }
-"""Methods of built-in values that say yes or no; what is built in is never borrowed."""
+"""Predicates of built-in types; a built-in value is never borrowed."""
 _SILENT = ("StopIteration", "StopAsyncIteration")
-"""Would end a test's `map` early, as if all were well."""
+"""They would silently end a test's `map` early."""
 
 
 class CandidateError(Exception):
-    """The candidate raised what is not built in, or no `Exception`."""
+    """The candidate raised something that is not a built-in `Exception`."""
 
 
 class CandidateGone(BaseException):
-    """The candidate's process has ended, or speaks no sense; no test may catch it as a failure."""
+    """The candidate's process has ended or sent invalid data; tests must not catch it."""
 
 
 class Unsendable(TypeError):
-    """A test passes what is no data, such as a function of its own."""
+    """A test passes an argument that is not data, such as one of its functions."""
 
 
 class Candidate:
@@ -61,15 +61,15 @@ class Candidate:
         self._next()
 
     def call(self, of: int | None, name: str, args: Any, kwargs: Any) -> Any:
-        """Return what a call of the other process returns, or raise what it raises."""
-        given = {
+        """Call a function of the other process; return or raise its result."""
+        request = {
             "of": of, "name": name,
             "args": [plain.encode(value, self._refer) for value in args],
             "kwargs": {key: plain.encode(value, self._refer) for key, value in kwargs.items()},
         }  # fmt: skip
         self.num_calls += 1
         try:
-            print(json.dumps(given), file=self._calls, flush=True)
+            print(json.dumps(request), file=self._calls, flush=True)
         except OSError:
             raise self._gone() from None
         answer = self._next()
@@ -82,7 +82,7 @@ class Candidate:
         raise _exception(kind, message)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return what calls a function of the other process."""
+        """Return a function that calls one of the other process."""
 
         def borrowed(*args: Any, **kwargs: Any) -> Any:
             return self.call(None, name, args, kwargs)
@@ -133,22 +133,22 @@ class Borrowed:
 
 
 def test() -> None:
-    """Run the source as tests, and give the verdict with the mark that only this process has."""
-    first = json.loads(sys.stdin.readline())
+    """Run the source as tests; write the verdict with the nonce that only this process knows."""
+    request = json.loads(sys.stdin.readline())
     with (
         open(program.CALLS_OUT, "w") as calls,
         open(program.CALLS_IN) as answers,
         open(program.VERDICT, "w") as out,
     ):
-        verdict, detail = _verdict(calls, answers, first)
-        print(json.dumps([first["nonce"], verdict, detail[-400:]]), file=out, flush=True)
+        verdict, detail = _verdict(calls, answers, request)
+        print(json.dumps([request["nonce"], verdict, detail[-400:]]), file=out, flush=True)
 
 
-def _verdict(calls: IO[str], answers: IO[str], first: dict[str, Any]) -> tuple[str, str]:
+def _verdict(calls: IO[str], answers: IO[str], request: dict[str, Any]) -> tuple[str, str]:
     candidate: Candidate | None = None
     try:
         candidate = Candidate(calls, answers)
-        _run_tests(candidate, first)
+        _run_tests(candidate, request)
     except AssertionError:
         outcome = "wrong", traceback.format_exc(limit=-1)
     except MemoryError as error:
@@ -164,21 +164,21 @@ def _verdict(calls: IO[str], answers: IO[str], first: dict[str, Any]) -> tuple[s
     return outcome
 
 
-def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
-    """Run what the tests are: statements, a `check`, functions `test_*`, cases of `unittest`.
+def _run_tests(candidate: Candidate, request: dict[str, Any]) -> None:
+    """Run the tests: statements, a `check`, functions `test_*`, cases of `unittest`.
 
-    The candidate lends what the tests borrow, whatever else it offers; never a name that is built
-    in, by which it would judge itself.
+    They get only the names that they borrow from the candidate, and never a built-in name, with
+    which the candidate would judge itself.
     """
-    entry_point, borrowed = first["entry_point"], first["borrowed"]
+    entry_point, borrowed = request["entry_point"], request["borrowed"]
     lent = {name: candidate.function(name) for name in borrowed if not hasattr(builtins, name)}
     names: dict[str, Any] = dict(lent)
     if entry_point:
         names["candidate"] = lent[entry_point]
     module = sys.modules[MODULE] = ModuleType(MODULE)
     module.__dict__.update(lent)
-    if first["setup"]:
-        exec(first["setup"], names)
+    if request["setup"]:
+        exec(request["setup"], names)
         names |= lent
     namespace = program.run_source(names, name=TESTS)
     if entry_point and inspect.isfunction(namespace.get("check")):
@@ -201,9 +201,9 @@ def _run_cases(module: ModuleType) -> None:
 
 
 def _exception(kind: str, message: str) -> Exception:
-    """Return an exception as built in, if it is one; never one that no test expects."""
-    known = None if kind in _SILENT else getattr(builtins, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception):
-        with suppress(TypeError):  # such as UnicodeDecodeError, which takes more than a message
-            return known(message)
+    """Return a built-in exception of this name, else a `CandidateError`."""
+    built_in = None if kind in _SILENT else getattr(builtins, kind, None)
+    if isinstance(built_in, type) and issubclass(built_in, Exception):
+        with suppress(TypeError):  # such as UnicodeDecodeError, which needs more than a message
+            return built_in(message)
     return CandidateError(f"{kind}: {message}")

@@ -147,7 +147,9 @@ def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -
         for args, _ in tests
     ]  # fmt: skip
     lines = "".join(json.dumps(call) + "\n" for call in calls).encode()
-    lender = Program(program.LEND, _bytes(task.source), others=(lines, None), imports=task.imports)
+    lender = Program(
+        program.LEND, _bytes(task.source), descriptors=(lines, None), imports=task.imports
+    )
     (outcome,) = pool.run(lambda: [lender])
     return outcome
 
@@ -176,12 +178,12 @@ def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
         calls_in, calls_out = os.pipe2(os.O_CLOEXEC)
         answers_in, answers_out = os.pipe2(os.O_CLOEXEC)
         return [
-            Program(program.LEND, _bytes(task.source), others=(calls_in, answers_out)),
+            Program(program.LEND, _bytes(task.source), descriptors=(calls_in, answers_out)),
             Program(
                 program.TEST,
                 _bytes(task.test_source),
                 stdin=_bytes(first_line),
-                others=(answers_in, calls_out, None),
+                descriptors=(answers_in, calls_out, None),
             ),
         ]
 

@@ -100,14 +100,14 @@ def _both_signs(text: str) -> list[str]:
 def _is_same_element(answer: str, reference: str, algebra: Algebra) -> bool:
     if same_text(answer, reference):
         return True
-    (our_name, ours), (their_name, theirs) = _chain(answer), _chain(reference)
-    if our_name and their_name and compact(our_name) != compact(their_name):
+    (name, sides), (reference_name, reference_sides) = _chain(answer), _chain(reference)
+    if name and reference_name and compact(name) != compact(reference_name):
         return False
-    if not their_name and len(theirs) > 1:  # an equation
-        return len(ours) + bool(our_name) > 1 and _by_algebra(answer, reference, algebra)
-    if all(_is_same_value(part, theirs[-1], algebra) for part in ours):
+    if not reference_name and len(reference_sides) > 1:  # an equation
+        return len(sides) + bool(name) > 1 and _by_algebra(answer, reference, algebra)
+    if all(_is_same_value(part, reference_sides[-1], algebra) for part in sides):
         return True
-    is_equation = bool(their_name) and not our_name and len(ours) > 1
+    is_equation = bool(reference_name) and not name and len(sides) > 1
     return is_equation and _by_algebra(answer, reference, algebra)
 
 
@@ -130,10 +130,10 @@ def _is_same_value(answer: str, reference: str, algebra: Algebra) -> bool:
         return same_quantity(value, expected)
     if _is_text(answer) or _is_text(reference):
         return False
-    ours, theirs = _coordinates(answer), _coordinates(reference)
-    if ours and theirs and ours[0] == theirs[0]:
-        return len(ours) == len(theirs) and all(
-            _is_same_value(*pair, algebra) for pair in zip(ours[1:], theirs[1:], strict=True)
+    left, right = _coordinates(answer), _coordinates(reference)
+    if left and right and left[0] == right[0]:
+        return len(left) == len(right) and all(
+            _is_same_value(*pair, algebra) for pair in zip(left[1:], right[1:], strict=True)
         )
     return _by_algebra(answer, reference, algebra)
 

@@ -124,15 +124,15 @@ def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
     return [*map(_as_rendered, messages)] if is_chat else []
 
 
-def _is_message(given: Mapping[str, Any]) -> bool:
-    return "role" in given and ("content" in given or bool(given.get("tool_calls")))
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value and ("content" in value or bool(value.get("tool_calls")))
 
 
-def checked_message(given: Any, field: str) -> Message:
-    message = _as_rendered(given) if isinstance(given, Mapping) else {}
+def checked_message(value: Any, field: str) -> Message:
+    message = _as_rendered(value) if isinstance(value, Mapping) else {}
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise ValueError(
-            f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
+            f"field {field!r}: expected messages with role and content as text, found {value!r:.60}"
         )
     return message
 

@@ -134,9 +134,9 @@ class PromptSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_file_is_the_source(cls, given: Any) -> Any:
-        has_only_path = isinstance(given, dict) and given.get("path") and "source" not in given
-        return {**given, "source": "file"} if has_only_path else given
+    def _path_implies_file(cls, values: Any) -> Any:
+        has_only_path = isinstance(values, dict) and values.get("path") and "source" not in values
+        return {**values, "source": "file"} if has_only_path else values
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:

@@ -102,8 +102,8 @@ class Endpoint:
                 code="unknown_session",
             )
         key, session = self.sessions[name]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), key.encode()):
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(token.encode(), key.encode()):
             raise CallRefused("wrong API key for this session", status=401, code="invalid_api_key")
         return session
 

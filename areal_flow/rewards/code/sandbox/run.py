@@ -101,19 +101,19 @@ class ZygoteClient:
             "readable": _readable(folders.values()),
             "devices": [path for path in _DEVICES if Path(path).exists()],
         }
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         errors = os.memfd_create("errors", os.MFD_CLOEXEC)
-        arguments = (str(theirs.fileno()), json.dumps(settings))
+        arguments = (str(peer.fileno()), json.dumps(settings))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", "-S", "-B", "-c", _START.format(own_path), *arguments],
             env=ENVIRONMENT,
             cwd="/",
-            pass_fds=[theirs.fileno()],
+            pass_fds=[peer.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
         )
-        theirs.close()
+        peer.close()
         with os.fdopen(errors, "rb") as stderr:
             self._wait_until_ready(stderr.fileno())
 
@@ -172,7 +172,7 @@ class Program:
     mode: str
     source: bytes
     stdin: bytes = b""
-    others: tuple[int | bytes | None, ...] = ()
+    descriptors: tuple[int | bytes | None, ...] = ()
     """Its descriptors from 4 on: a descriptor, bytes to read, or None for a pipe whose content
     becomes the outcome's `answer`."""
     imports: bool = False
@@ -266,17 +266,17 @@ class _Process:
         self.outcome = Outcome()
         self.is_done = self.is_stopped = self._is_confined = False
         self._pidfd = -1
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reply = self._socket.fileno()
         self._socket.settimeout(SILENCE_S)
         self._outputs: dict[int, _Output] = {}
-        fds = [theirs.detach(), memory_file(program.stdin), self._pipe(limits.output_bytes)]
+        fds = [peer.detach(), memory_file(program.stdin), self._pipe(limits.output_bytes)]
         fds += [self._pipe(MAX_STDERR_BYTES, kept=STDERR_BYTES), memory_file(program.source)]
-        for other in program.others:
-            if other is None:
+        for descriptor in program.descriptors:
+            if descriptor is None:
                 fds.append(self._pipe(limits.output_bytes))
             else:
-                fds.append(memory_file(other) if isinstance(other, bytes) else other)
+                fds.append(memory_file(descriptor) if isinstance(descriptor, bytes) else descriptor)
         self._stdout, self._stderr, *self._answers = self._outputs
         try:
             zygote.request(program.mode, fds, limits, imports=program.imports)

@@ -54,8 +54,8 @@ def column() -> int:
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char]) -> int:
     """Make a system call by name; raise its error as `OSError`."""
-    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[name][column()]), *given), name)
+    converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[name][column()]), *converted), name)
 
 
 def unshare(flags: int) -> None:
@@ -67,8 +67,8 @@ def setns(fd: int, kind: int) -> None:
 
 
 def prctl(option: int, *arguments: int) -> None:
-    given = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
-    _checked(_libc.prctl(option, *given), f"prctl({option})")
+    converted = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
+    _checked(_libc.prctl(option, *converted), f"prctl({option})")
 
 
 def install_filter(program: bytes) -> None:

@@ -401,7 +401,7 @@ def test_cache_of_unpacked_tests_is_bounded_in_bytes(monkeypatch: pytest.MonkeyP
     read: list[str] = []
     unpacked = code_rows._unpacked
     monkeypatch.setattr(code_rows, "_unpacked", lambda text: read.append(text) or unpacked(text))
-    monkeypatch.setattr(code_rows, "MAX_KEPT_BYTES", 2500)
+    monkeypatch.setattr(code_rows, "MAX_CACHED_BYTES", 2500)
     rows = {n: hidden([{"input": f"{n}" * 1000, "output": ""}]) for n in range(3)}
 
     def inputs_of(n: int) -> str:
@@ -412,7 +412,7 @@ def test_cache_of_unpacked_tests_is_bounded_in_bytes(monkeypatch: pytest.MonkeyP
     for n in (0, 0, 1, 0, 2, 0, 1):
         assert inputs_of(n) == f"{n}" * 1000
     assert read == [rows[n] for n in (0, 1, 2, 1)], "the one that was not asked for longest goes"
-    monkeypatch.setattr(code_rows, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(code_rows, "MAX_CACHED_BYTES", 1)
     assert inputs_of(2) == inputs_of(2) == "2" * 1000
     assert read[4:] == [rows[2]], "one row is kept, however large it is"
-    assert list(code_rows._kept) == [rows[2]]
+    assert list(code_rows._cache) == [rows[2]]

@@ -70,7 +70,8 @@ class Job:
         for trainers in range(ranks, self.num_gpus, ranks):
             left = self.num_gpus - trainers
             if left >= parts and left % parts == 0:
-                yield with_cluster(recipe, num_generators=left // parts, num_trainers=trainers)
+                split = {"num_generators": left // parts, "num_trainers": trainers}
+                yield with_cluster(recipe, num_gpus=None, **split)  # nothing shares a GPU
 
 
 @dataclass(frozen=True)

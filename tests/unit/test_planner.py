@@ -97,6 +97,13 @@ def test_splits_are_whole_generators_and_whole_rows_of_ranks(policy: Policy) -> 
         make_plan(replace(job, num_gpus=3))
 
 
+def test_recipe_for_one_gpu_shares_none_when_planned_on_several(policy: Policy) -> None:
+    job = job_of(policy, cluster={"num_gpus": 1})
+    assert not any(split.cluster.has_one_gpu for split in job.splits())
+    (shared,) = replace(job, num_gpus=1).splits()
+    assert shared.cluster.has_one_gpu
+
+
 def test_money_is_hours_of_all_gpus_at_a_price(policy: Policy) -> None:
     plan = make_plan(job_of(policy))
     assert plan.hours == pytest.approx(plan.recipe.num_steps * plan.simulated.step_s / 3600)

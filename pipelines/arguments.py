@@ -1,4 +1,4 @@
-"""What callers of the Python API give, as a recipe has it: settings, rewards, rows of any table."""
+"""Arguments of the Python API as a recipe has them: settings, rewards, rows of any table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_OF_TRAINING = {
     "sft.": "fine-tuning and preferences",
     **{f"evaluation.{name}": "evaluations" for name in WHOLE_DISTRIBUTION},
 }
-"""Settings that another tool has for training, and who reads them here."""
+"""Settings that training does not read, although other tools have them, and who reads them."""
 
 
 def placed(
@@ -37,13 +37,12 @@ def placed(
     section: str = "",
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a nested table of settings; a name that one section alone has needs no section.
+    """Return a nested table of settings; a name that only one section has needs no section.
 
     Args:
-        section: the one that is meant where it has a setting of that name; else sections within a
-            section, and `sft` beside others, do not count.
-        refused: what is not meant where it alone has one, `sft.` or `evaluation.top_p`; and who
-            reads that.
+        section: takes precedence; otherwise the shallowest sections do, and any over `sft`.
+        refused: prefixes of settings, `sft.` or `evaluation.top_p`, that need their section; and
+            who reads them.
     """
     names = setting_names(in_arrays=False)
     table = {}
@@ -54,14 +53,14 @@ def placed(
         if (own := f"{section}.{key}") in names:
             homes = [own]
         elif key in names or not homes:
-            homes = [key]  # or there is no such setting, which validation says
+            homes = [key]  # validation refuses an unknown one
         if len(homes) > 1:
             raise ConfigError(
                 f"{key}: several sections have such a setting; expected one of "
                 f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
             )
-        for unmeant, reader in refused.items():
-            if homes[0].startswith(unmeant) and key != homes[0]:
+        for prefix, reader in refused.items():
+            if homes[0].startswith(prefix) and key != homes[0]:
                 others = [name for name in names if name != homes[0]]
                 raise ConfigError(
                     f"{key}: {homes[0]} has this name, which only {reader} read: to set that, "
@@ -91,14 +90,14 @@ def reward_tables(rewards: Rewards) -> list[dict[str, Any]]:
 
 
 def name_of(reward: Mapping[str, Any]) -> str:
-    """Return what stands for the verifier of a reward until a function is shipped."""
+    """Return the name of a reward's verifier; for a function, a placeholder until it is shipped."""
     verifier = reward["verifier"]
     return verifier if isinstance(verifier, str) else f"{SHIPPED}{verifier!r}"
 
 
 @contextmanager
 def bad_rows_numbered(rows: Rows | None) -> Iterator[None]:
-    """Name bad rows that were given in memory by their number: their file is ours, and gone."""
+    """Name bad rows that were given in memory by their number, not by our temporary file."""
     try:
         yield
     except PromptError as error:
@@ -108,13 +107,13 @@ def bad_rows_numbered(rows: Rows | None) -> Iterator[None]:
 
 
 def file_of(rows: Rows, path: Path) -> Path:
-    """Return the file that rows are in already, or the one at `path` that they are written to."""
+    """Return the file of rows; rows in memory are written to `path`."""
     return Path(rows) if isinstance(rows, Path | str) else write_jsonl(path, rows_of(rows))
 
 
 def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table of any kind as dicts of plain values."""
-    if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
+    if hasattr(table, "notna"):  # pandas has NaN, NA or NaT for missing values
         table = table.astype(object).where(table.notna(), None)
     if method := next((name for name in _AS_DICTS if hasattr(table, name)), ""):
         table = getattr(table, method)(*_AS_DICTS[method])

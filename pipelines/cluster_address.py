@@ -1,4 +1,4 @@
-"""Where the scheduler of a running job is, for commands from another terminal."""
+"""The address of a running job's scheduler, for commands from another terminal."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def dashboard_text(url: str, environment: Mapping[str, str] = os.environ) -> str
 
 
 def tunnel_to(url: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the command that makes a page of this machine reachable from another one."""
-    at, option, machine = urlsplit(url), "", gethostname()
+    """Return the ssh command that forwards a page of this machine to another one."""
+    address, option, machine = urlsplit(url), "", gethostname()
     if ssh := environment.get("SSH_CONNECTION"):  # address and port of the client, of the server
         *_, host, port = ssh.split()
         option, machine = f"-p {port} ", f"{getuser()}@{host}"
-    return f"ssh -N {option}-L {at.port}:{at.netloc} {machine}"
+    return f"ssh -N {option}-L {address.port}:{address.netloc} {machine}"
 
 
 @contextmanager
 def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
-    """Say in the run directory where its scheduler is, while it is there."""
-    where = {
+    """Record the scheduler's address in the run directory while the cluster is up."""
+    address = {
         "scheduler": cluster.scheduler,
         "dashboard": cluster.dashboard,
         "pid": os.getpid(),
         "network": cluster.network.model_dump(mode="json"),
     }
-    text = json.dumps(where)
+    text = json.dumps(address)
     replace_file(layout.cluster, text)
     target = layout.prometheus_target
     target.parent.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
 
 
 def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:
-    """Return the address of a running run's scheduler, and how to connect to it."""
+    """Return the address of a run's scheduler, and the network settings to connect to it."""
     layout = find_run(runs, name)
     state = observed_state(layout).state
     if state != "running":

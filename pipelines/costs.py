@@ -1,4 +1,4 @@
-"""What runs cost, by use, role, step and trajectory: for the command and the report."""
+"""Costs of runs by use, role, step and trajectory, for the command and the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER BY cost DESC, trajectory_id
 
 
 def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCost]]:
-    """Return what a run has cost so far, in all and by step; `prices` go before its recipe's."""
+    """Return a run's costs so far, in total and by step; `prices` override those of its recipe."""
     layout = run.layout
     if not (layout.workers.is_file() and layout.steps.exists()):
         raise RunError(
@@ -55,7 +55,7 @@ def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCos
 
 
 def trajectory_costs(run: Run, steps: Iterable[StepCost], *, waiting: float) -> pl.DataFrame:
-    """Return what each cost, the dearest first; all tokens of a step, or that wait, cost alike."""
+    """Return the cost of each trajectory, costliest first; tokens of a step, cost the same."""
     tokens = [
         (step.step, sum(step.token.values()), step.token["generator"] + step.token["reward"])
         for step in steps
@@ -77,16 +77,16 @@ def report_costs(
         discarded = rows.filter(status="discarded").group_by("reason").agg(pl.sum("cost"))
         reasons = dict(discarded.sort("reason").iter_rows())
         steps = [{"step": each.step, **by_use(each.accounts)} for each in of_steps] * by_step
-        dearest = rows.head(num_trajectories).to_dicts()
-        more = {"discarded_by_reason": reasons, "steps": steps, "trajectories": dearest}
-        data.append({**costs, **more})
+        costliest = rows.head(num_trajectories).to_dicts()
+        details = {"discarded_by_reason": reasons, "steps": steps, "trajectories": costliest}
+        data.append({**costs, **details})
         roles = [{"role": r, **of, "total": sum(of.values())} for r, of in costs["by_role"].items()]
         roles.append({"role": "all", **costs["by_use"]})
         parts.append(Table(_texts(roles), f"{costs['run']}, {costs['unit']}"))
         parts += [f"Discarded, {why}: {amount(cost)}" for why, cost in reasons.items()]
         if million := costs["million_trained_tokens"]:
             parts.append(f"A million trained tokens, all included: {amount(million)}")
-        tables = {"By step": steps, "The dearest trajectories": dearest}
+        tables = {"By step": steps, "The costliest trajectories": costliest}
         parts += [Table(_texts(table), title) for title, table in tables.items() if table]
     return Report({"runs": data}, parts)
 
@@ -96,7 +96,7 @@ def _texts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def amount(value: float) -> str:
-    """Return an amount with four significant digits, and its whole part in any case."""
+    """Format an amount with four significant digits, and at least its integer part."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

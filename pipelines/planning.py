@@ -1,9 +1,9 @@
-"""Calibrates the planner to a run, from its ledger and its log alone.
+"""Calibrate the planner to a run, from its ledger and its log alone.
 
     python -m pipelines.planning RUN FIRST_STEP NUM_GENERATORS
 
-prints how many generators the run should have, by its steps with so many, from the first one on. It
-is a process of its own: the shapes of a policy need torch, which the driver must not load.
+prints how many generators the run should have, calibrated on its steps from FIRST_STEP on, which
+had NUM_GENERATORS. The driver runs it as a process, since it must not load torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from areal_flow.planning.planner import (
 
 
 def lengths_of_run(layout: RunLayout) -> Lengths:
-    """Read the tokens of a run's prompts and completions from its log, up to the first submission
-    that has not ended: of those after it the long completions are missing."""
+    """Read lengths from a run's log, up to the first submission that has not ended.
+
+    Later submissions still lack their long completions.
+    """
     columns, run = ("prompt_tokens", "output_tokens"), Run(layout.root)
     rows = run.trajectories("polars", columns=(*columns, "submission_index", "finish_reason"))
     failed = {index for each in run.steps()["failed_submissions"] for index in each}
@@ -49,7 +51,7 @@ def job_of_run(layout: RunLayout, *, gpu: str) -> Job:
 
 
 def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibration:
-    """Calibrate a run's job to its steps from one on."""
+    """Calibrate a run's job to its steps from `first_step` on."""
     run = Run(layout.root)
     times = steady(run.trajectories("polars", columns=("finished_at", "scored_at")))
     commit_s = (times["scored_at"] - times["finished_at"]).mean().total_seconds()
@@ -58,7 +60,7 @@ def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibr
 
 
 def planned_generators(layout: RunLayout, first_step: int, number: int) -> int:
-    """Return the number of generators that the plan asks for; the steps had so many."""
+    """Return the number of generators of the plan; the steps had `number`."""
     cluster = Run(layout.root).recipe.cluster
     assert cluster.generator_range
     job = job_of_run(layout, gpu=cluster.autoscale_gpu)

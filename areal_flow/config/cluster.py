@@ -129,10 +129,10 @@ class ClusterSettings(Settings):
             f"cluster.launcher = {self.launcher!r} starts no workers on cluster.remote.hosts = "
             f"{list(self.remote.hosts)}; set launcher to 'ssh', or remote.hosts to []",
         )
-        others = [each for options in self.slurm.values() for each in options if each[:1] != "-"]
+        invalid = [each for options in self.slurm.values() for each in options if each[:1] != "-"]
         require(
-            not others,
-            f"cluster.slurm: expected options of sbatch such as '--partition=gpu', found {others}",
+            not invalid,
+            f"cluster.slurm: expected options of sbatch such as '--partition=gpu', found {invalid}",
         )
         far = [host for host in self.remote.hosts if not is_loopback(host.rpartition("@")[2])]
         require(

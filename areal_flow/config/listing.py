@@ -1,4 +1,4 @@
-"""Every setting of a recipe with type, rule, default and meaning, read from its JSON schema."""
+"""All settings of a recipe with type, rule, default and meaning, read from its JSON schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Setting:
     choices: tuple[str, ...]
     default: str
     meaning: str
-    """Empty of one in an array of tables that means there what it means in `[prompts]`."""
+    """Empty in an array of tables, for a setting with the same meaning as in `[prompts]`."""
 
     def kind_and_rule(self, choice: str = "{}") -> str:
         kind = " or ".join(map(choice.format, self.choices)) or self.kind
@@ -31,9 +31,9 @@ class Setting:
 
 @cache
 def all_settings() -> tuple[tuple[str, str, list[Setting]], ...]:
-    """Return each section's name, meaning and settings; a recipe's own first, under no name.
+    """Return each section's name, meaning and settings; the first, unnamed, is the recipe.
 
-    A section that may be there several times has its name in brackets, as in TOML.
+    The name of an array of tables has brackets, as in TOML.
     """
     schema = Recipe.model_json_schema()
     return tuple(_sections("", {"description": "The run"}, [schema], schema["$defs"]))
@@ -50,7 +50,7 @@ def setting_names(*, in_arrays: bool = True) -> tuple[str, ...]:
 def _sections(
     name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield a section, which is of one of some models, and the sections within it."""
+    """Yield a section, which has one of several models, and its subsections."""
     settings: dict[str, dict[str, Setting]] = {}
     within: list[tuple[str, Any, list[Any]]] = []
     for model in models:
@@ -74,7 +74,7 @@ def _sections(
 
 
 def _of_several(by_owner: Mapping[str, Setting], num_models: int) -> Setting:
-    """Return one setting of several algorithms or workflows, with the default of each."""
+    """Merge the setting of several algorithms or workflows, with the default of each."""
     first = next(iter(by_owner.values()))
     choices = dict.fromkeys(choice for each in by_owner.values() for choice in each.choices)
     owners: dict[str, list[str]] = {}

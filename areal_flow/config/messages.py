@@ -1,6 +1,6 @@
-"""Messages about wrong settings: the setting as it was given, the rule, and which name was meant.
+"""Messages about wrong settings: the setting as it was given, the rule, and a suggested name.
 
-A recipe is a file with options or keywords over it. A message names the one that has the mistake.
+Settings come from a recipe file, from options or from keywords. A message names the wrong one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from areal_flow.core.settings import nest
 
 OPTION = "--{}"
 """How a setting is spelled on the command line."""
-ALIKE = 0.6
-"""Names that are less alike than this, of 1, are not suggested."""
+MIN_SIMILARITY = 0.6
+"""Minimum similarity of a suggested name, from 0 to 1."""
 OTHER_NAMES = {
     "beta": "algorithm.kl_coefficient",
     "delta": "algorithm.dual_clip",
@@ -43,24 +43,24 @@ OTHER_NAMES = {
     "vllm_max_model_length": "generation.max_model_len",
     "warmup_steps": "trainer.num_warmup_steps",
 }
-"""What some settings of TRL 1.16 and verl 0.8 are called here, by the last parts of their names."""
+"""Our names of settings of TRL 1.16 and verl 0.8, by the last parts of their names."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-"""Rules of advantages that other tools call algorithms."""
+"""Advantage estimators that other tools call algorithms."""
 
 
 def explain(
     error: ValidationError, *, source: str, given: Collection[str] = (), spelling: str = "{}"
 ) -> str:
-    """Return a message of a line for each setting of a recipe that is wrong, and why.
+    """Return a message with a line for each wrong setting of a recipe.
 
     Args:
         source: the file that holds a mistake, if one does.
-        given: names of settings that the user gave beside it.
-        spelling: how those were given: `OPTION`, or such as `--set {}`.
+        given: names of settings that the user gave as overrides.
+        spelling: how those were given: `OPTION`, or a format such as `--set {}`.
     """
     errors, names = error.errors(), setting_names()
     parents = {d["loc"][:end] for d in errors for end in range(len(d["loc"]))}
-    details = [d for d in errors if d["loc"] not in parents]  # a part of those is what is wrong
+    details = [d for d in errors if d["loc"] not in parents]  # the innermost errors
     where = f"{source}: " if source else ""
     lines = [f"{where}{len(details)} setting(s) are wrong; nothing was started"]
     for detail in details:
@@ -88,7 +88,7 @@ def explain(
 
 
 def spell(name: str, spelling: str) -> str:
-    """Return what a user gave for a setting: an option has hyphens for underscores."""
+    """Return a setting's name as a user gives it: options have hyphens for underscores."""
     return spelling.format(name.replace("_", "-") if spelling == OPTION else name)
 
 
@@ -120,48 +120,48 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
     return rule
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the known settings or options nearest to one that is not."""
-    return f". Did you mean {' or '.join(matches)}?" if (matches := nearest(name, known)) else ""
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return a question that suggests the nearest settings or options; empty if none is near."""
+    matches = nearest(name, candidates)
+    return f". Did you mean {' or '.join(matches)}?" if matches else ""
 
 
-def nearest(name: str, known: Iterable[str], *, max_names: int = 2) -> list[str]:
-    """Return the known names most like another one, the best first; none if none is alike.
+def nearest(name: str, candidates: Iterable[str], *, max_names: int = 2) -> list[str]:
+    """Return the candidates most similar to a name, best first.
 
-    A dotted name is compared as a whole and by its last part, of which a word or the initials
-    count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`. A name of
-    another tool's is near what it is called here, and nothing else.
+    Dotted names are compared in full and by their last part, also by its words and its initials:
+    `steps` is near `num_steps`, `lr` near `trainer.learning_rate`. Another tool's name matches only
+    our name of the same setting.
     """
-    names = {_plain(each): each for each in known}
+    names = {_plain(each): each for each in candidates}
     parts = _plain(name).split(".")
-    for meant in (OTHER_NAMES.get(".".join(parts[place:])) for place in range(len(parts))):
-        if meant in names:
-            return [names[meant]]
-    likeness = {other: _likeness(name, other) for other in names.values()}
-    best = max(likeness.values(), default=0.0)
-    alike = [other for other in likeness if likeness[other] >= max(ALIKE, best - 0.05)]
-    return sorted(alike, key=lambda other: (-likeness[other], other.count(".")))[:max_names]
+    for ours in (OTHER_NAMES.get(".".join(parts[place:])) for place in range(len(parts))):
+        if ours in names:
+            return [names[ours]]
+    similarity = {each: _similarity(name, each) for each in names.values()}
+    best = max(similarity.values(), default=0.0)
+    near = [each for each in similarity if similarity[each] >= max(MIN_SIMILARITY, best - 0.05)]
+    return sorted(near, key=lambda each: (-similarity[each], each.count(".")))[:max_names]
 
 
 def _plain(name: str) -> str:
-    """Return the name of a setting that an option may be spelled for."""
+    """Return the setting's name of an option."""
     return name.lstrip("-").replace("-", "_")
 
 
-def _likeness(name: str, other: str) -> float:
+def _similarity(name: str, candidate: str) -> float:
+    def ratio(left: str, right: str) -> float:
+        return SequenceMatcher(None, left, right).ratio()
+
     section, _, last = _plain(name).rpartition(".")
-    other_section, _, other_last = _plain(other).rpartition(".")
-    words = other_last.split("_")
+    candidate_section, _, candidate_last = _plain(candidate).rpartition(".")
+    words = candidate_last.split("_")
     if last == "".join(word[:1] for word in words):
-        part = 1.0
+        of_last = 1.0
     else:
-        part = max(_ratio(last, other_last), *(0.75 * _ratio(last, word) for word in words))
-    whole = _ratio(f"{section}.{last}", f"{other_section}.{other_last}")
-    return max(whole, part - 0.1 * (section not in ("", other_section)))
-
-
-def _ratio(text: str, other: str) -> float:
-    return SequenceMatcher(None, text, other).ratio()
+        of_last = max(ratio(last, candidate_last), *(0.75 * ratio(last, word) for word in words))
+    in_full = ratio(f"{section}.{last}", f"{candidate_section}.{candidate_last}")
+    return max(in_full, of_last - 0.1 * (section not in ("", candidate_section)))
 
 
 def _field(location: tuple[int | str, ...]) -> str:

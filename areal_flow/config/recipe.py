@@ -186,7 +186,7 @@ class Recipe(Settings):
     @field_validator("rewards", mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        """Take the name of a verifier for a reward."""
+        """Accept the name of a verifier as a reward."""
         listed = [given] if isinstance(given, str) else given
         if not isinstance(listed, list | tuple):
             return given
@@ -194,10 +194,11 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _with_decay_steps(self) -> Recipe:
-        """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
-        of, last = self.trainer, {"num_decay_steps": self.num_steps}
-        if of.learning_rate_schedule != "constant" and not of.num_decay_steps:
-            object.__setattr__(self, "trainer", of.model_copy(update=last))
+        """Fix the end of the decay: a resume may change `num_steps`, but a replay must repeat."""
+        trainer = self.trainer
+        if trainer.learning_rate_schedule != "constant" and not trainer.num_decay_steps:
+            decaying = trainer.model_copy(update={"num_decay_steps": self.num_steps})
+            object.__setattr__(self, "trainer", decaying)
         return self
 
     @model_validator(mode="after")
@@ -210,7 +211,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _without_idle_reward(self) -> Recipe:
-        """Take the default reward away where an agent gives the rewards; refuse any other."""
+        """Drop the default reward where an agent gives the rewards; refuse any other."""
         if not self._is_rewarded_by_agent:
             return self
         if self.rewards == (RewardSettings(),):
@@ -235,8 +236,8 @@ class Recipe(Settings):
             "workflow, which gives rewards of its own",
         )
         rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
-        twice = [one[0] for place, one in enumerate(rewards) if one in rewards[:place]]
-        require(not twice, f"rewards: {twice} named twice with the same settings and sources")
+        repeated = [each[0] for place, each in enumerate(rewards) if each in rewards[:place]]
+        require(not repeated, f"rewards: {repeated} named twice with the same settings and sources")
         self._check_sources()
         self._check_trainer_ranks()
         self._check_algorithm()
@@ -321,7 +322,7 @@ class Recipe(Settings):
             )
 
     def _check_sources(self) -> None:
-        """Refuse sources that are alike, that no reward judges, or beside a file of prompts."""
+        """Refuse duplicate sources, sources without a reward, and sources with `prompts.path`."""
         names = [source.name for source in self.sources]
         require(len(set(names)) == len(names), f"sources: a name is given twice in {names}")
         require(
@@ -359,11 +360,11 @@ class Recipe(Settings):
         return {source.name: self._of(source) for source in self.sources} or {"": self}
 
     def of_set(self, held_out: HeldOutSettings) -> Recipe:
-        """Return the recipe by which a held-out set is read and judged: a source's of its name."""
+        """Return the recipe of a held-out set: that of the source of its name, if there is one."""
         return self.by_source().get(held_out.name, self)._of(held_out)
 
     def _of(self, rows: SourceSettings | HeldOutSettings) -> Recipe:
-        """Return the recipe as if these rows were the only ones."""
+        """Return the recipe with these rows as the only ones."""
         prompts = self.prompts.model_copy(update=rows.over_prompts())
         rewards = tuple(r for r in self.rewards if not r.sources or rows.name in r.sources)
         return self.model_copy(update={"prompts": prompts, "rewards": rewards})
@@ -402,7 +403,7 @@ class Recipe(Settings):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether each has that GPU alone while it works."""
+        """Whether each uses that GPU alone while it works."""
         return self.shares_gpu and self.schedule == "sync"
 
     @property
@@ -411,7 +412,7 @@ class Recipe(Settings):
 
     @property
     def weights_medium(self) -> Medium:
-        """Return the medium as far as settings decide it: auto is a matter of one machine."""
+        """The medium, as far as settings decide it: `auto` remains on one machine."""
         medium = self.weights.medium
         return "directory" if medium == "auto" and not self.cluster.is_one_machine else medium
 
@@ -429,10 +430,10 @@ class Recipe(Settings):
         )
 
     def digest(self) -> str:
-        """Return the identity of these settings, for the ledger.
+        """Return a hash of these settings, for the ledger.
 
-        How long to train is left out, since a resume may change it, and what devices cost: no step
-        depends on either.
+        It excludes how long to train, which a resume may change, and prices: no step depends on
+        them.
         """
         settings = self.model_dump_json(
             exclude={"num_steps": True, "max_minutes": True, "cluster": {"prices"}}

@@ -1,7 +1,7 @@
-"""`areal-flow`: the command line. Heavy imports wait for the command that needs them.
+"""`areal-flow`: the command line. Heavy imports are left to the command that needs them.
 
-Exit codes: 0 done; 1 an error, said in one message; 2 wrong usage or settings; 129, 130 and
-143 stopped by SIGHUP, SIGINT or SIGTERM.
+Exit codes: 0 success; 1 an error, with one message; 2 wrong usage or settings; 129, 130 and 143
+stopped by SIGHUP, SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WHAT_TO_DO = {
     **dict.fromkeys((EEXIST, ENOTDIR), ""),
     ENOSPC: "free some, or ",
 }
-"""About a place that cannot be used, by the number of the error."""
+"""Advice about a path that cannot be used, by errno."""
 IMPORT_USER_CODE = {"train", "evaluate", "replay", "verify", "plan"}
-"""Commands that import verifiers, workflows or losses by path, or show how workers would."""
+"""Commands that import verifiers, workflows or losses by path, or preview workers that do."""
 
 app = App(
     name="areal-flow",
@@ -59,7 +59,7 @@ def launch(
     ] = None,
     json: Annotated[Flag, Parameter(help="Print a report as one JSON object.")] = False,
 ) -> int:
-    """Run one command; what all commands share may stand before or after its name."""
+    """Run one command; shared options may stand before or after its name."""
     began = monotonic()
     command, bound, ignored = app.parse_args(tokens)
     if json and command.__annotations__.get("return") != Report.__name__:
@@ -72,14 +72,14 @@ def launch(
 
 
 class _Warnings(logging.Handler):
-    """Prints warnings on what standard error is then: above a live display, not through it."""
+    """Prints warnings to the current standard error: above a live display, not through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; errors of ours become one message and an exit code."""
+    """Run one command; our errors become one message and an exit code."""
     logging.basicConfig(format="%(name)s: %(message)s", handlers=[_Warnings()])
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)

@@ -1,4 +1,4 @@
-"""What an audit found, how an evaluation went, which runs there are, and what made a policy."""
+"""What commands print of audits, evaluations, lists of runs, lineages and difficulties."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _BARS = 30
 _LAST_STEPS = 5
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 
 
 def report_check(layout: RunLayout) -> Report:
@@ -45,7 +45,7 @@ def report_check(layout: RunLayout) -> Report:
 
 
 def report_evaluation(result: EvaluationResult) -> Report:
-    """Report pass rates and mean rewards: a line a held-out set or, of one set, a difficulty."""
+    """Report pass rates and mean rewards by held-out set or, if there is one, by difficulty."""
     evaluated = result.table
     label, parts = evaluated.parts
     shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
@@ -159,7 +159,7 @@ def report_lineage(traced: Traced) -> Report:
     parts: list[RenderableType] = [facts(_facts({**summary, "registered": named}))]
     if summary["version"] > 0:
         parts += [_steps(traced.lineage), _policy_versions(summary["policy_versions"])]
-    parts += ["", *(_said(check) for check in traced.checks)]
+    parts += ["", *(_check_line(check) for check in traced.checks)]
     code = int(not all(check.holds for check in traced.checks))
     return Report({"registered": named, **summary, "checks": checks}, parts, code)
 
@@ -254,8 +254,8 @@ def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def bucketed(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
-    """Sum versions with their neighbours until a screen holds them; label each with its range."""
-    size = max(1, -(-len(records) // _MOST_ROWS))
+    """Sum neighbouring versions until a screen holds them; label each sum with its range."""
+    size = max(1, -(-len(records) // _MAX_ROWS))
     parts = [records[start : start + size] for start in range(0, len(records), size)]
     return [
         (
@@ -267,7 +267,7 @@ def bucketed(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
     ]
 
 
-def _said(check: HashCheck) -> Text:
+def _check_line(check: HashCheck) -> Text:
     if check.holds:
         return Text(f"✓ {check.what} has the weights hash of the ledger", "green")
     return Text(
@@ -276,7 +276,7 @@ def _said(check: HashCheck) -> Text:
 
 
 _BANDS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)
-"""Pass rates up to which, the bound included, a line of a distribution goes; the last goes to 1."""
+"""Inclusive upper bounds of the lines of a distribution of pass rates; the last one is 1."""
 
 
 def report_difficulty(run: Run) -> Report:

@@ -1,7 +1,7 @@
-"""Every setting of a recipe with type, default and meaning: in `--help`, `settings` and the docs.
+"""Settings as command-line options, in `areal-flow settings`, and in the docs.
 
-A setting on the command line is `--SECTION.SETTING VALUE`. Values are validated with the recipe
-that they change, so that errors name field, value and rule however a value was given.
+A setting on the command line is `--SECTION.SETTING VALUE`. Values are validated with the recipe, so
+that errors name field, value and rule however a value was given.
 
     python -m pipelines.cli.settings > docs/settings.md
 """
@@ -24,7 +24,7 @@ from pipelines.models import Reference, find_reference
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """What all commands share, given before or after their name: where runs and models are."""
+    """Options of all commands, before or after their name: where runs and models are."""
 
     runs: Path
     registry: str | None
@@ -58,12 +58,12 @@ def _option(setting: Setting, group: Group) -> Any:
 
 
 def _overrides_type() -> Any:
-    """Return the type of settings by dotted name, as the command line's grammar reads it."""
+    """Return a TypedDict of all settings by dotted name, for cyclopts."""
     make: Any = TypedDict
     options: dict[str, Any] = {}
     for section, _, settings in all_settings():
         group = Group.create_ordered(section or "Settings of the run")
-        if not section.startswith("[["):  # those are given as one value, an array of tables
+        if not section.startswith("[["):  # an array of tables is one value
             options |= {setting.name: _option(setting, group) for setting in settings}
     return make("Overrides", options, total=False)
 
@@ -72,19 +72,19 @@ if TYPE_CHECKING:
     Overrides = dict[str, Any]
 else:
     Overrides = Annotated[_overrides_type(), Parameter(name="*")]
-"""Settings given on the command line, by their dotted names: only those that were given."""
+"""Settings given on the command line, by dotted name."""
 
 
 def _answers_type() -> Any:
     make: Any = TypedDict
     group = Group.create_ordered("How prompts are answered, instead of the run's settings")
-    others = ("every_steps", "early_stopping_patience", "held_out")
+    not_sampling = ("every_steps", "early_stopping_patience", "held_out")
     options = {
         setting.name.rpartition(".")[2]: _option(replace(setting, default="the run's"), group)
         for section, _, settings in all_settings()
         for setting in settings
         if setting.name == "generation.max_new_tokens"
-        or (section == "evaluation" and not setting.name.endswith(others))
+        or (section == "evaluation" and not setting.name.endswith(not_sampling))
     }
     return make("AnswerSettings", options, total=False)
 
@@ -93,19 +93,15 @@ if TYPE_CHECKING:
     AnswerSettings = dict[str, Any]
 else:
     AnswerSettings = Annotated[_answers_type(), Parameter(name="*")]
-"""Settings that `evaluate` takes without their section: only those that were given."""
+"""Settings given to `evaluate`, without their section."""
 
 
 def report_settings(requested: str | None) -> Report:
-    """Report all settings, those of a section and of the sections within it, or one setting.
-
-    Args:
-        wanted: a section or a setting by its dotted name, as in a recipe or on the command line.
-    """
-    name, known = (requested or "").strip("-[]").replace("-", "_"), [*all_settings()]
+    """Report all settings, or a section with its subsections, or one setting, by dotted name."""
+    name = (requested or "").strip("-[]").replace("-", "_")
     sections = [
         (section, meaning, chosen)
-        for section, meaning, settings in known
+        for section, meaning, settings in all_settings()
         if (
             chosen := [
                 each
@@ -116,7 +112,7 @@ def report_settings(requested: str | None) -> Report:
         )
     ]
     if not sections:
-        names = [section.strip("[]") for section, _, _ in known if section]
+        names = [section.strip("[]") for section, _, _ in all_settings() if section]
         close = nearest(name, setting_names())
         message = f"there is no such section or setting; did you mean {' or '.join(close)}?"
         sections_named = f"expected a setting, or a section: {', '.join(names)}"

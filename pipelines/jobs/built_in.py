@@ -1,7 +1,7 @@
-"""The models and prompt sources that a recipe may name and that are made here, not downloaded.
+"""Models and prompt sources that a recipe names, made here or fetched from other packages.
 
-A name becomes files in the run directory before anything else reads the recipe, so that the core
-knows model directories and files of rows alone.
+A name becomes files in the run directory before anything else reads the recipe, so that all other
+code knows only model directories and files of rows, and a resume needs no other package.
 """
 
 from __future__ import annotations
@@ -39,15 +39,104 @@ from pipelines.tiny_jobs.sums import (
 )
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
+Row = Mapping[str, Any]
+Rows = list[dict[str, Any]]
+Fetch = Callable[[str, Recipe, Mapping[str, Any]], tuple[Iterable[Row], Rows]]
+"""Takes the text after the colon, the recipe of the source and the source's settings; returns
+training rows and held-out rows, or none of these, to hold out a part of the training rows."""
+
 
 def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
-    of = recipe.prompts
-    min_terms, max_terms = of.num_terms
+    prompts = recipe.prompts
+    min_terms, max_terms = prompts.num_terms
     draw = partial(arithmetic_questions, seed=recipe.seed, min_terms=min_terms, max_terms=max_terms)
-    held_out = [*draw(size=of.num_held_out, stream=0)]
-    known = {row["question"] for row in held_out}
-    train = [row for row in draw(size=of.num_prompts, stream=1) if row["question"] not in known]
-    return train, held_out
+    held_out = [*draw(size=prompts.num_held_out, stream=0)]
+    excluded = {row["question"] for row in held_out}
+    train = draw(size=prompts.num_prompts, stream=1)
+    return [row for row in train if row["question"] not in excluded], held_out
+
+
+def reasoning_gym_rows(
+    task: str, recipe: Recipe, settings: Mapping[str, Any]
+) -> tuple[Iterable[Row], Rows]:
+    """Return entries of a task: question, answer, and metadata for the task's own scorer."""
+    try:
+        from reasoning_gym import create_dataset
+    except ImportError:
+        raise _missing("reasoning_gym", "reasoning-gym") from None
+    if any(reward.verifier == "reasoning_gym" for reward in recipe.rewards):
+        scorer_of(task)
+    num_held_out = recipe.prompts.num_held_out
+    size = num_held_out + recipe.prompts.num_prompts
+    try:
+        dataset = create_dataset(task, seed=recipe.seed, size=size, **settings)
+        held_out = [dataset[index] for index in range(num_held_out)]
+    except (ValueError, TypeError, AssertionError) as error:
+        given = f" with the settings {dict(settings)}" if settings else ""
+        raise ConfigError(f"source 'reasoning_gym:{task}'{given}: {error}") from None
+    return (dataset[index] for index in range(num_held_out, size)), held_out
+
+
+def dataset_rows(
+    name: str, recipe: Recipe, settings: Mapping[str, Any]
+) -> tuple[Iterable[Row], Rows]:
+    """Return the rows of a Hugging Face dataset, from the hub or a directory.
+
+    Args:
+        settings: `config`, `split` (`train`), `held_out_split` (none: a part of the split is held
+            out) and `revision`.
+    """
+    allowed = ("config", "split", "held_out_split", "revision")
+    if unknown := sorted(settings.keys() - set(allowed)):
+        raise ConfigError(
+            f"source 'datasets:{name}' has no setting {unknown[0]!r}: it takes {', '.join(allowed)}"
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise _missing("datasets", "datasets") from None
+
+    def load(split: str) -> Any:
+        options = {"name": settings.get("config"), "revision": settings.get("revision")}
+        try:
+            return load_dataset(name, split=split, **options)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise PromptError(
+                f"source 'datasets:{name}', split {split!r}: {reason}. Without a network, save its "
+                "rows elsewhere as JSONL or Parquet, and name the file as prompts.path"
+            ) from error
+
+    held_out_split = settings.get("held_out_split")
+    held_out = islice(load(held_out_split), recipe.prompts.num_held_out) if held_out_split else ()
+    return load(settings.get("split", "train")), [*held_out]
+
+
+def verifiers_rows(
+    environment: str, recipe: Recipe, settings: Mapping[str, Any]
+) -> tuple[Iterable[Row], Rows]:
+    """Return the first tasks of an environment, for an agent."""
+    if settings:
+        raise ConfigError(f"source 'verifiers:{environment}' takes no settings, found {settings}")
+    try:
+        from areal_flow.rollout.workflows.verifiers_agent import rows
+    except ImportError:
+        raise _missing("verifiers", "verifiers") from None
+    return rows(environment, recipe.prompts.num_prompts + recipe.prompts.num_held_out), []
+
+
+def _missing(package: str, extra: str) -> ConfigError:
+    return ConfigError(
+        f"prompts of {package!r} need the package of this name: {how_to_install(extra)}"
+    )
+
+
+FETCHED: dict[str, Fetch] = {
+    "reasoning_gym": reasoning_gym_rows,
+    "datasets": dataset_rows,
+    "verifiers": verifiers_rows,
+}
+"""By the text before the colon of a source's name."""
 
 
 MODELS: dict[str, Callable[..., None]] = {
@@ -61,17 +150,15 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "one_liners": make_one_liners,
     "sentences": make_sentences,
 }
-"""Each makes the rows to train on and the held-out ones."""
+"""Functions that make training rows and held-out rows."""
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
     ("tiny", "arithmetic"): curriculum,
     ("tiny_calculator", "calculator"): demonstrations,
     ("tiny_coder", "one_liners"): formulas_then_look_ups,
 }
-"""What makes rows for supervised fine-tuning, by the model and the source that come with them."""
-
-
+"""Functions that make rows for supervised fine-tuning, by model and source."""
 MAX_MODEL_LEN = 128
-"""The context of a model made here, where the recipe leaves it open."""
+"""The context of a tiny model, if the recipe does not set it."""
 
 
 def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
@@ -86,15 +173,13 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     else:
         source = resolve_model(recipe.model)
         check_model_directory(source)
-        from areal_flow.policy.models.probe import (
-            probe_policy,  # torch: only where there is a model
-        )
+        from areal_flow.policy.models.probe import probe_policy  # torch
 
         probe_policy(source, max_model_len=recipe.generation.max_model_len)
         copy_model_description(source, layout.model)
         write_tokenizer(source, layout.model)
     if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
-        from areal_flow.policy.models.policy import check_adapter  # torch, as above
+        from areal_flow.policy.models.policy import check_adapter  # torch
 
         check_adapter(layout.model, recipe.trainer.lora)
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
@@ -111,21 +196,21 @@ def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
             f"{directory}: log-probabilities are compared token by token; take one with the same "
             "tokenizer"
         )
-    from areal_flow.policy.models.probe import probe_policy  # torch: only where there is a model
+    from areal_flow.policy.models.probe import probe_policy  # torch
 
     probe_policy(directory, max_model_len=recipe.generation.max_model_len)
     return directory
 
 
 def initial_model(recipe: Recipe, layout: RunLayout) -> Path:
-    """Return the directory that the first policy comes from; without weights, they are drawn."""
+    """Return the directory of the first policy; its weights are initialized if it has none."""
     return layout.model if recipe.model in MODELS else resolve_model(recipe.model)
 
 
 def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
-    """Return the recipe with files in place of names; the files of a made source are written.
+    """Write the rows of named sources; return the recipe with these files instead of names.
 
-    The default recipe with another model is trained as that model is, without the tiny one's rows.
+    The default recipe with another model is trained without fine-tuning on the tiny model's rows.
     """
     sft = recipe.sft
     recipe = _with_sources(recipe, layout)
@@ -142,7 +227,7 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
 
 
 def rows_wanted(recipe: Recipe) -> str:
-    """Return in words which file supervised fine-tuning needs, and how it is given."""
+    """Describe the file that supervised fine-tuning needs, for a message."""
     sft = recipe.sft
     command = "sft" if sft.objective == "cross_entropy" else sft.objective.replace("_", "-")
     fields = " and ".join(OBJECTIVES[sft.objective].fields)
@@ -202,9 +287,9 @@ def _with_made_rows(
 
 
 def changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    """Return the recipe with some settings of a section changed, which are not validated again."""
-    other = getattr(recipe, section).model_copy(update=settings)
-    return recipe.model_copy(update={section: other})
+    """Return the recipe with changed settings of a section, without validation."""
+    update = {section: getattr(recipe, section).model_copy(update=settings)}
+    return recipe.model_copy(update=update)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -212,93 +297,3 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     with path.open("w") as file:
         file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     return path
-
-
-Row = Mapping[str, Any]
-Rows = list[dict[str, Any]]
-Fetch = Callable[[str, Recipe, Mapping[str, Any]], tuple[Iterable[Row], Rows]]
-"""Takes what stands behind the colon, the recipe of this source and the source's settings; returns
-the rows to train on and those held out: none, if a part of the others shall be."""
-
-
-def reasoning_gym_rows(
-    task: str, recipe: Recipe, settings: Mapping[str, Any]
-) -> tuple[Iterable[Row], Rows]:
-    """Return entries of a task: a question, an answer, and metadata for the task's own scorer."""
-    try:
-        from reasoning_gym import create_dataset
-    except ImportError:
-        raise _missing("reasoning_gym", "reasoning-gym") from None
-    if any(reward.verifier == "reasoning_gym" for reward in recipe.rewards):
-        scorer_of(task)
-    num_held_out = recipe.prompts.num_held_out
-    size = num_held_out + recipe.prompts.num_prompts
-    try:
-        dataset = create_dataset(task, seed=recipe.seed, size=size, **settings)
-        held_out = [dataset[index] for index in range(num_held_out)]
-    except (ValueError, TypeError, AssertionError) as error:
-        given = f" with the settings {dict(settings)}" if settings else ""
-        raise ConfigError(f"source 'reasoning_gym:{task}'{given}: {error}") from None
-    return (dataset[index] for index in range(num_held_out, size)), held_out
-
-
-def dataset_rows(
-    name: str, recipe: Recipe, settings: Mapping[str, Any]
-) -> tuple[Iterable[Row], Rows]:
-    """Return the rows of a Hugging Face dataset, of the hub or of a directory.
-
-    Args:
-        settings: `config`, `split` (`train`), `held_out_split` (none: a part of the split is held
-            out) and `revision`.
-    """
-    known = ("config", "split", "held_out_split", "revision")
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ConfigError(
-            f"source 'datasets:{name}' has no setting {unknown[0]!r}: it takes {', '.join(known)}"
-        )
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise _missing("datasets", "datasets") from None
-
-    def load(split: str) -> Any:
-        of = {"name": settings.get("config"), "revision": settings.get("revision")}
-        try:
-            return load_dataset(name, split=split, **of)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise PromptError(
-                f"source 'datasets:{name}', split {split!r}: {reason}. Without a network, save its "
-                "rows elsewhere as JSONL or Parquet, and name the file as prompts.path"
-            ) from error
-
-    held_out_split = settings.get("held_out_split")
-    held_out = islice(load(held_out_split), recipe.prompts.num_held_out) if held_out_split else ()
-    return load(settings.get("split", "train")), [*held_out]
-
-
-def verifiers_rows(
-    environment: str, recipe: Recipe, settings: Mapping[str, Any]
-) -> tuple[Iterable[Row], Rows]:
-    """Return the first tasks of an environment, for the agent that plays them."""
-    if settings:
-        raise ConfigError(f"source 'verifiers:{environment}' takes no settings, found {settings}")
-    try:
-        from areal_flow.rollout.workflows.verifiers_agent import rows
-    except ImportError:
-        raise _missing("verifiers", "verifiers") from None
-    return rows(environment, recipe.prompts.num_prompts + recipe.prompts.num_held_out), []
-
-
-def _missing(package: str, extra: str) -> ConfigError:
-    return ConfigError(
-        f"prompts of {package!r} need the package of this name: {how_to_install(extra)}"
-    )
-
-
-FETCHED: dict[str, Fetch] = {
-    "reasoning_gym": reasoning_gym_rows,
-    "datasets": dataset_rows,
-    "verifiers": verifiers_rows,
-}
-"""What makes rows, by what stands before the colon of a source's name."""

@@ -1,7 +1,7 @@
-"""Evaluates a model that need not be a run's: as a run would, through its workflow and rewards.
+"""Evaluate any model as a run would, through a workflow and rewards.
 
-Workers read everything from a run directory. So a model is evaluated in a temporary one, with its
-weights published and nothing that a log would need.
+Workers read everything from a run directory, so a model is evaluated in a temporary one, with its
+weights published and without a log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from pipelines.jobs.stop_signals import wait_for
 from pipelines.models import run_of_checkpoint
 
 NO_WRITER = 0
-"""The writer epoch of what no run's driver writes."""
+"""The writer epoch of files that no run's driver writes."""
 NUM_GENERATORS_ON_CPU = 2
 JUDGED_BY: Any = {
     "rewards": True,
@@ -64,7 +64,7 @@ JUDGED_BY: Any = {
     "evaluation": {"num_samples", *WHOLE_DISTRIBUTION},
     "generation": {"max_new_tokens", "max_model_len", "stop"},
 }
-"""Settings that say what an answer is and what it is worth."""
+"""Settings on which answers and their rewards depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +74,23 @@ class EvaluationResult:
     table: EvaluationTable
     answers: list[dict[str, Any]] = field(repr=False)
     title: str = ""
-    """What the model is called."""
+    """Name of the model."""
     pass_threshold: float = PASS_THRESHOLD
     policy_version: int | None = None
-    """Which version of its run's policy the model is; None of a model that no run trained."""
+    """The policy version of its run; None for a model that no run trained."""
 
 
 def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedComparison:
-    """Compare a model with another one on the same prompts, by the second's rule of what passes."""
+    """Compare two models on the same prompts, by the second one's pass threshold."""
     return compare_answers(first.answers, second.answers, threshold=second.pass_threshold)
 
 
 def compare_by_set(
     first: EvaluationResult, second: EvaluationResult
 ) -> dict[str, PairedComparison]:
-    others = rows_by_set(second.answers)
+    of_second = rows_by_set(second.answers)
     return {
-        name: compare_answers(answers, others[name], threshold=second.pass_threshold)
+        name: compare_answers(answers, of_second[name], threshold=second.pass_threshold)
         for name, answers in rows_by_set(first.answers).items()
     }
 
@@ -113,29 +113,29 @@ def evaluate_model(
     settings: Mapping[str, Any] | None = None,
     judged_as: RunLayout | None = None,
 ) -> EvaluationResult:
-    """Answer held-out prompts with a model; how far it is goes to standard error.
+    """Answer held-out prompts with a model; progress goes to standard error.
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
         data: files, PATH or NAME=PATH each, instead of the run's own held-out sets.
         limit: answer only the first ones of each set.
-        title: what the model is called; its directory by default.
+        title: name of the model; by default its directory.
         settings: a nested table over the run's settings.
-        judged_as: the run whose settings and prompts hold for a model of no run.
+        judged_as: the run whose settings and prompts apply to a model of no run.
     """
     check_model_directory(directory)
     own = run_of_checkpoint(directory)
     run = own or judged_as
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
-    recipe, about_chat = _recipe(run, data, settings), ""
+    recipe, chat_note = _recipe(run, data, settings), ""
     if data:
         check_first_rows(recipe.prompt_plan(), held_out=[*held_out_sets(data)])
         if why := why_chat_template(recipe.prompt_plan()):
             recipe = changed(recipe, "prompts", chat_template=True)
-            about_chat = f"prompts.chat_template = true, since {why}"
+            chat_note = f"prompts.chat_template = true, since {why}"
         else:
-            about_chat = unused_chat_template(recipe.prompts, directory)
+            chat_note = unused_chat_template(recipe.prompts, directory)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -143,16 +143,14 @@ def evaluate_model(
         layout = RunLayout(Path(scratch).resolve())
         recipe = _fill(layout, directory, recipe, run, version=version or 0)
         held_out = _held_out_prompts(run, data, layout, recipe)
-        prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
-        warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts_asked])
+        prompts = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
+        warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts])
         progress = make_progress(to_stderr=True)
-        if about_chat:
-            progress.phase(about_chat)
-        phase = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
+        if chat_note:
+            progress.phase(chat_note)
+        phase = f"Evaluating {title or directory} on {len(prompts)} held-out prompts"
         try:
-            answers = wait_for(
-                lambda: _answer(layout, recipe, prompts_asked, progress, phase=phase)
-            )
+            answers = wait_for(lambda: _answer(layout, recipe, prompts, progress, phase=phase))
         finally:
             progress.close()
     table = tabulate(answers, threshold=recipe.pass_threshold)
@@ -184,13 +182,19 @@ def evaluate_all(
 ) -> list[EvaluationResult]:
     """Answer the same prompts with one model or several, with one verifier and one sampling.
 
-    A model of no run is judged as the first one that is of a run.
+    A model of no run is judged by the settings of the first one that belongs to a run.
     """
     runs = [run for run in map(run_of_checkpoint, directories) if run is not None]
     _require_alike(runs, data, settings)
-    how: dict[str, Any] = {"data": data, "limit": limit, "settings": settings}
     return [
-        evaluate_model(path, title=title, judged_as=next(iter(runs), None), **how)
+        evaluate_model(
+            path,
+            data=data,
+            limit=limit,
+            title=title,
+            settings=settings,
+            judged_as=next(iter(runs), None),
+        )
         for path, title in zip(directories, titles, strict=True)
     ]
 
@@ -217,14 +221,15 @@ def _require_alike(
 def _recipe(
     run: RunLayout | None, data: Sequence[str], settings: Mapping[str, Any] | None
 ) -> Recipe:
-    """Return the settings that a model is evaluated by: a run's, for workers that only answer."""
-    given = merge({"trainer": {"device": "cpu"}}, dict(settings or {}))  # no trainer is started
+    """Return the settings of an evaluation: a run's, without a trainer."""
+    given = merge({"trainer": {"device": "cpu"}}, dict(settings or {}))
     if data:
-        sets = held_out_sets(data)  # after a run's other ones, which `rewards.sources` may name
-        known = load_recipe(run.config).evaluation.held_out if run else ()
-        others = [each.model_dump(mode="json") for each in known if each.name not in sets]
-        named = [{"name": name, "path": path} for name, path in sets.items()]
-        given = merge(given, {"evaluation": {"held_out": [*others, *named]}})
+        sets = held_out_sets(data)
+        # A run's own sets are kept: `rewards.sources` may name them.
+        own = load_recipe(run.config).evaluation.held_out if run else ()
+        kept = [each.model_dump(mode="json") for each in own if each.name not in sets]
+        added = [{"name": name, "path": path} for name, path in sets.items()]
+        given = merge(given, {"evaluation": {"held_out": [*kept, *added]}})
     recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
     if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
         return recipe
@@ -233,7 +238,7 @@ def _recipe(
 
 
 def _scratch_directory(run: RunLayout | None, recipe: Recipe) -> tempfile.TemporaryDirectory[str]:
-    """Return a directory that all workers see: those on other machines see the run's own."""
+    """Return a temporary directory; workers on other machines see only the run's directory."""
     root = None if run is None or recipe.cluster.is_one_machine else run.root
     return tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-", dir=root)
 
@@ -241,7 +246,7 @@ def _scratch_directory(run: RunLayout | None, recipe: Recipe) -> tempfile.Tempor
 def _held_out_prompts(
     run: RunLayout | None, data: Sequence[str], layout: RunLayout, recipe: Recipe
 ) -> Path:
-    """Return the table of the prompts to answer: of the files given, else the run's own."""
+    """Return the prompt table: of the given files, or else the run's own."""
     if run is None or data:
         prepare_held_out(recipe.prompt_plan(), layout, names=[*held_out_sets(data)])
         return layout.held_out_prompts
@@ -254,7 +259,7 @@ def _held_out_prompts(
 
 
 def held_out_sets(data: Sequence[str]) -> dict[str, str]:
-    """Return the paths of files by the names of their sets."""
+    """Return paths by the name of their held-out set, from PATH or NAME=PATH."""
     parts = [given.rpartition("=") for given in data]
     names = [name or Path(path).stem for name, _, path in parts]
     if len(set(names)) < len(names):
@@ -266,9 +271,9 @@ def held_out_sets(data: Sequence[str]) -> dict[str, str]:
 
 
 def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    last = inf if limit is None else limit
     places = defaultdict[str, Iterator[int]](count)
-    return [prompt for prompt in prompts if next(places[prompt.source]) < last]
+    bound = inf if limit is None else limit
+    return [prompt for prompt in prompts if next(places[prompt.source]) < bound]
 
 
 async def _answer(

@@ -1,13 +1,9 @@
-"""Evaluations on held-out prompts: before training, beside it one at a time, and after it.
+"""Evaluations on held-out prompts: before training, during it one at a time, and after it.
 
-An evaluation beside training is named by the step at which it is due, so that it is made once,
-even if a driver dies: the next driver makes the newest one that is due and has no rows.
-
-| who           | waits for                  | unblocked by                                 |
-|---------------|----------------------------|----------------------------------------------|
-| training      | nothing                    |                                              |
-| an evaluation | the one before it          | its end; a newer one replaces one that waits |
-| the run's end | the one that is being made | its end; a stop cancels it                   |
+An evaluation during training is named by the step at which it is due, so that it runs once even if
+a driver dies: the next driver runs the newest one that is due and has no rows. Training waits for
+none. One that is due while another runs waits for it, and is replaced by a newer one. The end of
+training waits for the one that runs; a stop cancels it.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _PREFIX = "step-"
 
 
 class PeriodicEvaluations:
-    """Starts evaluations while training goes on. One event loop."""
+    """Starts evaluations during training, on one event loop."""
 
     def __init__(
         self, evaluate: Callable[[str], Awaitable[None]], recipe: Recipe, made: Iterable[str] = ()
@@ -49,10 +45,10 @@ class PeriodicEvaluations:
         self._num_steps = recipe.num_steps
         self._begun = set(made)
         self._waiting = ""
-        self._making: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
 
     def reached(self, step: int) -> None:
-        """Start the newest evaluation that is due at this step, unless it was made."""
+        """Start the newest evaluation that is due at this step, unless it was started before."""
         if not self._every_steps:
             return
         due = step - step % self._every_steps
@@ -60,30 +56,30 @@ class PeriodicEvaluations:
         if not 0 < due < self._num_steps or name in self._begun:
             return
         self._begun.add(name)
-        if self._making is None or self._making.done():
-            self._making = asyncio.create_task(self._make(name))
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run(name))
             return
         if self._waiting:
             logger.warning("evaluation %s is left out: they last too long", self._waiting)
         self._waiting = name
 
     async def settle(self) -> None:
-        """Wait for the evaluation that is being made; one that waits for it is left out."""
+        """Wait for the running evaluation; one that waits for it is left out."""
         self._waiting = ""
-        if self._making is not None:
-            await self._making
+        if self._running is not None:
+            await self._running
 
     async def cancel(self) -> None:
-        """Cancel the evaluation that is being made; a resumed run makes it if it is the newest."""
-        if self._making is not None:
-            self._making.cancel()
-            await asyncio.gather(self._making, return_exceptions=True)
+        """Cancel the running evaluation; a resumed run repeats it if it is the newest."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _make(self, name: str) -> None:
+    async def _run(self, name: str) -> None:
         while name:
             try:
                 await self._evaluate(name)
-            except ArealFlowError as error:  # training finds out by itself whether it must end
+            except ArealFlowError as error:  # training itself notices whether it must end
                 logger.warning("evaluation %s could not be made: %s", name, error)
             name, self._waiting = self._waiting, ""
 
@@ -95,11 +91,7 @@ def evaluation_name(step: int) -> str:
 def read_periodic(
     layout: RunLayout, *, threshold: float, verifier: str
 ) -> dict[str, EvaluationTable]:
-    """Return the evaluations that were made beside training, by name, in order.
-
-    Args:
-        verifier: the one that counts now; what another one scored is not compared with it.
-    """
+    """Return earlier evaluations during training by name, in order, of the same verifier."""
     names = evaluation_names(layout)
     answers = {name: read_evaluation(layout, name) for name in names if name.startswith(_PREFIX)}
     return {
@@ -117,7 +109,7 @@ def is_flat(held_out: Mapping[str, EvaluationTable], *, patience: int) -> bool:
 
 @dataclass
 class HeldOutEvaluations:
-    """Answers a run's held-out prompts before, beside and after training."""
+    """Answers a run's held-out prompts before, during and after training."""
 
     layout: RunLayout
     recipe: Recipe
@@ -127,7 +119,7 @@ class HeldOutEvaluations:
     progress: Progress
     tracking: RunTracking
     tables: dict[str, EvaluationTable] = field(default_factory=dict)
-    """By the name of the evaluation."""
+    """By evaluation."""
 
     async def evaluate(self, name: str, version: int) -> None:
         if not self.recipe.has_held_out:

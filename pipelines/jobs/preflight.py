@@ -1,6 +1,6 @@
-"""Looks for mistakes before anything of a run starts: its verifiers, its engine and its devices.
+"""Check engine, devices, verifiers and workflow before a run starts.
 
-A mistake that a cluster finds costs a minute and a page of the workers' messages.
+An error that appears only on the cluster costs a minute and a page of workers' messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from areal_flow.config import Recipe
 from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.types import Prompt
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
 from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
@@ -40,24 +39,24 @@ from areal_flow.training.settings import TrainerSettings
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
 EPISODE_LIMIT_S = 90.0
-"""How long one episode may take; the trial itself ends it before."""
+"""How long one episode may take; the trial itself has a shorter limit."""
 SLOW_STEP_S = 30.0
-"""A line of the trial says so if scoring a step takes longer."""
+"""The trial warns if scoring a step takes longer."""
 
-CUDA_FOUND = """
+AVAILABLE_GPUS = """
 import json, torch
 gpus = range(torch.cuda.device_count())
 old = [] if torch.version.hip else [g for g in gpus if torch.cuda.get_device_capability(g) < (8, 0)]
 names = [torch.cuda.get_device_name(gpu) for gpu in old]
 print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bfloat16": names}))
 """
-"""Runs in a process of its own: asking in the driver would keep memory on each GPU."""
+"""Runs in a process of its own: a CUDA context in the driver would take memory on each GPU."""
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Refuse an engine, devices, a type of numbers and a medium that this machine does not have.
+    """Refuse an engine, devices, a dtype and a medium that this machine does not have.
 
-    Other machines are asked nothing.
+    Other machines are not checked.
     """
     require_engine(recipe.generation.engine)
     if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
@@ -73,17 +72,17 @@ def check_devices(recipe: Recipe) -> None:
     }
     on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
     if on_gpu and recipe.cluster.launcher == "local":
-        gpus = _cuda_found()
+        gpus = _available_gpus()
         if not gpus["num_gpus"]:
             settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
             raise ConfigError(
                 f"{settings}: expected CUDA, found none that torch {gpus['torch']} can use; "
                 "install a build of torch for CUDA and its driver, or set device to 'cpu'"
             )
-        num_wanted = sum(worker.num_gpus for worker in place_workers(recipe))
-        if num_wanted > gpus["num_gpus"]:
+        num_required = sum(worker.num_gpus for worker in place_workers(recipe))
+        if num_required > gpus["num_gpus"]:
             raise ConfigError(
-                f"expected {num_wanted} GPUs for the trainers and generators with device 'cuda', "
+                f"expected {num_required} GPUs for the trainers and generators with device 'cuda', "
                 f"found {gpus['num_gpus']}: start fewer, or fix cluster.num_gpus or "
                 "CUDA_VISIBLE_DEVICES, which name more"
             )
@@ -99,12 +98,12 @@ def check_devices(recipe: Recipe) -> None:
         require_installed(recipe.generation)
 
 
-def _cuda_found() -> dict[str, Any]:
-    command = [sys.executable, "-P", "-c", CUDA_FOUND]
+def _available_gpus() -> dict[str, Any]:
+    command = [sys.executable, "-P", "-c", AVAILABLE_GPUS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last_line}")
     return dict(json.loads(done.stdout))
 
 
@@ -114,10 +113,10 @@ def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
 
 
 def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
-    """Call each verifier that is not ours on the first prompt row; return a line about each.
+    """Call each of the user's verifiers on the first prompt row; return a line about each.
 
-    It is called with the right answer and with nothing as the completion, and may fail on one.
-    Of the verifier `code` and the tool `python` a line says in which sandboxes programs run here.
+    It is called with the right answer and with an empty completion, and may fail on one of them.
+    For the verifier `code` and the tool `python` a line names the tier of sandboxes.
     """
     lines, workflow = [], recipe.workflow
     has_python = isinstance(workflow, ToolUse) and "python" in workflow.tools
@@ -131,7 +130,16 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     table = PromptTable(layout.train_prompts, seed=recipe.seed)
     prompt = table.row(0)
     firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
-    rows = {source: _verifier_row(first, recipe) for source, first in firsts.items()}
+    rows = {
+        source: {
+            "prompt": first.text,
+            "answer": first.answer,
+            "metadata": dict(first.metadata),
+            "prompt_source": first.source,
+            "messages": messages_asked(first, recipe.prompt_plan()),
+        }
+        for source, first in firsts.items()
+    }
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
     rewards = [reward.model_dump(mode="json") for reward in recipe.rewards]
     given = json.dumps({"rewards": rewards, "num_steps": recipe.num_steps, "rows": rows})
@@ -153,21 +161,11 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     return lines
 
 
-def _verifier_row(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
-    return {
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "metadata": dict(prompt.metadata),
-        "prompt_source": prompt.source,
-        "messages": messages_asked(prompt, recipe.prompt_plan()),
-    }
-
-
 def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
-    """Run one episode of a workflow of the user's on the first prompt row; return a line about it.
+    """Run one episode of a user's workflow on the first prompt row; return a line about it.
 
-    The policy answers with the row's answer each time. An error after such an answer may come from
-    that answer, so it is reported and stops nothing.
+    Every completion is the row's answer. An error after such a completion may come from it, so it
+    is only reported.
     """
     if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
         return []
@@ -196,9 +194,9 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
 def _trial(
     program: str, layout: RunLayout, *, given: str = "", limit_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return what a trial found, as far as it came, and how its process ended."""
+    """Return the results of a trial, perhaps incomplete, and how its process ended."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
-        output = Path(scratch) / "found.jsonl"
+        output = Path(scratch) / "results.jsonl"
         command = [sys.executable, "-P", "-m", program, str(layout.root), str(output)]
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         environment = os.environ | PROCESS_ENVIRONMENT | paths

@@ -1,4 +1,4 @@
-"""What a new training run needs before its first process starts: model, prompts, rows, inputs."""
+"""Prepare a training run before its first process starts: model, prompts, rows, inputs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ from pipelines.jobs.built_in import (
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.sft import check_first_sft_rows, prepare_sft
 
+MIN_TOKENS_IN_MEMORY = 128
+"""The context length is not chosen lower than this for lack of memory."""
 _SHOWN_BAD_ROWS = 5
 _SHOWN_CHARACTERS = 1000
-"""Of the beginning and of the end of the first prompt."""
+"""From the start and from the end of the first prompt."""
 
 
 def prepare_training(layout: RunLayout, recipe: Recipe) -> str:
@@ -47,7 +49,7 @@ def prepare_training(layout: RunLayout, recipe: Recipe) -> str:
 
 
 def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a new run needs before its first process starts; return what to say of it."""
+    """Write a new run's model, prompts, rows and inputs; return a summary to print."""
     if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
         raise ConfigError(
             "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
@@ -89,7 +91,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
 
 
 def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str] = ()) -> str:
-    """Return how many prompts there are, which rows were left out, and the first prompt."""
+    """Describe how many prompts there are, which rows were left out, and the first prompt."""
     counts = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
     lines = [counts, *notes]
     lines += [
@@ -111,30 +113,23 @@ def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str]
     return "\n".join([*lines, f"The first prompt{by}:", indent(prompt, "  ")])
 
 
-LEAST = 128
-"""Where memory seems to have room for less, it is tried with this many tokens."""
-
-
 def with_engine(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with its engine by name, so that a resume keeps it, and what to say of it.
-
-    Nothing is said of an engine that is as expected.
-    """
+    """Return the recipe with its engine by name, which a resume keeps, and a note for GPUs."""
     settings = recipe.generation
     chosen = choose_engine(settings)
     named = settings.model_copy(update={"engine": chosen.name})
     recipe = recipe.model_copy(update={"generation": named})
     if settings.device != "cuda" or settings.engine == "vllm":
         return recipe, ""
-    means = "" if chosen.name == "vllm" else ", the CPU's and the reference, which is slow on a GPU"
-    return recipe, f"generation.engine = {chosen.name!r}{means}: {chosen.reason}"
+    note = "" if chosen.name == "vllm" else ", the CPU's and the reference, which is slow on a GPU"
+    return recipe, f"generation.engine = {chosen.name!r}{note}: {chosen.reason}"
 
 
 def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
-    """Return the recipe with `generation.max_model_len`, and what set it if it was left open."""
+    """Return the recipe with `generation.max_model_len`, and a note if it was chosen here."""
     if recipe.generation.max_model_len:
         return recipe, ""
-    from transformers import AutoConfig  # slow, and only where a recipe leaves this open
+    from transformers import AutoConfig  # slow
 
     config = AutoConfig.from_pretrained(model).get_text_config()
     bounds = room_by_part(recipe, config, memory_bytes=usable_bytes())
@@ -151,8 +146,7 @@ def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
 def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str, int]:
     """Return how many tokens of one sequence each part of a run has room for.
 
-    vLLM has caches of its own, which need not hold all sequences at their longest. What memory a
-    GPU has is not known here.
+    The memory of GPUs is not considered: vLLM's cache need not hold all sequences at full length.
     """
     generation = recipe.generation
     rooms = {"trainer.tokens_per_micro_batch": recipe.trainer.tokens_per_micro_batch}
@@ -164,7 +158,9 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
         num_sequences = generation.max_num_seqs * max(1, recipe.cluster.num_generators)
         token_bytes = cached_numbers(config) * (2 if generation.dtype == "bfloat16" else 4)
         num_tokens = int(CACHE_SHARE * memory_bytes / token_bytes / num_sequences)
-        rooms[f"memory for {num_sequences} sequences at a time"] = max(LEAST, num_tokens)
+        rooms[f"memory for {num_sequences} sequences at a time"] = max(
+            MIN_TOKENS_IN_MEMORY, num_tokens
+        )
     return rooms
 
 

@@ -1,7 +1,4 @@
-"""Supervised fine-tuning as a stage of a run: prepared, driven, stopped, gone on with.
-
-It is what `areal-flow sft` does, and what `areal-flow train` does first when a recipe asks for it.
-"""
+"""Supervised fine-tuning: what `sft` does, and `train` first if its recipe has the stage."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, w
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 
 MAX_LOST_TRAINERS = 3
-"""So many in a row that die without having come further end the run."""
+"""The run ends when this many trainers in a row die without progress."""
 
 SHOWN = {
     "loss": "loss",
@@ -49,7 +46,7 @@ SHOWN = {
     "held_out_loss": "held-out loss",
     "held_out_pair_accuracy": "held-out accuracy",
 }
-"""What of a step's metrics is said while fine-tuning goes on, and how."""
+"""Metrics shown during fine-tuning, and their labels."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ def check_first_sft_rows(recipe: Recipe) -> None:
 
 
 def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
-    """Tokenise the rows of supervised fine-tuning; return how many, 0 without the stage."""
+    """Tokenize the rows of supervised fine-tuning; return their number, 0 without the stage."""
     sft = recipe.sft
     if not (sft.num_steps and sft.path):
         return 0
@@ -87,7 +84,7 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
 
 
 def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it."""
+    """Write what a run of supervised fine-tuning alone needs; return a summary to print."""
     objective = OBJECTIVES[recipe.sft.objective]
     filled = recipe if recipe.sft.path else with_files(recipe, layout)
     if not (filled.sft.num_steps and filled.sft.path):
@@ -123,7 +120,7 @@ async def run_sft(
     fork_server: ForkServer | None = None,
     **_: object,
 ) -> Outcome:
-    """Fine-tune on a cluster of trainers alone; the policy is then the newest sft checkpoint."""
+    """Fine-tune on trainers alone; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
     workers = sft_workers(recipe)
     context = WorkerContext(layout.root, writer.writer_epoch)
@@ -152,30 +149,30 @@ async def first_policy(
     progress: Progress,
     signals: StopSignals,
 ) -> Path | None:
-    """Return the directory of version 0, fine-tuned or drawn first if need be; None if stopped.
+    """Fine-tune or initialize version 0 if needed; return its directory, or None if stopped.
 
-    A trainer that dies is started again by the pool, and goes on from the newest checkpoint.
+    The pool restarts a trainer that dies, which continues from the newest checkpoint.
     """
     source = initial_model(recipe, layout)
     num_steps = recipe.sft.num_steps if layout.sft_rows.is_file() else 0
     if not num_steps and any(source.glob("*.safetensors")):
         return source
-    taken, num_lost = -1, 0
+    num_done, num_lost = -1, 0
     with signals.finishing_steps(lambda: None):
-        while taken < num_steps and not signals.received:
+        while num_done < num_steps and not signals.received:
             try:
-                taken, metrics = await replicas.fine_tune(source)
+                num_done, metrics = await replicas.fine_tune(source)
                 if num_steps:
                     shown = [name for name in SHOWN if name in metrics]
                     note = "".join(f", {SHOWN[name]} {metrics[name]:.3f}" for name in shown)
-                    progress.count("supervised fine-tuning", taken, num_steps, note)
+                    progress.count("supervised fine-tuning", num_done, num_steps, note)
                 num_lost = 0
             except TrainerLost as error:
                 num_lost += 1
                 if num_lost == MAX_LOST_TRAINERS:
                     raise
                 logger.warning("%s: going on from the newest checkpoint", error)
-        if taken < num_steps:
+        if num_done < num_steps:
             await replicas.save_fine_tuned()
             return None
     return checkpoint_path(layout.sft_checkpoints, num_steps)

@@ -1,4 +1,4 @@
-"""How a driver is run and stopped: the first signal lets the step finish, the second ends all."""
+"""Run and stop a driver: the first signal lets the step finish, the second stops at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAKE_EVERY_S = 0.2
 _RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
-"""What signals are passed on to, by the loop that it runs on."""
+"""Receivers of signals, by event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ class Outcome:
 
 
 class StopSignals:
-    """Handles `STOPS` while it is entered; made and used on the event loop.
+    """Handles `STOPS` while entered; created and used on the event loop.
 
     Outside `finishing_steps` there is no step to finish, and the first signal ends everything.
-    Python handles signals in the main thread only: elsewhere this has those that `wait_for` passes
-    on.
+    Python handles signals in the main thread only: elsewhere `wait_for` passes them on.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class StopSignals:
 
     @contextmanager
     def finishing_steps(self, request_stop: Callable[[], None]) -> Iterator[None]:
-        """Let the first signal only ask for a stop, while it is entered."""
+        """Have the first signal only request a stop."""
         self._request_stop = request_stop
         try:
             yield
@@ -81,13 +80,13 @@ class StopSignals:
             self._request_stop()
         elif self._driver is not None:
             say("", f"{name}: stopping at once")
-            # Errors of what is cancelled now are of no interest.
+            # Ignore errors of cancelled tasks.
             self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A signal ended the work; a notebook shows this in one line, without a traceback."""
+    """A signal ended the work; notebooks show one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: stopped at once by {self}"]
@@ -99,9 +98,9 @@ def _is_run_by_nohup(number: signal.Signals) -> bool:
 
 @contextmanager
 def raised_as_interrupts() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the block by an exception, as SIGINT does.
+    """Have SIGTERM and SIGHUP raise an exception in the block, as SIGINT does.
 
-    Not in a notebook, whose kernel they are meant for.
+    Not in a notebook: there they are meant for the kernel.
     """
 
     def interrupt(number: int, _: object) -> None:

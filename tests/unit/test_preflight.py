@@ -40,7 +40,7 @@ def test_missing_devices_are_refused(
     table: dict[str, Any], num_gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
-    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
+    monkeypatch.setattr("pipelines.jobs.preflight._available_gpus", lambda: machine)
     monkeypatch.setattr(
         "areal_flow.rollout.engines.vllm.support.installed_vllm", lambda device: None
     )
@@ -51,13 +51,13 @@ def test_missing_devices_are_refused(
 
 def test_available_devices_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
-    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: machine)
+    monkeypatch.setattr("pipelines.jobs.preflight._available_gpus", lambda: machine)
     bfloat16 = {name: {**settings, "dtype": "bfloat16"} for name, settings in BOTH.items()}
     check_devices(build_recipe({**bfloat16, "cluster": {"num_gpus": 2}}, source="test"))
 
 
 def test_recipe_without_gpus_asks_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pipelines.jobs.preflight._cuda_found")
+    monkeypatch.delattr("pipelines.jobs.preflight._available_gpus")
     check_devices(build_recipe({"trainer": {"dtype": "bfloat16"}}, source="test"))
 
 

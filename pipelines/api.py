@@ -1,12 +1,12 @@
-"""The Python API: what `areal-flow train`, `evaluate` and `sft` do, from a script or a notebook.
+"""The Python API: `areal-flow train`, `evaluate`, `sft` and `report` from a script or a notebook.
 
-Ctrl-C, or an interrupt of a notebook's cell, ends training after the step: the run is stopped with
-a checkpoint, and is returned like one that finished. A second one ends it at once.
+Ctrl-C, or an interrupt of a notebook's cell, ends training after the current step: the run stops
+with a checkpoint, and is returned like a finished one. A second interrupt ends it at once.
 
-Settings are given over the recipe's as keywords, `num_steps=20`, `trainer={"learning_rate": 1e-5}`,
-or by dotted name, `**{"trainer.learning_rate": 1e-5}`. One that one section alone has needs no
-section: `max_new_tokens=200`; those of fine-tuning and of how evaluations sample do. Reward
-functions are shipped to the workers with all that they need.
+Settings override the recipe's as keywords, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
+dotted name, `**{"trainer.learning_rate": 1e-5}`. A name that only one section has needs no section:
+`max_new_tokens=200`. In `train`, those of fine-tuning and of how evaluations sample need theirs.
+Reward functions are shipped to the workers with everything they need.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ def train(
     """Train a policy; return the run to read.
 
     Args:
-        recipe: settings, or the path of a TOML recipe; by default every setting's default, and
-            the arithmetic recipe where there are no `prompts`.
+        recipe: settings, or the path of a TOML recipe; by default all settings' defaults, or the
+            arithmetic recipe if there are no `prompts`.
         prompts: rows with a question, or messages, and an answer, in the recipe's fields.
-        rewards: functions of `prompt`, `completion`, `answer` and any column of a row, as keywords,
-            that return a number, or such with TRL's signature; names of verifiers; tables with
-            `verifier`, one of these, and `weight` or another setting of `[[rewards]]`.
-        source: another run, `"RUN"` or `"RUN@STEP"`, whose policy and recipe this one begins with.
-        reset_optimizer: with `source`: without that run's optimizer state.
-        resume: a run to go on with; beside it only `num_steps`, `max_minutes`, `accept_verifier`.
+        rewards: functions that take `prompt`, `completion`, `answer` and any column of a row as
+            keywords and return a number, or have TRL's signature; names of verifiers; or tables
+            with one of these as `verifier`, and `weight` or another setting of `[[rewards]]`.
+        source: fork this run, `"RUN"` or `"RUN@STEP"`: start from its policy and its recipe.
+        reset_optimizer: with `source`: start with a fresh optimizer state.
+        resume: a run to resume, with only `num_steps`, `max_minutes` and `accept_verifier`.
         accept_verifier: with `resume`: even if the code that scores changed.
-        name: of the run's directory; recipe and time by default.
+        name: name of the run; by default recipe and time.
         runs: the folder of runs.
         datasets: `s3://BUCKET/FOLDER` for the new run's datasets; the rest stays in its directory.
-        settings: over the recipe's.
+        settings: override the recipe's.
 
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
-        KeyboardInterrupt: it was interrupted twice, or where there was no step to finish.
+        KeyboardInterrupt: interrupted twice, or while there was no step to finish.
     """
     began, runs = monotonic(), Path(runs)
     new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
@@ -136,11 +136,11 @@ def evaluate(
         num_prompts: answer only the first ones.
         runs: the folder of runs.
         registry: MLflow's address, for models:/...
-        settings: over the run's, as for `train`; those of `evaluation` need no section:
+        settings: override the run's, as for `train`; those of `evaluation` need no section:
             `temperature=0`, `top_p=0.9`, `num_samples=8`, `max_new_tokens=200`.
 
     Raises:
-        ModelError: there is no such model, or nothing says which prompts to use.
+        ModelError: there is no such model, or no prompts are known for it.
     """
     if isinstance(model, Run):
         title, directory = model.layout.name, newest_checkpoint(model.layout)
@@ -168,9 +168,9 @@ def sft(
     """Fine-tune a policy on prompts with their completions; return its Hugging Face directory.
 
     Args:
-        recipe: settings, or the path of a TOML recipe; by default every setting's default.
+        recipe: settings, or the path of a TOML recipe; by default all settings' defaults.
         rows: rows with `prompt` and `completion`, or `messages`, instead of the recipe's file.
-        name: of the run's directory; recipe and time by default.
+        name: name of the run; by default recipe and time.
         runs: the folder of runs.
         settings: as for `train`: `model="org/name"`, `sft={"num_steps": 200}`.
 
@@ -190,27 +190,29 @@ def report(
     to: Path | str | None = None,
     runs: Path | str = "runs",
 ) -> Path:
-    """Draw a run on one page of HTML, also while it goes on; return where the page lies.
+    """Render a run, finished or not, as one HTML page; return its path.
 
     Args:
         run: a run, its name or its directory.
-        against: another one, shown beside it.
-        prices: of an hour, such as `{"gpu": 2.5}`, over the recipe's `cluster.prices`.
-        to: a file, instead of `report.html` in the run.
+        against: another run to show next to it.
+        prices: per hour, such as `{"gpu": 2.5}`; they override the recipe's `cluster.prices`.
+        to: output file, instead of `report.html` in the run directory.
         runs: the folder of runs.
 
     Raises:
-        RunError: there is no run, or it was never prepared for training.
+        RunError: there is no such run, or it was never prepared for training.
     """
     from pipelines.pages.report import write_report
 
-    layout, *other = (
-        (each if isinstance(each, Run) else open_run(each, runs=runs)).layout
-        for each in (run, against)
-        if each is not None
+    def layout_of(run: Run | Path | str) -> RunLayout:
+        return (run if isinstance(run, Run) else open_run(run, runs=runs)).layout
+
+    return write_report(
+        layout_of(run),
+        None if to is None else Path(to),
+        against=None if against is None else layout_of(against),
+        prices=prices,
     )
-    path = None if to is None else Path(to)
-    return write_report(layout, path, against=other[0] if other else None, prices=prices)
 
 
 def _find_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:

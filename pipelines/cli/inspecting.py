@@ -1,4 +1,4 @@
-"""The commands that read runs and models, from `evaluate` to `report`; `settings` and `verify`."""
+"""Commands that read runs and models, from `evaluate` to `report`; `settings` and `verify`."""
 
 from __future__ import annotations
 
@@ -118,9 +118,11 @@ def trajectories(
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
     from areal_flow.log.browse import Selection, show_trajectory
+    from areal_flow.log.queries import Run
     from pipelines.cli import trajectory_report as reports
 
-    chosen, at = reports.run_at(folders.find(run), at)
+    reference = folders.find(run)
+    chosen, at = Run(reference.run.root), chosen_step(reference, at, option="--at")
     limit = limit if limit is not None else 0 if show or to else DEFAULT_LIMIT
     selection = Selection(where, sort, descending, limit or None)
     if to:
@@ -189,7 +191,7 @@ def replay(
     layout, step = named.run, chosen_step(named, step, option="--step")
     if step is None:
         raise ConfigError(f"expected a step to compute again: {run}@STEP, or --step N")
-    changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
+    changed_recipe(layout.config, changes)  # refuse wrong settings before heavy imports
     from areal_flow.flow.recovery.replay import replay_step
     from pipelines.cli.trajectory_report import report_replay
 

@@ -28,7 +28,6 @@ from areal_flow.log.browse import Selection, ShownToken, ShownTrajectory
 from areal_flow.log.queries import Run
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from pipelines.console.tables import Report, Table, facts, one_line, printable, write_table_file
-from pipelines.models import Reference, chosen_step
 
 if TYPE_CHECKING:  # torch
     from areal_flow.flow.recovery.replay import Replayed
@@ -40,10 +39,6 @@ _LISTED = (
 )
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
-
-
-def run_at(named: Reference, at: int | None) -> tuple[Run, int | None]:
-    return Run(named.run.root), chosen_step(named, at, option="--at")
 
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
@@ -217,10 +212,10 @@ def _logprobs(tokens: Sequence[ShownToken]) -> str:
     if not tokens:
         return "none: the completion is empty"
     total = sum(token.logprob for token in tokens)
-    position, least = min(enumerate(tokens), key=lambda numbered: numbered[1].logprob)
+    position, unlikely = min(enumerate(tokens), key=lambda numbered: numbered[1].logprob)
     return (
-        f"sum {total:.2f}, mean {total / len(tokens):.2f}; least likely {least.logprob:.2f} at "
-        f"token {position}, {printable(least.text)!r}"
+        f"sum {total:.2f}, mean {total / len(tokens):.2f}; least likely {unlikely.logprob:.2f} at "
+        f"token {position}, {printable(unlikely.text)!r}"
     )
 
 

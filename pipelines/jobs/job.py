@@ -305,17 +305,17 @@ def launch(
     """Start a new run, or resume one, and drive it to its end.
 
     Args:
-        recipe: of a new run.
-        overrides: a nested table of settings over the recipe's.
+        recipe: the recipe of a new run.
+        overrides: a nested table of settings that override the recipe's.
         runs: the folder of a new run.
         began: `monotonic()` when the program began.
         resumed: the run to resume, instead of a new one.
-        take_over: with `resumed`: even if another driver, which hangs, holds the run.
+        take_over: with `resumed`: even if a driver that hangs holds the run.
         accept_verifier: with `resumed`: even if the code that scores changed.
-        name: of a new run; by default `default_stem`, or else the recipe's name, and the time.
-        datasets: the folder of an object store for a new run's datasets; "": its own directory.
-        fill: writes what the caller has in memory into a new run's directory; returns the recipe
-            that names it.
+        name: name of a new run; by default `default_stem`, or the recipe's name, and the time.
+        datasets: a folder in an object store for a new run's datasets; "": its own directory.
+        fill: writes rows and rewards of the caller into a new run's directory; returns the recipe
+            that names them.
         spelling: how messages spell a setting.
     """
     if resumed is not None:

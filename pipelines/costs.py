@@ -55,7 +55,10 @@ def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCos
 
 
 def trajectory_costs(run: Run, steps: Iterable[StepCost], *, waiting: float) -> pl.DataFrame:
-    """Return the cost of each trajectory, costliest first; tokens of a step, cost the same."""
+    """Return the cost of each trajectory, costliest first.
+
+    All tokens of a step cost the same, and so do all tokens that wait.
+    """
     tokens = [
         (step.step, sum(step.token.values()), step.token["generator"] + step.token["reward"])
         for step in steps

@@ -1,1 +1,1 @@
-"""One file a job: what it prepares, drives and says at its end."""
+"""One file per job: what it prepares, runs and prints at its end."""

@@ -1,4 +1,4 @@
-"""Judges rows of JSONL with a verifier, as a reward worker would: to try it before training."""
+"""Score rows of JSONL with a verifier, as a reward worker would, to try it before training."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from areal_flow.rollout.prompts.rows import messages_in
 
 BATCH_ROWS = 256
 BATCH_CHARS = 2**24
-"""A batch is full when its lines have more: one completion may have a hundred million."""
+"""A batch ends beyond this many characters: one completion may have a hundred million."""
 MAX_LINE_CHARS = 2**28
-"""What a line has beyond this is not read, and so it is no row."""
+"""The rest of a longer line is not read, so it is an invalid row."""
 Row = dict[str, Any]
 
 
 def verify_lines(
     kind: str, lines: Iterable[str], *, settings: Mapping[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Yield a verdict a line, in their order; a line that is no row gets one, too."""
+    """Yield a verdict per line, in order, also for an invalid row."""
     reward = load_reward(kind, Path(), settings=settings).reward
     reward.open()
     try:
@@ -37,7 +37,7 @@ def verify_lines(
 
 
 def read_lines(stream: TextIO) -> Iterator[str]:
-    """Yield the lines of a stream; of each no more than `MAX_LINE_CHARS`."""
+    """Yield the lines of a stream, each cut at `MAX_LINE_CHARS`."""
     while line := stream.readline(MAX_LINE_CHARS):
         yield line
         while line and not line.endswith("\n"):
@@ -71,7 +71,7 @@ async def _judge_line(reward: Reward, number: int, line: str) -> Row:
     else:
         try:
             (score,) = await reward.score([given])
-        except Exception as error:  # noqa: BLE001 - of one row, whatever it is
+        except Exception as error:  # noqa: BLE001 - a failure of one row
             score = Score(None, "error", error=f"{type(error).__name__}: {error}")
     return {
         "id": name,
@@ -83,7 +83,7 @@ async def _judge_line(reward: Reward, number: int, line: str) -> Row:
 
 
 def _input_of(row: Row) -> RewardInput:
-    """Return a row as a verifier gets it: `reference`, or else `answer`, is the right answer."""
+    """Return a row as a verifier gets it; its right answer is `reference`, or else `answer`."""
     completion = row["completion"]
     if not isinstance(completion, str):
         raise ValueError(f"completion: expected text, found {completion!r:.40}")

@@ -18,7 +18,7 @@ from areal_flow.core.types import (
     as_tokens,
 )
 from areal_flow.log.ledger_row import group_seeds
-from areal_flow.rollout.workflows.episode import Message
+from areal_flow.policy.tokenizer.chat import Message
 from tests.fakes import BigramEngine
 
 STOP = 0

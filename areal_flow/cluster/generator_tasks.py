@@ -34,14 +34,14 @@ from areal_flow.core.types import (
     as_tokens,
 )
 from areal_flow.log.codec import RolloutRows, rollout_rows
-from areal_flow.policy.tokenizer.chat import PROMPT_END, begins_reasoning
+from areal_flow.policy.tokenizer.chat import PROMPT_END, Message, begins_reasoning
 from areal_flow.policy.tokenizer.directory import stop_token_ids
 from areal_flow.policy.weights.shared_memory import ChosenChannel
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine, engine_factory
 from areal_flow.rollout.prompts.rendering import required_chat_template
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.episode import FAILURES, Message, all_of, run_group
+from areal_flow.rollout.workflows.episode import FAILURES, all_of, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
 
 

@@ -27,16 +27,12 @@ from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt, Score
 from areal_flow.policy.tokenizer.chat import (
     PROMPT_END,
+    Message,
     arguments_of,
     begins_reasoning,
     blank_reasoning,
 )
-from areal_flow.rollout.workflows.episode import (
-    EpisodeContext,
-    Message,
-    TimedWorkflow,
-    TrajectoryDraft,
-)
+from areal_flow.rollout.workflows.episode import EpisodeContext, TimedWorkflow, TrajectoryDraft
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

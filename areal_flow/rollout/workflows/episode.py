@@ -11,7 +11,7 @@ score has the error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
@@ -39,9 +39,7 @@ from areal_flow.core.types import (
     counter_seed,
     merged_spans,
 )
-
-Message = Mapping[str, Any]
-"""Of a chat: `role`, `content`, an assistant's calls of tools."""
+from areal_flow.policy.tokenizer.chat import Message
 
 OnToken = Callable[[int], None]
 """Receives each token of a completion as it is sampled."""

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "RecurrentGemma": ({}, "3 of 4 layers mix tokens by something else"),
     "Bloom": ({}, "4 of 4 layers mix tokens by something else"),
     "Falcon": ({}, "its forward failed with KeyError"),
-    "StableLm": ({}, "not told the arguments"),
+    "StableLm": ({}, "did not receive `layout`"),
     "DiffLlama": ({}, "in the decoded pass log-probabilities differ by"),
     "Llama4Text": ({}, "layers of kind chunked_attention"),
 }

@@ -85,15 +85,15 @@ def pack_linear_layers(model: nn.Module, *, num_rows: int) -> None:
         num_rows: the usual number of rows in a product.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and _is_packable(module.weight):
+        if (
+            isinstance(module, nn.Linear)
+            and module.weight.dtype == torch.bfloat16
+            and module.weight.device.type == "cpu"
+            and multiplies_bfloat16()
+        ):
             module.__class__ = PackedLinear
             reorder = torch.ops.mkldnn._reorder_linear_weight
             module.packed_NK = reorder(module.weight.detach(), num_rows)
-
-
-def _is_packable(weight_NK: Tensor) -> bool:
-    on_cpu = weight_NK.device.type == "cpu" and multiplies_bfloat16()
-    return on_cpu and weight_NK.dtype == torch.bfloat16
 
 
 class PackedLinear(nn.Linear):

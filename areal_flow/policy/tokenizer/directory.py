@@ -74,42 +74,32 @@ def check_model_directory(directory: Path) -> None:
         if not any(directory.glob(pattern)):
             raise ModelError(f"{directory} has no {pattern}{advice}")
     if (vocab_size := vocab_size_of(directory)) is not None:
-        _check_vocabulary(directory, vocab_size)
-    _check_chat_template(directory)
+        try:
+            tokens = tokenizer_of(directory).get_vocab()
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise ModelError(f"{directory}/tokenizer.json cannot be read: {error}") from error
+        if too_large := [token for token, index in tokens.items() if index >= vocab_size]:
+            raise ModelError(
+                f"{directory}: expected a tokenizer with ids below the model's vocab_size "
+                f"({vocab_size}), found {len(too_large)} beyond it, such as {too_large[0]!r}: use "
+                "the tokenizer that the model was trained with"
+            )
+        for stop in stop_token_ids(directory):
+            if not 0 <= stop < vocab_size:
+                raise ModelError(
+                    f"{directory}: expected an eos_token_id below the model's vocab_size "
+                    f"({vocab_size}), found {stop}: correct generation_config.json or config.json"
+                )
+    if template := chat_template_of(directory):
+        try:
+            template.render([{"role": "user", "content": "1 + 1 ="}])
+        except ValueError as error:
+            raise ModelError(f"{directory}: {error}. Fix or delete it") from error
 
 
 def vocab_size_of(directory: Path) -> int | None:
     size: int | None = _read_json(directory / "config.json").get("vocab_size")
     return size
-
-
-def _check_vocabulary(directory: Path, vocab_size: int) -> None:
-    try:
-        tokens = tokenizer_of(directory).get_vocab()
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ModelError(f"{directory}/tokenizer.json cannot be read: {error}") from error
-    if too_large := [token for token, index in tokens.items() if index >= vocab_size]:
-        raise ModelError(
-            f"{directory}: expected a tokenizer with ids below the model's vocab_size "
-            f"({vocab_size}), found {len(too_large)} beyond it, such as {too_large[0]!r}: use the "
-            "tokenizer that the model was trained with"
-        )
-    for stop in stop_token_ids(directory):
-        if not 0 <= stop < vocab_size:
-            raise ModelError(
-                f"{directory}: expected an eos_token_id below the model's vocab_size "
-                f"({vocab_size}), found {stop}: correct generation_config.json or config.json"
-            )
-
-
-def _check_chat_template(directory: Path) -> None:
-    template = chat_template_of(directory)
-    if template is None:
-        return
-    try:
-        template.render([{"role": "user", "content": "1 + 1 ="}])
-    except ValueError as error:
-        raise ModelError(f"{directory}: {error}. Fix or delete it") from error
 
 
 def chat_template_of(directory: Path) -> ChatTemplate | None:

@@ -193,7 +193,13 @@ class DirectoryWriter:
             self._last = HeldWeights(version, "", last.tensors)
         else:
             copies: dict[str, Tensor] = {}
-            self._write_full(version, _copied_into(copies, tensors), like=like)
+
+            def copied() -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in tensors:
+                    copies[name] = tensor.clone()
+                    yield name, copies[name]
+
+            self._write_full(version, copied(), like=like)
             self._last = HeldWeights(version, "", copies)
 
     def _write_full(
@@ -269,15 +275,6 @@ def num_published_bytes(root: Path, version: int) -> int:
 def hash_of(directory: Path) -> str | None:
     file = directory / HASH_FILE
     return file.read_text() if file.is_file() else None
-
-
-def _copied_into(
-    copies: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Copy each tensor, put the copy among `copies`, and yield it."""
-    for name, tensor in tensors:
-        copies[name] = tensor.clone()
-        yield name, copies[name]
 
 
 def publish_model_directory(source: Path, root: Path, *, version: int = 0) -> None:

@@ -53,12 +53,19 @@ def file_header(
     like: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """Return a file's header and each tensor's offset; larger types first, so all are aligned."""
+    file_names = {torch_name: file_name for file_name, torch_name in DTYPES.items()}
     entries: dict[str, Any] = {}
     end = 0
     for name in sorted(like, key=lambda name: (-like[name].element_size(), name)):
         begin, end = end, end + like[name].nbytes
+        dtype = str(like[name].dtype).removeprefix("torch.")
+        if dtype not in file_names:
+            raise WeightsError(
+                f"{name}: expected one of the types {', '.join(file_names)}, found {dtype}; "
+                "convert it before it is staged"
+            )
         entries[name] = {
-            "dtype": _dtype_name(name, like[name]),
+            "dtype": file_names[dtype],
             "shape": list(like[name].shape),
             "data_offsets": [begin, end],
         }
@@ -68,17 +75,6 @@ def file_header(
     content = len(header).to_bytes(8, "little") + header
     offsets = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
     return content, offsets
-
-
-def _dtype_name(name: str, tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    names = {torch_name: file_name for file_name, torch_name in DTYPES.items()}
-    if dtype not in names:
-        raise WeightsError(
-            f"{name}: expected one of the types {', '.join(names)}, found {dtype}; convert it "
-            "before it is staged"
-        )
-    return names[dtype]
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from areal_flow.flow.flow_setup import groups_in_flight
 from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Lengths, Policy, costs_of
 from areal_flow.planning.gpus import Gpu
 from areal_flow.planning.simulator import Simulated, simulate
-from areal_flow.rollout.engines.torch_engine import TOKENS_A_STEP
+from areal_flow.rollout.engines.torch_engine import PREFILL_TOKENS_PER_STEP
 
 MEASURED_STEPS = {"async": 12, "sync": 4}
 """Minimum of measured steps. Asynchronous steps repeat with a period of `max_staleness` + 1,
@@ -354,7 +354,7 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     training = prefill = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
     if stalls := [row[STALL] for row in rows if isinstance(row.get(STALL), float)]:
         # At most this much is prefilled before the next token; a stall includes some decode time.
-        tokens = min(TOKENS_A_STEP, at_peak.max_rows * lengths.decoding_tokens)
+        tokens = min(PREFILL_TOKENS_PER_STEP, at_peak.max_rows * lengths.decoding_tokens)
         prefill = max(training, tokens * at_peak.prefill_token_s / fmean(stalls))
     efficiency = replace(efficiency, training=training, prefill=prefill)
     low, high = 0.0, token_s * recipe.generation.max_num_seqs

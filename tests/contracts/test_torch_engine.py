@@ -51,7 +51,7 @@ def test_long_prompts_in_chunks_equal_whole_ones_and_delay_nobody() -> None:
     long = request_with_prompt("long", 100, seeds=2, length=20)
     short = request_with_prompt("short", 3, seeds=2, length=6)
     engine = engine_of()
-    engine.prefill.tokens_a_step = 16
+    engine.prefill.tokens_per_step = 16
     engine.add(short)
     engine.add(long)
     completions: dict[str, list[Completion]] = {}
@@ -70,7 +70,7 @@ def test_switch_in_the_middle_of_a_prompt_computes_it_anew_unless_drained(
 ) -> None:
     request = request_with_prompt("r", 100, seeds=2, length=10)
     engine = engine_of(interruption=interruption)
-    engine.prefill.tokens_a_step = 40
+    engine.prefill.tokens_per_step = 40
     engine.add(request)
     engine.step()
     engine.load_weights(torch_subject().weights(1), version=1)
@@ -130,7 +130,7 @@ def test_one_sequence_of_the_longest_context_fits_the_smallest_memory() -> None:
 @pytest.mark.parametrize("interruption", ["interrupt", "drain"])
 def test_crowd_in_pages_of_fixed_memory_leaves_every_page_free(interruption: str) -> None:
     engine = engine_of(max_num_seqs=8, kv_cache_tokens=300, interruption=interruption)
-    engine.prefill.tokens_a_step = 48
+    engine.prefill.tokens_per_step = 48
     num_free = engine._pages.num_free
     rng = random.Random(300)
     run_crowd(engine, torch_subject(), rng, longest_prompt=80, longest=40)

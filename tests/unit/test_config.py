@@ -46,7 +46,7 @@ def error_of(table: dict[str, object]) -> str:
         ({"controller": {"max_staleness": -1}}, "controller.max_staleness = -1"),
         ({"controller": {"batch_size": 10, "group_size": 4}}, "group_size (4) must divide"),
         ({"generation": {"top_p": 0.9}}, "importance weights would be biased"),
-        ({"generation": {"top_k": 5}}, "generation.top_k (5): training samples from the whole"),
+        ({"generation": {"top_k": 5}}, "generation.top_k (5): training samples from the full"),
         ({"generation": {"min_new_tokens": 2}}, "set evaluation.min_new_tokens, which"),
         ({"generation": {"stop": {"strings": [""]}}}, "must have no empty string"),
         ({"generation": {"stop": {"token_ids": [-1]}}}, "token_ids ([-1]) must be tokens"),

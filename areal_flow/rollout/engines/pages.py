@@ -1,7 +1,7 @@
-"""Says which sequence holds which pages of a fixed memory, and how much of each has been computed.
+"""Decides which sequence holds which pages of a fixed memory, and counts their computed tokens.
 
-A prompt's whole pages are shared by the members of its group; what follows them is each member's
-own. A page is free again when no sequence holds it. No torch, no threads.
+The members of a group share the full pages of their prompt; what follows is each member's own. A
+page is free again when no sequence holds it. No torch, no threads.
 
 Letters: S slots, W pages of the longest sequence.
 """
@@ -18,11 +18,11 @@ import numpy as np
 from areal_flow.core.errors import EngineError
 
 CACHE_SHARE = 0.5
-"""Of memory, for keys and values: a machine's for those of all generators, a GPU's for its own."""
+"""Share of memory for keys and values: of a machine for all generators, of a GPU for its own."""
 
 
 class PagePool:
-    """Pages `0 .. num_pages - 1` and how many hold each; the lowest free one is taken first."""
+    """Pages `0 .. num_pages - 1` and how many hold each; the lowest free page is taken first."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages))
@@ -57,7 +57,7 @@ class PromptPages:
 
     num_tokens: int
     num_shared: int
-    """Tokens in whole pages."""
+    """Number of tokens in full pages."""
     pages: list[int]
     num_computed: int = 0
 
@@ -67,10 +67,10 @@ class SlotPages:
     """The pages of one sequence: those shared with its group first, then its own."""
 
     prompt: PromptPages | None
-    """None for a sequence that shares nothing."""
+    """None if the sequence shares no pages."""
     num_pages: int
     num_computed: int
-    """Tokens that were prefilled; shared ones count as soon as `prompt` has them."""
+    """Number of prefilled tokens; shared ones count as soon as `prompt` has them."""
 
 
 class PageTables:
@@ -94,7 +94,7 @@ class PageTables:
         return PromptPages(num_tokens, num_shared, self._pool.take(num_pages))
 
     def close_prompt(self, prompt: PromptPages) -> None:
-        """No member will start from this prompt any more; those that share it hold it."""
+        """Release a prompt that no member will start from; running members keep shared pages."""
         self._pool.give_back(prompt.pages)
 
     def start(self, slot: int, prompt: PromptPages) -> bool:
@@ -115,7 +115,7 @@ class PageTables:
         return True
 
     def reach(self, slot: int, position: int) -> bool:
-        """Have a page for a slot's token at this position, the next one; False if none is free."""
+        """Make sure that a slot has a page for its next position; return False if none is free."""
         held = self.slots[slot]
         if position < held.num_pages * self.page_tokens:
             return True
@@ -130,7 +130,7 @@ class PageTables:
         self._pool.give_back(self.tables_SW[slot, : held.num_pages].tolist())
 
     def forget_computed(self, slots: Iterable[int]) -> None:
-        """Count nothing of these slots as computed, nor of the prompts that they share."""
+        """Mark all tokens of these slots, and of the prompts that they share, as not computed."""
         for slot in slots:
             held = self.slots[slot]
             held.num_computed = 0
@@ -142,6 +142,7 @@ class PageTables:
 
 
 def cached_numbers(config: Any) -> int:
+    """Return how many numbers a token's keys and values are, in all layers."""
     num_heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_key_values = getattr(config, "num_key_value_heads", None) or num_heads

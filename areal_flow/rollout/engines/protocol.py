@@ -1,4 +1,4 @@
-"""What every engine promises. `tests/contracts/test_engines.py` holds each implementation to it."""
+"""The contract of every engine, checked by `tests/contracts/test_engines.py`, and its settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from areal_flow.core.types import Completion, EngineStats, GroupRequest
 from areal_flow.policy.weights.channel import WeightsReader
 
 Interruption = Literal["interrupt", "keep", "drain"]
-"""What new weights do to running completions.
+"""What happens to running completions when new weights arrive.
 
-- `interrupt`: their keys and values are computed again with the new weights, and they go on.
-- `keep`: they go on with the keys and values that they have. Each of their later tokens counts as
-  sampled by the oldest version in its cache, so that the bound on staleness holds for everything
-  that a token was computed from; its log-probability is the one of the mixture that it was drawn
-  from.
-- `drain`: they finish on the old weights first.
+- `interrupt`: their keys and values are computed again with the new weights, and they continue.
+- `keep`: they continue with their old keys and values. Each later token counts as sampled by the
+  oldest version in its cache, so that the bound on staleness holds for everything that it was
+  computed from. Its log-probability is that of the mixture that it was drawn from.
+- `drain`: they finish with the old weights first.
 """
 
 
@@ -31,12 +30,12 @@ WHOLE_DISTRIBUTION: dict[str, float] = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-"""What of `Sampling` gives tokens other probabilities than the trainer does, and at which values it
-does not. Only evaluations have settings of these names."""
+"""Fields of `Sampling` that change probabilities, which the trainer does not know, and the values
+at which they do not. Only evaluations have these settings."""
 
 
 class StopSettings(Settings):
-    """What ends a completion beside the model's own end-of-sequence tokens; it is kept and trained.
+    """What ends a completion besides the model's end-of-sequence tokens; it is kept and trained.
 
     Both hold in training and in evaluations.
     """
@@ -57,7 +56,7 @@ class StopSettings(Settings):
 
 
 class VLLMSettings(Settings):
-    """What vLLM alone can do."""
+    """Settings of vLLM only."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs per generator (tensor parallelism)."""
@@ -109,13 +108,13 @@ class GenerationSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _without_truncation(cls, given: Any) -> Any:
-        """Refuse what is for evaluations; recipes of earlier runs name some of it, at no effect."""
+        """Refuse settings of evaluations; recipes of earlier runs may have them at no effect."""
         if not isinstance(given, dict):
             return given
         for name, value in given.items():
             require(
                 name not in WHOLE_DISTRIBUTION or value == WHOLE_DISTRIBUTION[name],
-                f"generation.{name} ({value}): training samples from the whole distribution. "
+                f"generation.{name} ({value}): training samples from the full distribution. "
                 "Behaviour log-probabilities would be those of another one than the trainer's, "
                 "and importance weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9): "
                 f"set evaluation.{name}, which is for held-out answers",
@@ -147,8 +146,8 @@ class GenerationSettings(Settings):
         return self
 
     def num_pages(self, page_tokens: int, *, room: float) -> int:
-        """Return an engine's pages; memory has room for `room`, and one sequence's must fit."""
-        # Its prompt may end in a page of its own.
+        """Return the number of pages of an engine whose memory has `room` for that many."""
+        # One sequence must fit, whose prompt may end in a page of its own.
         longest = -(-self.max_model_len // page_tokens) + 1
         if self.kv_cache_tokens:
             return max(longest, -(-self.kv_cache_tokens // page_tokens))
@@ -169,13 +168,13 @@ class EngineCore(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Forget a group, at once; unknown ids are ignored."""
+        """Drop a group at once; unknown ids are ignored."""
 
     def has_work(self) -> bool:
         """Return whether `step` would do anything."""
 
     def occupancy(self) -> dict[str, float]:
-        """Return what it holds now, by names that monitoring shows; called by another thread."""
+        """Return gauges for monitoring; called by another thread."""
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         """Sample one token for every running completion; return the groups that are complete."""
@@ -185,7 +184,7 @@ class EngineCore(Protocol):
 
 
 class Engine(Protocol):
-    """What a rollout sees. Its worker owns it, and closes it before it is replaced or ends."""
+    """An engine as rollouts use it. Its worker owns it, and closes it before it is replaced."""
 
     @property
     def version(self) -> int:
@@ -193,48 +192,48 @@ class Engine(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether it can serve no more and must be closed and replaced."""
+        """Whether it failed, and must be closed and replaced."""
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        """Return one completion a seed, in the seeds' order; cancelling this frees the slots.
+        """Return one completion per seed, in the order of seeds; cancelling this frees the slots.
 
         Raises:
             EngineError: the request can never fit, or the engine is broken or closed.
         """
 
     async def load_weights(self, version: int, reader: WeightsReader) -> None:
-        """Load `version` where the engine is; return once it samples every new token.
+        """Load `version`, and return once it samples every new token.
 
         Raises:
-            WeightsError: the reader does not have this version; the engine serves on as before.
-            EngineError: the engine broke while it switched, or was closed.
+            WeightsError: the reader does not have this version; the engine continues as before.
+            EngineError: the engine broke during the switch, or was closed.
         """
 
     async def sleep(self) -> None:
-        """Leave a device's memory to others, after the current decode step.
+        """Release the device's memory after the current decode step.
 
-        Requests stay, and go on by `wake`. Until then no weights may be loaded.
+        Requests stay, and continue after `wake`. Until then no weights may be loaded.
 
         Raises:
             EngineError: the engine broke, or was closed.
         """
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights as they were."""
+        """Take the memory again, with the same weights."""
 
     def stats(self) -> EngineStats:
-        """Return totals since the engine was made, also after it was closed."""
+        """Return totals since the engine started, also after it was closed."""
 
     def occupancy(self) -> dict[str, float]:
-        """Return what it holds now: `batch_size`, `queue_length`, `cache_fraction`, if known.
+        """Return gauges: `batch_size`, `queue_length`, and `cache_fraction` if it is known.
 
         `draining` is 1 while loaded weights wait for running completions.
         """
 
     def close(self) -> None:
-        """Free what it holds; requests that still wait get an `EngineError`. Again is fine."""
+        """Free all resources; waiting requests get an `EngineError`. Idempotent."""
 
 
 EngineFactory = Callable[[Path, GenerationSettings, WeightsReader], Awaitable[Engine]]
-"""Starts an engine on this worker that serves the newest version of the reader: the value of a name
-in the registry. The directory has the model's configuration; its weights come from the reader."""
+"""Starts an engine on this worker, which serves the newest version of the reader; the registry has
+one per name. The directory has the model's configuration; weights come from the reader."""

@@ -1,7 +1,6 @@
-"""Which engines there are: their names in recipes, and where each one's factory is.
+"""The engines: their names in recipes, and their factories, imported only when they are used.
 
-The next engine is a file with a factory, a line here, and a subject in the contract suite. Nothing
-of an engine is imported before it is asked for.
+A new engine is a file with a factory, a line here, and a subject in the contract suite.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Draws tokens from logits, and says how probable each was in the distribution it was drawn from.
+"""Draws tokens from logits, with the log-probability of each under the distribution it came from.
 
-What changes the distribution comes in vLLM's order: stop tokens that are too early, repetition
-penalty, temperature, min-p, top-k, top-p.
+Changes of the distribution are made in vLLM's order: suppressed stop tokens, repetition penalty,
+temperature, min-p, top-k, top-p.
 
-A uniform number is a function of (seed, position), so a completion's randomness does not depend on
+Uniform numbers are a function of (seed, position), so a completion's randomness does not depend on
 its slot, its neighbours, a retry or an interruption.
 
 Letters: S sequences, V vocabulary, B blocks of b tokens.
@@ -45,14 +45,14 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Draw one token per row by inverting the cumulative distribution.
 
     Return tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from;
     `uniforms_S` are float64 in [0, 1).
     """
     is_plain = not (sampling.min_p or sampling.top_k) and sampling.top_p == 1
     if logits_SV.dtype == torch.bfloat16 and sampling.temperature > 0 and is_plain:
-        # Half as many passes over the vocabulary, whose float32 sums are finer than such logits.
+        # Half as many passes over the vocabulary; float32 sums are more precise than such logits.
         probabilities_SV = _scaled(logits_SV, sampling.temperature).softmax(dim=1)
         tokens_S = _invert(probabilities_SV, uniforms_S, sums=torch.float32)
         return tokens_S, probabilities_SV.gather(1, tokens_S[:, None]).squeeze(1).log()
@@ -62,9 +62,9 @@ def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[T
 
 
 def _invert(probabilities_SV: Tensor, uniforms_S: Tensor, *, sums: torch.dtype) -> Tensor:
-    """Return the token `[S]` at which each row's cumulative distribution passes its number.
+    """Return the token `[S]` at which each row's cumulative distribution passes its uniform number.
 
-    First the block of tokens, then the token in it: only one block is summed up token by token.
+    The block of tokens is searched first, so that only one block is summed token by token.
     """
     if padding := -probabilities_SV.shape[1] % _BLOCK:
         probabilities_SV = pad(probabilities_SV, (0, padding))
@@ -76,26 +76,26 @@ def _invert(probabilities_SV: Tensor, uniforms_S: Tensor, *, sums: torch.dtype) 
 
 
 def _pass(masses_SB: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where cumulated masses pass a share of their sum, and the share of that mass."""
+    """Return where cumulative masses pass a share of their sum, and the share of that mass."""
     cumulative_SB = masses_SB.cumsum(dim=1)
-    # Strictly below the sum: rounding must not lead to what has no mass.
+    # Strictly below the sum, so that rounding cannot choose a token without mass.
     targets_S1 = (uniforms_S.clamp(max=1 - 2.0**-52) * cumulative_SB[:, -1])[:, None]
-    found_S1 = torch.searchsorted(cumulative_SB, targets_S1, right=True)
-    masses_S1, upto_S1 = masses_SB.gather(1, found_S1), cumulative_SB.gather(1, found_S1)
-    return found_S1[:, 0], (1 - (upto_S1 - targets_S1) / masses_S1)[:, 0].clamp(min=0)
+    index_S1 = torch.searchsorted(cumulative_SB, targets_S1, right=True)
+    mass_S1, end_S1 = masses_SB.gather(1, index_S1), cumulative_SB.gather(1, index_S1)
+    return index_S1[:, 0], (1 - (end_S1 - targets_S1) / mass_S1)[:, 0].clamp(min=0)
 
 
 def adjust_logits(
     logits_SV: Tensor, sampling: Sampling, prompts: Sequence[Tokens], sampled: Sequence[Tokens]
 ) -> Tensor:
-    """Return float32 logits after what depends on the tokens before: early stops and repetitions.
+    """Return float32 logits without early stop tokens, and with repetitions penalized.
 
-    A logit of a token that stands in the prompt or was sampled is divided by the repetition penalty
-    if it is positive, else multiplied (CTRL, arXiv 1909.05858, section 4.1, with all engines'
-    sign).
+    The logit of a token in the prompt or completion is divided by the repetition penalty if it is
+    positive, else multiplied (CTRL, arXiv 1909.05858, section 4.1, with the sign that all engines
+    use).
     """
     logits_SV = logits_SV.float()
-    if early := [n for n, own in enumerate(sampled) if len(own) < sampling.min_new_tokens]:
+    if early := [row for row, own in enumerate(sampled) if len(own) < sampling.min_new_tokens]:
         logits_SV = logits_SV.clone()
         for stop in sampling.stop_token_ids:
             logits_SV[early, stop] = float("-inf")
@@ -113,11 +113,11 @@ def adjust_logits(
 def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """Return float32 log-probabilities after temperature, min-p, top-k and top-p, renormalised.
 
-    At temperature 0 the likeliest token has all probability; of several, the first.
+    At temperature 0 the most likely token, or the first of several, has all probability.
     """
     if sampling.temperature == 0:
-        certain_SV = torch.full_like(logits_SV, float("-inf"), dtype=torch.float32)
-        return certain_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
+        logprobs_SV = torch.full_like(logits_SV, float("-inf"), dtype=torch.float32)
+        return logprobs_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
     logprobs_SV = _scaled(logits_SV, sampling.temperature).log_softmax(dim=1)
     if sampling.min_p > 0:
         largest_S1 = logprobs_SV.amax(dim=1, keepdim=True)

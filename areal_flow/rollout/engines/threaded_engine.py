@@ -1,4 +1,4 @@
-"""Makes an `EngineCore` an `Engine`: one thread decodes, and the event loop only waits.
+"""Makes an `Engine` of an `EngineCore`: one thread decodes, and the event loop only waits.
 
 | who             | waits for             | unblocked by                                 |
 |-----------------|-----------------------|----------------------------------------------|
@@ -35,9 +35,10 @@ def _do_nothing() -> None: ...
 
 
 class ThreadedEngine:
-    """An `Engine` whose core runs in a thread; `end` frees the core's process, if it has one.
+    """An `Engine` whose core runs in a thread.
 
-    `suspend` frees a device's memory between two steps, if the core has any, and `resume` takes it.
+    `end` ends the core's process, if it has one. Between two steps, `suspend` frees a device's
+    memory and `resume` takes it again.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class ThreadedEngine:
         self._loop = asyncio.get_running_loop()
         self._incarnation = uuid.uuid4().hex[:8]
         self._num_tokens = 0
-        self._made_at = perf_counter()
-        self._busy = 0.0, self._made_at
-        """For how long in all, until when: one value, since the thread changes it."""
+        self._started_at = perf_counter()
+        self._busy = 0.0, self._started_at
+        """Busy seconds, and when they were counted: one tuple, since the thread replaces it."""
         self._stall_s = 0.0
         self._broken: BaseException | None = None
         self._closing = False
@@ -127,7 +128,7 @@ class ThreadedEngine:
 
     def stats(self) -> EngineStats:
         busy_s, until = self._busy
-        elapsed_s = until - self._made_at
+        elapsed_s = until - self._started_at
         return EngineStats(self._incarnation, self._num_tokens, busy_s, self._stall_s, elapsed_s)
 
     def occupancy(self) -> dict[str, float]:
@@ -142,13 +143,13 @@ class ThreadedEngine:
 
     def _promise(self) -> asyncio.Future[Any]:
         if self._broken or self._closing:
-            raise self._down()
+            raise self._error()
         future = self._loop.create_future()
         self._outstanding.add(future)
         future.add_done_callback(self._outstanding.discard)
         return future
 
-    def _down(self) -> EngineError:
+    def _error(self) -> EngineError:
         return EngineError(f"the engine is down: {self._broken or 'it was closed'}")
 
     def _cancel(self, request_id: str) -> None:
@@ -156,14 +157,14 @@ class ThreadedEngine:
         self._core.cancel(request_id)
 
     def _run(self) -> None:
-        # Each torch call gives the GIL away; the default of 5 ms to get it back would be the decode
-        # step's whole cost whenever the event loop is busy.
+        # Each torch call releases the GIL. Waiting 5 ms (the default) to get it back, while the
+        # event loop is busy, would cost as much as the decode step.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while not self._closing:
                 if not self._has_work():
                     self._commands.get()()
-                version, began = self._core.version, perf_counter()
+                version, start = self._core.version, perf_counter()
                 while not self._commands.empty():
                     self._commands.get()()
                 if self._has_work():
@@ -171,27 +172,23 @@ class ThreadedEngine:
                         self._num_tokens += sum(len(c.tokens) for c in completions)
                         self._resolve(self._waiting.pop(request_id), completions)
                 until = perf_counter()
-                seconds = until - began
+                seconds = until - start
                 self._busy = self._busy[0] + seconds, until
                 if self._core.version != version:
                     self._stall_s += seconds
-                self._acknowledge_loads()
+                for served in [load for load in self._loads if load[0] <= self._core.version]:
+                    self._loads.remove(served)
+                    self._resolve(served[1], None)
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            # Its frames hold this engine, and so the device's memory that its successor needs.
+            # The traceback would keep the engine, and the device memory that its successor needs.
             self._broken = error.with_traceback(None)
         self._loop.call_soon_threadsafe(self._fail_outstanding)
-
-    def _acknowledge_loads(self) -> None:
-        served = [future for version, future in self._loads if version <= self._core.version]
-        self._loads = [(v, future) for v, future in self._loads if v > self._core.version]
-        for future in served:
-            self._resolve(future, None)
 
     def _fail_outstanding(self) -> None:
         for future in list(self._outstanding):
             if not future.done():
-                future.set_exception(self._down())
+                future.set_exception(self._error())
 
     def _resolve(
         self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None

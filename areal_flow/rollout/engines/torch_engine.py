@@ -50,10 +50,10 @@ from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENS_A_STEP = 8192
+PREFILL_TOKENS_PER_STEP = 8192
 """Maximum number of tokens that are prefilled before the next decode step."""
 
-CPU_TOKENS_A_PASS = 2048
+CPU_TOKENS_PER_PASS = 2048
 """Larger passes on a CPU are a fifth slower, since activations do not fit into its caches."""
 
 PlannedChunk = tuple[Chunk, PromptPages | SlotPages]
@@ -71,16 +71,16 @@ class PrefillPlan:
         running: Mapping[int, SampledSequence],
         pages: PageTables,
         *,
-        tokens_a_pass: float,
-        alone: bool,
+        tokens_per_pass: float,
+        batch_invariant: bool,
     ) -> None:
-        self.tokens_a_step = TOKENS_A_STEP
+        self.tokens_per_step = PREFILL_TOKENS_PER_STEP
         self.pending_prefill: dict[int, None] = {}
         """Slots whose prompt or prefix is not computed yet, in their order."""
         self._running = running
         self._pages = pages
-        self._tokens_a_pass = tokens_a_pass
-        self._alone = alone
+        self._tokens_per_pass = tokens_per_pass
+        self._batch_invariant = batch_invariant
 
     def passes(self) -> Iterator[list[PlannedChunk]]:
         """Yield the chunks of each pass; they count as computed from then on."""
@@ -88,7 +88,7 @@ class PrefillPlan:
         num_tokens = 0
         for planned in self._chunks():
             num_tokens += len(planned[0].tokens)
-            if batch and (self._alone or num_tokens > self._tokens_a_pass):
+            if batch and (self._batch_invariant or num_tokens > self._tokens_per_pass):
                 yield batch
                 batch, num_tokens = [], len(planned[0].tokens)
             batch.append(planned)
@@ -97,7 +97,7 @@ class PrefillPlan:
 
     def _chunks(self) -> Iterator[PlannedChunk]:
         """Yield chunks within a step's budget, of prompts before those of single members."""
-        budget = self.tokens_a_step
+        budget = self.tokens_per_step
         for slot in list(self.pending_prefill):
             member = self._running[slot]
             for part, pages, required, peers in self._parts(slot, member):
@@ -106,7 +106,7 @@ class PrefillPlan:
                     tokens = member.prefix(part.num_computed, end)
                     copies = [self._pages.tables_SW[peer] for peer in peers]
                     yield Chunk(tokens, part.num_computed, pages, copies), part
-                    budget -= 0 if self._alone else len(tokens)
+                    budget -= 0 if self._batch_invariant else len(tokens)
                     part.num_computed = end
                     for peer in peers:
                         self._pages.slots[peer].num_computed = end
@@ -125,7 +125,7 @@ class PrefillPlan:
             prompt = held.prompt
             required = prompt.num_shared if member.tokens else prompt.num_tokens
             yield prompt, np.array(prompt.pages), required, ()
-            if held.num_computed < prompt.num_tokens and not self._alone:
+            if held.num_computed < prompt.num_tokens and not self._batch_invariant:
                 slots = self._pages.slots
                 peers = [
                     peer
@@ -151,7 +151,7 @@ class TorchEngine:
         self.policy = policy
         self.settings = settings
         self.version = version
-        self._alone = settings.batch_invariant
+        self._batch_invariant = settings.batch_invariant
         page_tokens = page_tokens_for(settings.max_model_len)
         num_pages = settings.num_pages(page_tokens, room=_room(policy, page_tokens))
         self._idle_page = num_pages
@@ -165,8 +165,8 @@ class TorchEngine:
         self.prefill = PrefillPlan(
             self._scheduler.running,
             self._pages,
-            tokens_a_pass=CPU_TOKENS_A_PASS if policy.device.type == "cpu" else math.inf,
-            alone=self._alone,
+            tokens_per_pass=CPU_TOKENS_PER_PASS if policy.device.type == "cpu" else math.inf,
+            batch_invariant=self._batch_invariant,
         )
         self._prompts: dict[str, PromptPages] = {}
         """By request, while members have not started."""
@@ -227,28 +227,28 @@ class TorchEngine:
 
     def _place(self, slot: int, member: SampledSequence) -> bool:
         """Take pages for a member that is to get this slot; return whether there are enough."""
+        request = member.request
         if member.tokens:
             num_tokens = member.num_cached + 1
             has_pages = self._pages.resume(slot, num_tokens) or (
                 self._close_idle_prompts() and self._pages.resume(slot, num_tokens)
             )
+        elif self._pending:
+            return False
         else:
-            has_pages = self._pending is None and self._place_new(slot, member.request)
+            if not (prompt := self._prompts.get(request.request_id)):
+                num_tokens = len(request.prompt_tokens)
+                prompt = self._pages.open_prompt(num_tokens)
+                if prompt is None and self._close_idle_prompts():
+                    prompt = self._pages.open_prompt(num_tokens)
+                if prompt is None:
+                    return False
+                self._prompts[request.request_id] = prompt
+            has_pages = self._pages.start(slot, prompt)
         if has_pages:
             self._oldest_versions[slot] = self.version
             self.prefill.pending_prefill[slot] = None
         return has_pages
-
-    def _place_new(self, slot: int, request: GroupRequest) -> bool:
-        if request.request_id not in self._prompts:
-            num_tokens = len(request.prompt_tokens)
-            prompt = self._pages.open_prompt(num_tokens)
-            if prompt is None and self._close_idle_prompts():
-                prompt = self._pages.open_prompt(num_tokens)
-            if prompt is None:
-                return False
-            self._prompts[request.request_id] = prompt
-        return self._pages.start(slot, self._prompts[request.request_id])
 
     def _prefill(self) -> None:
         for planned in self.prefill.passes():
@@ -274,24 +274,18 @@ class TorchEngine:
                     starting.setdefault(prompt, []).append(slot)
         if not starting:
             return False
-        slots = [slot for members in starting.values() for slot in members]
-        self._copy_last_pages(starting)
-        logits = [
-            self._prompt_logits[p].expand(len(members), -1) for p, members in starting.items()
-        ]
-        self._sample(torch.cat(logits), slots)
+        for prompt, slots in starting.items():
+            if num_tokens := prompt.num_tokens - prompt.num_shared:
+                # Each member needs its own copy of the page in which the prompt ends.
+                targets = self._pages.tables_SW[slots, len(prompt.pages) - 1]
+                self._cache.copy_page(prompt.pages[-1], targets.tolist(), num_tokens)
+        logits = [self._prompt_logits[p].expand(len(slots), -1) for p, slots in starting.items()]
+        self._sample(torch.cat(logits), [slot for slots in starting.values() for slot in slots])
         for first, *_ in starting.values():
             request_id = self._scheduler.running[first].request.request_id
             if not self._scheduler.still_waiting(request_id):
                 self._close_prompt(request_id)
         return True
-
-    def _copy_last_pages(self, starting: Mapping[PromptPages, list[int]]) -> None:
-        """Give each member its own copy of the page in which its prompt ends."""
-        for prompt, slots in starting.items():
-            if num_tokens := prompt.num_tokens - prompt.num_shared:
-                targets = self._pages.tables_SW[slots, len(prompt.pages) - 1]
-                self._cache.copy_page(prompt.pages[-1], targets.tolist(), num_tokens)
 
     def _close_prompt(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)
@@ -314,27 +308,29 @@ class TorchEngine:
         for slot in ready:
             while slot in running and not self._pages.reach(slot, running[slot].num_cached):
                 if not self._close_idle_prompts():
-                    self._preempt_last()
+                    newest = list(running)[-1]
+                    self._scheduler.preempt(newest)
+                    self._release(newest)
         return sorted(slot for slot in ready if slot in running)
-
-    def _preempt_last(self) -> None:
-        slot = list(self._scheduler.running)[-1]
-        self._scheduler.preempt(slot)
-        self._release(slot)
 
     def _decode(self, slots: list[int]) -> None:
         running = self._scheduler.running
-        num_rows = self.settings.max_num_seqs if self._alone else len(slots)
+        num_rows = self.settings.max_num_seqs if self._batch_invariant else len(slots)
         tokens_S, positions_S = np.zeros((2, num_rows), np.int64)
         tables_SW = np.full((num_rows, self._pages.tables_SW.shape[1]), self._idle_page)
-        rows = slots if self._alone else range(num_rows)
+        rows = slots if self._batch_invariant else range(num_rows)
         for row, slot in zip(rows, slots, strict=True):
             tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
         tables_SW[rows] = self._pages.tables_SW[slots]
         logits_SV = decode(
-            self.policy, self._cache, tokens_S, positions_S, tables_SW, share_pages=not self._alone
+            self.policy,
+            self._cache,
+            tokens_S,
+            positions_S,
+            tables_SW,
+            share_pages=not self._batch_invariant,
         )
-        self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
+        self._sample(logits_SV[slots] if self._batch_invariant else logits_SV, slots)
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         members = [self._scheduler.running[slot] for slot in slots]

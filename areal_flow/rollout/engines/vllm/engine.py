@@ -1,8 +1,8 @@
-"""vLLM's engine, driven as any `EngineCore`: one `LLMEngine.step` a decode step.
+"""vLLM as an `EngineCore`: one `LLMEngine.step` per decode step.
 
-It decides which completions vLLM runs (so that `drain` can hold the others back), and what new
-weights do to them; the rest is vLLM's. A prompt's prefix is shared only by completions that start
-on one policy version: the version salts vLLM's prefix cache.
+Completions that vLLM runs are chosen here, so that `drain` can hold the others back, and so is what
+new weights do to them. Completions share a prompt's prefix only if they start with the same policy
+version, which salts vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from areal_flow.rollout.engines.vllm.support import require_vllm_serves
 from areal_flow.rollout.engines.vllm.weights import ServedTensors, check_logprobs
 
 # isort: split
-# Only now: `core` has set what vLLM reads when it is imported.
+# After `core`, which sets environment variables that vLLM reads when it is imported.
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
 SLEEP_LEVEL = 1
-"""vLLM keeps the weights in main memory: at 2 they are gone, also where no new ones come, as after
-a trainer that was lost."""
+"""vLLM keeps the weights in main memory. At level 2 they would be lost if no new ones came, as
+after the loss of a trainer."""
 
 
 class VLLMEngine:
@@ -66,9 +66,9 @@ class VLLMEngine:
 
     def cancel(self, request_id: str) -> None:
         running = self._scheduler.running.items()
-        names = [str(slot) for slot, each in running if each.request.request_id == request_id]
+        slots = [str(slot) for slot, each in running if each.request.request_id == request_id]
         self._scheduler.cancel(request_id)
-        self._llm.abort_request(names)
+        self._llm.abort_request(slots)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work() or self._pending is not None
@@ -85,10 +85,13 @@ class VLLMEngine:
         if not running:
             return []
         for output in self._llm.step():
-            member = running[int(output.request_id)]
-            self._take_tokens(output.outputs[0], member)
+            member, completion = running[int(output.request_id)], output.outputs[0]
+            for token in completion.token_ids[len(member.tokens) :]:
+                if member.request.on_token:
+                    member.request.on_token(member.index, token)
+                member.tokens.append(token)
             if output.finished:
-                self._end(output.outputs[0], member)
+                self._end(completion, member)
         return self._scheduler.finish()
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
@@ -97,7 +100,7 @@ class VLLMEngine:
             self._switch_weights()
 
     def suspend(self) -> None:
-        """Leave the GPU: weights go to main memory, keys and values are computed again later."""
+        """Free the GPU: weights go to main memory, keys and values are computed again later."""
         self._core.call("sleep", SLEEP_LEVEL, "keep")  # running requests stay
 
     def resume(self) -> None:
@@ -113,11 +116,11 @@ class VLLMEngine:
         parameters = _parameters(request.sampling, request.seeds[member.index])
         if request.on_token:
             parameters.output_kind = RequestOutputKind.CUMULATIVE
-        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes names unique itself
+        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes the id unique
         return True
 
     def _switch_weights(self) -> None:
-        """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
+        """Load between two steps; an error here must end this engine, see `ThreadedEngine`."""
         assert self._pending is not None
         weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
@@ -134,14 +137,8 @@ class VLLMEngine:
     def _call_workers(self, method: str, *arguments: Any) -> None:
         self._core.call("collective_rpc", method, None, arguments)
 
-    def _take_tokens(self, output: CompletionOutput, member: SampledSequence) -> None:
-        for token in output.token_ids[len(member.tokens) :]:
-            if member.request.on_token:
-                member.request.on_token(member.index, token)
-            member.tokens.append(token)
-
     def _end(self, output: CompletionOutput, member: SampledSequence) -> None:
-        is_certain = member.distribution.temperature == 0  # then vLLM's are those of temperature 1
+        is_certain = member.distribution.temperature == 0  # vLLM's would be those of temperature 1
         logprobs = [0.0] * len(member.tokens) if is_certain else output.logprobs.logprobs
         member.logprobs = array("f", logprobs)
         if self.settings.interruption == "keep":
@@ -163,7 +160,7 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
         min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens are all there are
+        ignore_eos=True,  # `stop_token_ids` has all of them
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         stop=list(sampling.stop_strings),
@@ -195,7 +192,7 @@ async def start_vllm_engine(
 def _make_core(
     model: Path, settings: GenerationSettings, make_core: Callable[[VllmConfig], VLLMCore]
 ) -> VLLMCore:
-    gc.collect()  # a broken predecessor's memory
+    gc.collect()  # frees the memory of a broken predecessor
     core = make_core(engine_config(model, settings))
     if settings.stop.strings:
         find_stop_strings(core.llm, model)

@@ -1,8 +1,7 @@
-"""Ends a process that Python's `multiprocessing` started with the one that started it.
+"""Ends a process that Python's `multiprocessing` started when its parent ends.
 
-By the pipe that `multiprocessing` gives a child for that: the kernel closes it however the parent
-ends. Its signal for the same (`PR_SET_PDEATHSIG`) comes when the thread ends that started the
-child, which may be long before.
+It waits on the pipe that `multiprocessing` gives each child, which the kernel closes however the
+parent ends. `PR_SET_PDEATHSIG` would signal when the starting thread ends, possibly much earlier.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from multiprocessing import current_process, parent_process
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent ends, at once if it has ended.
+    """Kill this process when its parent ends, or now if it has ended.
 
-    A process that `multiprocessing` did not start is left alone.
+    This does nothing in a process that `multiprocessing` did not start.
     """
-    # A child that unpickles, and so imports, what it will run does not know its parent yet.
+    # While a child unpickles, and so imports, its target, it does not know its parent yet.
     is_unpickling = getattr(current_process(), "_inheriting", False)
     if is_unpickling or parent_process() is not None:
         threading.Thread(target=_wait_for_end, daemon=True).start()

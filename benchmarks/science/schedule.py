@@ -4,8 +4,9 @@ In virtual time, with the project's own controller and both schedules: batches o
 8, completions of 8,000 tokens in the mean with a heavy tail. Both have the same GPUs and lengths.
 In async three of four GPUs generate and staleness is at most 8; in sync all generate, and then all
 train. Completions are cut at 65,536 tokens, and one that long takes 330 s alone: sync waits for the
-longest of each batch, however many GPUs there are. With the paper's cut, 27,648, `scaling` finds
-2.4 to 5.3, and on two real cores `schedule` and `tails` find 1.1 and 1.8 (`docs/benchmarks.md`).
+longest of each batch, however many GPUs there are. With completions cut at 31,744 tokens,
+`scaling` finds 2.4 to 5.3, and on two real cores `schedule` and `tails` find 1.1 and 1.8
+(`docs/benchmarks.md`).
 What staleness does to the reward after equally many samples is the page on staleness.
 """
 

@@ -116,7 +116,7 @@ class ScriptedServices(FakeServices):
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         self.tool_calls += [(path, arguments) for arguments in calls]
-        return [self.failure or shown_result(*arguments) for arguments in calls]
+        return [self.failure or tool_result(*arguments) for arguments in calls]
 
     def encode(self, text: str) -> Tokens:
         self.shown.append(text)

@@ -45,9 +45,9 @@ from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup, connect_r
 from areal_flow.training.sequences import pack_sequences
 from areal_flow.training.settings import (
     AdamWSettings,
+    SftObjectiveName,
     SftSettings,
     StepSettings,
-    SupervisedObjective,
     TrainerSettings,
 )
 from areal_flow.training.sft import SftTrainer
@@ -258,7 +258,7 @@ def gone(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str,
 
 
 def fine_tuned(
-    objective: SupervisedObjective, replicas: ReplicaGroup | None, directory: Path
+    objective: SftObjectiveName, replicas: ReplicaGroup | None, directory: Path
 ) -> dict[str, Any]:
     """Take four steps, twice from the checkpoint of the second one; return what was found."""
     layout, fingerprints = RunLayout(directory / f"{objective}-{replicas is None}"), {}
@@ -289,7 +289,7 @@ def fine_tuned(
     return {**fingerprints, "metrics": trainer.metrics}
 
 
-def supervised_model(objective: SupervisedObjective, directory: Path) -> Any:
+def supervised_model(objective: SftObjectiveName, directory: Path) -> Any:
     if not OBJECTIVES[objective].makes_reward_model:
         return small_policy(), None
     scores = directory / "scores"
@@ -416,7 +416,7 @@ def moved_by_muon(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> 
 
 MUON = TrainerSettings(optimizer="muon", adamw=AdamWSettings(weight_decay=0.1))
 
-SUPERVISED: tuple[SupervisedObjective, ...] = ("cross_entropy", "dpo", "reward_model")
+SUPERVISED: tuple[SftObjectiveName, ...] = ("cross_entropy", "dpo", "reward_model")
 
 CASES: dict[str, Callable[[ConnectedRanks, int, Path], dict[str, Any]]] = {
     "gone": gone,

@@ -31,7 +31,13 @@ from areal_flow.training.ranked_model import RankedModel, TrainedModel
 from areal_flow.training.replicas import ReplicaGroup, context_ranks
 from areal_flow.training.sequences import MicroBatch
 from areal_flow.training.settings import RankSettings, TrainerSettings
-from areal_flow.training.tensor_rows import Rows, TensorRows, copied_rows, full_tensor, own_rows
+from areal_flow.training.tensor_rows import (
+    TensorReaders,
+    TensorRows,
+    copied_rows,
+    full_tensor,
+    own_rows,
+)
 
 SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
 """This process's rows of the weights, and of the optimizer."""
@@ -66,7 +72,7 @@ class TrainerBackend:
     def add_critic(self, algorithm: ActorCriticPPO) -> None:
         self.critic = Critic(self.policy, self.settings, algorithm, self.replicas)
 
-    def hold_reference(self, policy: Any, weights: Rows | None = None) -> None:
+    def hold_reference(self, policy: Any, weights: TensorReaders | None = None) -> None:
         """Keep a policy, of any architecture with the same tokens, as the reference."""
         self.reference = RankedModel(policy.requires_grad_(False), self.settings, self.replicas)
         if weights is not None:
@@ -123,7 +129,7 @@ class TrainerBackend:
         """Return the hash of the master weights."""
         return hash_tensors(self._gathered())
 
-    def weights(self) -> Rows:
+    def weights(self) -> TensorReaders:
         """Return this process's rows of the weights, which the next update changes."""
         return own_rows(self.trained.tensors())
 
@@ -134,13 +140,13 @@ class TrainerBackend:
             optimizer |= self.critic.named_state()
         return copied_rows(self.trained.tensors()), copied_rows(optimizer)
 
-    def load_weights(self, weights: Rows) -> None:
+    def load_weights(self, weights: TensorReaders) -> None:
         """Begin with weights, and with a critic of their layers."""
         self.trained.load(weights)
         if self.critic:
             self.critic.load({})
 
-    def load(self, weights: Rows, optimizer: Rows) -> None:
+    def load(self, weights: TensorReaders, optimizer: TensorReaders) -> None:
         """Continue from what `save` returned on all ranks, however many there were."""
         self.load_weights(weights)
         own = {n: optimizer[n] for n in optimizer if n != RNG_STATE and not n.startswith(PREFIX)}

@@ -39,7 +39,7 @@ from areal_flow.policy.models.hashing import hash_files
 from areal_flow.policy.models.lora import split_adapter
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.tensor_rows import Rows, TensorRows, rows_in_files, write_rows
+from areal_flow.training.tensor_rows import TensorReaders, TensorRows, rows_in_files, write_rows
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -155,11 +155,11 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
     return read_checkpoint_state(path)
 
 
-def read_weights(path: Path) -> Rows:
+def read_weights(path: Path) -> TensorReaders:
     return _read(path, "weights")
 
 
-def _read(path: Path, kind: Literal["weights", "optimizer"]) -> Rows:
+def _read(path: Path, kind: Literal["weights", "optimizer"]) -> TensorReaders:
     try:
         files = weight_files(path) if kind == "weights" else [path / OPTIMIZER_FILE]
         expected = getattr(read_checkpoint_state(path), f"{kind}_hash")

@@ -32,7 +32,7 @@ from areal_flow.training.ranked_model import Minibatch, TrainedModel
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import MicroBatch, TrainingSequence
 from areal_flow.training.settings import StepSettings, TrainerSettings
-from areal_flow.training.tensor_rows import Rows, local_rows, strip_prefix
+from areal_flow.training.tensor_rows import TensorReaders, local_rows, strip_prefix
 
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""
@@ -131,7 +131,7 @@ class Critic:
             f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()
         }
 
-    def load(self, saved: Rows) -> None:
+    def load(self, saved: TensorReaders) -> None:
         """Continue from what `named_state` returned; without it, from the policy's layers."""
         weights = strip_prefix(WEIGHTS, saved)
         if not weights:

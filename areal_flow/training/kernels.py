@@ -1,12 +1,28 @@
-"""Which kernels compute a trainer's passes: compiled layers, TF32, deterministic algorithms."""
+"""How a trainer computes: precision, deterministic kernels, and what its layers run and keep.
+
+Layers may be compiled. For the backward pass they keep all activations, a part, or only their
+input. `selective` keeps what products and attention returned, and computes norms, rotations and
+activation functions again. Compiled layers do so by themselves: torch's compiler recomputes what
+costs less than to read it.
+"""
 
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from areal_flow.policy.models.attention import ATTENTION_NAME, attend_by_layout
 from areal_flow.policy.models.huggingface import AttentionInterface
@@ -17,16 +33,31 @@ BACKEND = "inductor"
 """Of torch.compile."""
 
 RESERVED_BYTES = 2**30
-"""What a process takes of a GPU beside tensors: CUDA's context, buffers of NCCL, workspaces."""
+"""GPU memory of a process beside tensors: CUDA's context, buffers of NCCL, workspaces."""
 
 DEVICE_ERRORS = ("CUDA error", "CUDA out of memory", "cuDNN error", "Triton Error [CUDA]")
-"""What messages of libraries on a GPU contain, which raise a plain `RuntimeError`."""
+"""In messages of GPU libraries that raise a plain `RuntimeError`."""
+
+KEPT = frozenset(
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten._grouped_mm.default",
+        "mkldnn._linear_pointwise.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._flash_attention_forward.default",
+        "torch_attn._varlen_attn.default",
+    }
+)
+"""Products and attention, as torch's operators are called. FlexAttention is compiled, and computed
+again."""
 
 
 def set_precision(settings: TrainerSettings) -> None:
-    """Set what decides, for the whole process, how products and sums are computed.
+    """Set, for the whole process, how products and sums are computed.
 
-    Numbers of a step must follow from its recipe, so what was set before is undone.
+    A step depends on its recipe alone, so earlier settings are undone.
     """
     torch.backends.cuda.matmul.allow_tf32 = settings.dtype == "tf32"
     deterministic = settings.kernels == "deterministic"
@@ -39,13 +70,13 @@ def set_precision(settings: TrainerSettings) -> None:
 
 
 def bound_memory(share: float) -> None:
-    """Have this process run out of memory at its share of a GPU's, `RESERVED_BYTES` included."""
+    """Limit this process to its share of a GPU's memory, `RESERVED_BYTES` included."""
     total = torch.cuda.get_device_properties("cuda").total_memory
     torch.cuda.set_per_process_memory_fraction(max(0.0, share - RESERVED_BYTES / total))
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether a GPU failed, after which CUDA refuses a process all work, or is full."""
+    """Return whether a GPU is full, or failed: CUDA then refuses this process all work."""
     if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
         return True
     return any(message in str(error) for message in DEVICE_ERRORS)
@@ -55,17 +86,99 @@ def compiles_layers(settings: TrainerSettings) -> bool:
     return settings.kernels == "compiled" and torch.device(settings.device).type == "cuda"
 
 
-def compile_layers(model: Any) -> None:
-    """Have torch's compiler fuse what each layer computes around its attention.
+def prepare_layers(model: Any, settings: TrainerSettings) -> None:
+    """Compile each layer's forward, and have it keep what `trainer.activations` says.
 
     All layers share what is compiled, for rows of any length. Attention is left out: it has
-    kernels of its own, and its layout is another object for each row.
+    kernels of its own, and its layout is another object for each row. Activations are chosen
+    without transformers' own switch, which asks for training mode.
     """
-    AttentionInterface.register(ATTENTION_NAME, _uncompiled_attention())
+    compiled, copies = compiles_layers(settings), WeakValueDictionary[Any, MainMemoryCopy]()
+    if compiled:
+        AttentionInterface.register(ATTENTION_NAME, _uncompiled_attention())
     for layer in layers_of(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+        if settings.activations == "recompute":
+            layer.forward = partial(_recomputed, layer.forward, noop_context_fn)
+        elif settings.activations == "selective" and not compiled:
+            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            layer.forward = partial(_recomputed, layer.forward, contexts)
+        elif settings.activations == "offload":
+            layer.forward = partial(_offloaded, layer, layer.forward, copies)
 
 
 @cache
 def _uncompiled_attention() -> Any:
     return torch.compiler.disable(attend_by_layout)  # type: ignore[no-untyped-call]
+
+
+class MainMemoryCopy:
+    """A tensor in main memory; on a GPU nobody waits for the copies.
+
+    Looked up in this module at each call, so that the memory planner can replace it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._restored: Callable[[], Tensor | None] = lambda: None
+
+    def restored(self) -> Tensor:
+        """Return the tensor on its device: the same one for as long as somebody has it."""
+        tensor = self._restored()
+        if tensor is None:
+            tensor = self._copy.to(self._device, non_blocking=True, copy=True)
+            self._restored = ref(tensor)
+        return tensor
+
+
+def _offloaded(
+    layer: Any,
+    forward: Callable[..., Any],
+    copies: WeakValueDictionary[Any, MainMemoryCopy],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a layer; what it keeps goes to main memory, each tensor once, but for its weights.
+
+    Args:
+        copies: of all layers, which have some tensors in common.
+    """
+    weights = {*map(_storage, layer.parameters())}
+
+    def pack(tensor: Tensor) -> Tensor | MainMemoryCopy:
+        storage = _storage(tensor)
+        if storage in weights:
+            return tensor
+        view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = (storage, tensor._version, *view)
+        copy = copies.get(key)
+        if copy is None:
+            copy = copies[key] = MainMemoryCopy(tensor)
+        return copy
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        return forward(*args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> Any:
+    """Return what no later tensor's memory is equal to, as its address may be."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _unpacked(kept: Tensor | MainMemoryCopy) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.restored()
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():  # where selected results would be kept for nothing
+        return forward(*args, **kwargs)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = str(operator) in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,16 +23,15 @@ from areal_flow.core.types import StepRequest
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import RankSettings
-from areal_flow.training.step import learning_rate
 
 PERCENTILES = (10, 50, 90)
 
-Rows = Sequence[Mapping[str, Any]]
+TrajectoryRows = Sequence[Mapping[str, Any]]
 
 
 def step_metrics(
     request: StepRequest,
-    rows: Rows,
+    rows: TrajectoryRows,
     sequences: Sequence[TrainingSequence],
     numbers: UpdateNumbers,
     *,
@@ -51,7 +50,7 @@ def step_metrics(
     return StepMetrics(
         loss=_mean(numbers.losses),
         grad_norm=_mean(numbers.grad_norms),
-        learning_rate=learning_rate(settings.trainer, request.step),
+        learning_rate=settings.trainer.learning_rate_at(request.step),
         reward_mean=_mean([sequence.reward for sequence in sequences]),
         completion_tokens_mean=num_tokens / len(sequences),
         num_trained_tokens=num_trained,
@@ -72,7 +71,7 @@ def step_metrics(
     )
 
 
-def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
+def batch_metrics(rows: TrajectoryRows, *, pass_threshold: float) -> dict[str, float]:
     """Return metrics, by the names that sinks show, of trajectories' rows with rewards."""
     rewards = [row["reward"] for row in rows]
     groups = _split(rows, "submission_index", rewards).values()
@@ -95,7 +94,7 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
     }
 
 
-def _part_means(rows: Rows) -> dict[str, float]:
+def _part_means(rows: TrajectoryRows) -> dict[str, float]:
     parts: dict[str, list[float]] = defaultdict(list)
     for part in chain.from_iterable(row["reward_parts"] for row in rows):
         parts[part["name"]] += [] if part["reward"] is None else [part["reward"]]
@@ -118,7 +117,7 @@ def labels(verifiers: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _split(rows: Rows, column: str, values: Sequence[float]) -> dict[Any, list[float]]:
+def _split(rows: TrajectoryRows, column: str, values: Sequence[float]) -> dict[Any, list[float]]:
     parts: dict[Any, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
         parts[row[column]].append(value)
@@ -135,7 +134,9 @@ def masked_fraction_by_decile(masks: Sequence[NDArray[np.bool_]]) -> tuple[float
     return tuple(((total - trained) / np.maximum(total, 1)).tolist())
 
 
-def masked_fractions(rows: Rows, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+def masked_fractions(
+    rows: TrajectoryRows, sequences: Sequence[TrainingSequence]
+) -> dict[str, float]:
     """Return which share of the completions' tokens is the environment's, and which too old."""
     num_tokens = max(1, sum(len(s.trained) for s in sequences))
     num_chosen = sum(int(np.count_nonzero(row["loss_mask"])) for row in rows)

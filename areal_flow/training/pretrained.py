@@ -20,7 +20,7 @@ from areal_flow.policy.models.huggingface import conversion_mapping
 from areal_flow.policy.models.huggingface import core_model_loading as loading
 from areal_flow.policy.models.policy import empty_policy, load_policy, policy_tensors
 from areal_flow.policy.models.reward_model import SCORE, drawn_scores, reward_model_of
-from areal_flow.training.tensor_rows import ReadRows, Rows, rows_in_files, whole_rows
+from areal_flow.training.tensor_rows import RowReader, TensorReaders, rows_in_files, whole_rows
 
 INDEX_FILE = f"{MODEL_FILE}.index.json"
 """Where a model directory has several files: which of them has which tensor."""
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 def first_model(
     directory: Path, *, seed: int, device: str, reward_model: Path | None = None
-) -> tuple[Any, Rows | None]:
+) -> tuple[Any, TensorReaders | None]:
     """Return a directory's policy, or a reward model with its layers; what is not there is drawn.
 
     The weights of a policy that has any come apart from it.
@@ -52,7 +52,7 @@ def first_model(
     return model, _rows(directory, model, whole_rows(drawn))
 
 
-def pretrained_policy(directory: Path) -> tuple[Any, Rows]:
+def pretrained_policy(directory: Path) -> tuple[Any, TensorReaders]:
     """Return a directory's policy without weights, and those."""
     policy = shapes_of(directory)
     return policy, _rows(directory, policy, {})
@@ -63,7 +63,7 @@ def shapes_of(directory: Path) -> Any:
     return empty_policy(directory, device="meta")
 
 
-def _rows(directory: Path, model: Any, drawn: Rows) -> Rows:
+def _rows(directory: Path, model: Any, drawn: TensorReaders) -> TensorReaders:
     """Return the rows of a model's tensors; those of `drawn` may be missing."""
     try:
         stored = rows_in_files(*_files(directory))
@@ -83,7 +83,7 @@ def _rows(directory: Path, model: Any, drawn: Rows) -> Rows:
     return whole_rows(policy_tensors(load_policy(directory)))
 
 
-def renamed_rows(stored: Rows, model: Any) -> Rows:
+def renamed_rows(stored: TensorReaders, model: Any) -> TensorReaders:
     """Return a model's tensors from files that name them in another way, or have parts of them.
 
     Tensors that are one of several in a file's tensor are left out.
@@ -98,7 +98,7 @@ def renamed_rows(stored: Rows, model: Any) -> Rows:
             key, renamings, converters, model.base_model_prefix, shapes
         )
         parts.setdefault(name, {}).setdefault(pattern, []).append(key)
-    renamed: dict[str, ReadRows] = {}
+    renamed: dict[str, RowReader] = {}
     for name, by_pattern in parts.items():
         converter = of_pattern.get(next(iter(by_pattern)) or "")
         if converter is None:
@@ -112,7 +112,7 @@ def renamed_rows(stored: Rows, model: Any) -> Rows:
 
 
 def _fused(
-    stored: Rows,
+    stored: TensorReaders,
     converter: Any,
     keys: Mapping[str, Sequence[str]],
     name: str,

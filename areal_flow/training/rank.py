@@ -43,7 +43,7 @@ from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.training.settings import RankSettings, StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.tensor_rows import Rows, whole_rows
+from areal_flow.training.tensor_rows import TensorReaders, whole_rows
 
 
 @dataclass
@@ -202,7 +202,7 @@ class TrainerRank:
         other._hashes, other._step = self._hashes, self._step
         return other
 
-    def _hold_reference(self, first_weights: Callable[[], Rows]) -> None:
+    def _hold_reference(self, first_weights: Callable[[], TensorReaders]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
         if not self.config.algorithm.needs_reference or self.backend.reference:
             return

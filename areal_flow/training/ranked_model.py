@@ -28,10 +28,9 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.policy.models.attention import to_host
 from areal_flow.policy.models.policy import DTYPES, copy_by_name, fill_buffers, policy_tensors
-from areal_flow.training.activations import choose_activations
 from areal_flow.training.context import run_over_ranks
 from areal_flow.training.head import token_logprobs
-from areal_flow.training.kernels import compile_layers, compiles_layers
+from areal_flow.training.kernels import prepare_layers
 from areal_flow.training.optimizers import OPTIMIZERS
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import (
@@ -42,7 +41,7 @@ from areal_flow.training.sequences import (
     plan_passes,
 )
 from areal_flow.training.settings import StepSettings, TrainerSettings
-from areal_flow.training.tensor_rows import Rows, full_tensor, is_sharded, local_rows
+from areal_flow.training.tensor_rows import TensorReaders, full_tensor, is_sharded, local_rows
 
 if TYPE_CHECKING:
     from areal_flow.training.sharded import ShardedModel
@@ -94,9 +93,7 @@ class RankedModel:
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         """Take a model, whose parameters may be on the meta device: weights are loaded later."""
         self.model, self.settings, self.replicas = model, settings, replicas
-        if compiles_layers(settings):
-            compile_layers(model)
-        choose_activations(model, settings)
+        prepare_layers(model, settings)
         self._sharded: ShardedModel | None = None
         if not replicas.is_single_process:
             from areal_flow.training.sharded import ShardedModel  # takes a second to import
@@ -116,7 +113,7 @@ class RankedModel:
         """Return the weights by name, a tied one once; those with parts elsewhere are DTensors."""
         return policy_tensors(self.model)
 
-    def load(self, weights: Rows) -> None:
+    def load(self, weights: TensorReaders) -> None:
         """Copy this rank's rows.
 
         Raises:
@@ -277,10 +274,10 @@ class TrainedModel(RankedModel):
         loss = 0.0 + total.pop(LOSS_KEY).value  # never -0.0
         return UpdateNumbers([loss], [read_norm[LOSS_KEY].value], total)
 
-    def load_optimizer(self, state: Rows) -> None:
+    def load_optimizer(self, state: TensorReaders) -> None:
         self.optimizer.load_named_state({name: self._moment(name, state) for name in sorted(state)})
 
-    def _moment(self, name: str, state: Rows) -> Tensor:
+    def _moment(self, name: str, state: TensorReaders) -> Tensor:
         parameter = self.model.get_parameter(name.rpartition(".")[0]).detach()
         rows = state[name](*_range(parameter))
         if not (rows.ndim and is_sharded(parameter)):

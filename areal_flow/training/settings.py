@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import cos, pi
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.learning_rates import RateSchedule
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import LoraSettings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
+RateSchedule = Literal["constant", "linear", "cosine"]
+SftObjectiveName = Literal["cross_entropy", "dpo", "reward_model"]
+
+FLOOR = 0.03
+"""Final learning rate of a decaying schedule, as a fraction of the peak."""
+
+
+def scheduled_rate(
+    peak: float, *, step: int, schedule: RateSchedule, num_warmup_steps: int, num_decay_steps: int
+) -> float:
+    """Return the rate of step t = 1, 2, ... with a warm-up of W steps and a decay until step D.
+
+    `peak * t / (W + 1)` in the warm-up; then, with the progress `p = (t - 1 - W) / (D - W)`, at
+    most 1, `peak * (FLOOR + (1 - FLOOR) * f(p))`, where f is 1 (constant), `1 - p` (linear) or
+    `(1 + cos(pi * p)) / 2` (cosine; Loshchilov and Hutter, arXiv 1608.03983, equation 5).
+
+    Args:
+        num_decay_steps: D, the warm-up included; every later step has the floor.
+    """
+    after_warmup = step - 1 - num_warmup_steps
+    if after_warmup < 0:
+        return peak * (step / (num_warmup_steps + 1))
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, after_warmup / max(1, num_decay_steps - num_warmup_steps))
+    left = 1 - progress if schedule == "linear" else 0.5 * (1 + cos(pi * progress))
+    return peak * (FLOOR + (1 - FLOOR) * left)
 
 
 class SftSettings(Settings):
@@ -24,7 +50,7 @@ class SftSettings(Settings):
     The rest of its optimizer, the passes' type and the device are those of `trainer`.
     """
 
-    objective: SupervisedObjective = "cross_entropy"
+    objective: SftObjectiveName = "cross_entropy"
     """`cross_entropy`: imitate completions; `dpo`: prefer one of two; `reward_model`: score
     them."""
     path: Path | None = Field(None, strict=False)
@@ -121,6 +147,16 @@ class TrainerSettings(Settings):
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
     """Number of recent checkpoints to keep, besides that of step 0."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the rate of step 1, 2, ...: of settings alone, so that a replay repeats it."""
+        return scheduled_rate(
+            self.learning_rate,
+            step=step,
+            schedule=self.learning_rate_schedule,
+            num_warmup_steps=self.num_warmup_steps,
+            num_decay_steps=self.num_decay_steps,
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.durable import replace_file_durably
@@ -43,10 +42,10 @@ from areal_flow.training.checkpoint import (
 from areal_flow.training.ranked_model import Minibatch
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import MinibatchPlan, TrainingSequence, plan_micro_batches
-from areal_flow.training.settings import SftSettings, StepSettings, TrainerSettings
+from areal_flow.training.settings import SftSettings, StepSettings, TrainerSettings, scheduled_rate
 from areal_flow.training.step import policy_loss, train_step
 from areal_flow.training.supervised import OBJECTIVES, read_metrics
-from areal_flow.training.tensor_rows import Rows
+from areal_flow.training.tensor_rows import TensorReaders
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
@@ -111,7 +110,7 @@ class SftTrainer:
         trainer: TrainerSettings,
         seed: int,
         replicas: ReplicaGroup | None = None,
-        weights: Rows | None = None,
+        weights: TensorReaders | None = None,
     ) -> None:
         """Take a policy, and weights where it has none yet."""
         self.rows, self.settings, self.seed, self.step = rows, settings, seed, 0

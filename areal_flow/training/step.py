@@ -17,7 +17,6 @@ from torch import Tensor
 
 from areal_flow.algorithms.composed import ComposedAlgorithm, kl_to_reference
 from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, no_gap
-from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -41,7 +40,7 @@ from areal_flow.training.sequences import (
     TrainingSequence,
     plan_micro_batches,
 )
-from areal_flow.training.settings import StepSettings, TrainerSettings
+from areal_flow.training.settings import StepSettings
 
 
 def train_step(
@@ -84,7 +83,7 @@ def train_step(
             numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
         is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
         gap = no_gap(policy.replicas.local_ranks, backend.settings.device) if is_fresh else None
-        rate = learning_rate(backend.settings, step) if rate is None else rate
+        rate = backend.settings.learning_rate_at(step) if rate is None else rate
         template = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
         minibatches = _minibatches(backend, weighted, plan, template)
         for minibatch in minibatches:
@@ -228,17 +227,6 @@ def _update_critic(
             batches = critic.trained.batches(valued, planned)
             metrics = add_metrics(metrics, critic.update(batches, size, settings))
     return metrics | critic.explained_variance(inputs)
-
-
-def learning_rate(settings: TrainerSettings, step: int) -> float:
-    """Return the rate of step 1, 2, ...: of settings alone, so that a replay finds it again."""
-    return scheduled_rate(
-        settings.learning_rate,
-        step=step,
-        schedule=settings.learning_rate_schedule,
-        num_warmup_steps=settings.num_warmup_steps,
-        num_decay_steps=settings.num_decay_steps,
-    )
 
 
 def compute_advantages(

@@ -1,6 +1,6 @@
 """What supervised fine-tuning may learn, by the name that recipes use; importing it loads no torch.
 
-The next objective is a name in `settings.SupervisedObjective`, an entry here and its tests.
+The next objective is a name in `settings.SftObjectiveName`, an entry here and its tests.
 
 Of pairs of completions the one that is preferred is first: sequences 2p and 2p + 1 of a micro-batch
 are pair p. Each token of a pair carries the pair's loss, so that a mean over tokens and then over
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from areal_flow.algorithms.logprobs import of_each_token, sequence_sums
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
 from areal_flow.core.layout import RunLayout
-from areal_flow.training.settings import SftSettings, SupervisedObjective
+from areal_flow.training.settings import SftObjectiveName, SftSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ PREFERENCE_METRICS = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class SftObjective:
     loss: Callable[[LossInputs, SftSettings], PolicyLoss]
     metrics: tuple[str, ...]
     """What is shown of a step beside loss, gradient norm and rate."""
@@ -95,10 +95,14 @@ def cross_entropy(inputs: LossInputs, _: SftSettings) -> PolicyLoss:
 
 
 PAIR = ("chosen", "rejected")
-OBJECTIVES: Mapping[SupervisedObjective, Objective] = {
-    "cross_entropy": Objective(cross_entropy, ("entropy_mean",)),
-    "dpo": Objective(dpo_loss, (*PREFERENCE_METRICS, "entropy_mean"), PAIR, needs_reference=True),
-    "reward_model": Objective(reward_model_loss, PREFERENCE_METRICS, PAIR, makes_reward_model=True),
+OBJECTIVES: Mapping[SftObjectiveName, SftObjective] = {
+    "cross_entropy": SftObjective(cross_entropy, ("entropy_mean",)),
+    "dpo": SftObjective(
+        dpo_loss, (*PREFERENCE_METRICS, "entropy_mean"), PAIR, needs_reference=True
+    ),
+    "reward_model": SftObjective(
+        reward_model_loss, PREFERENCE_METRICS, PAIR, makes_reward_model=True
+    ),
 }
 
 

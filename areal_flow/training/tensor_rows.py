@@ -21,10 +21,10 @@ from torch import Tensor
 from areal_flow.policy.weights.tensor_file import file_header
 from areal_flow.training.replicas import raise_trainer_lost
 
-ReadRows = Callable[[int, int], Tensor]
+RowReader = Callable[[int, int], Tensor]
 """Returns rows of a tensor, by the first one and their number; a scalar is whole."""
 
-Rows = Mapping[str, ReadRows]
+TensorReaders = Mapping[str, RowReader]
 """Tensors by name, of which a process takes the rows that it has."""
 
 
@@ -69,7 +69,7 @@ def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     return copies
 
 
-def rows_in_files(*paths: Path) -> Rows:
+def rows_in_files(*paths: Path) -> TensorReaders:
     """Return the tensors of safetensors files."""
     opened = [cast("Any", safe_open(path, framework="pt")) for path in paths]
     return {name: partial(_read_rows, file, name) for file in opened for name in file.keys()}  # noqa: SIM118
@@ -82,7 +82,7 @@ def _read_rows(file: Any, name: str, first_row: int, num_rows: int) -> Tensor:
     return stored[first_row : first_row + num_rows]  # type: ignore[no-any-return]
 
 
-def strip_prefix(prefix: str, rows: Rows) -> Rows:
+def strip_prefix(prefix: str, rows: TensorReaders) -> TensorReaders:
     return {n.removeprefix(prefix): rows[n] for n in rows if n.startswith(prefix)}
 
 

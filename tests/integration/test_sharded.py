@@ -19,7 +19,7 @@ from areal_flow.policy.models.reward_model import describe_reward_model
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint
 from areal_flow.training.replicas import ReplicaGroup
-from areal_flow.training.settings import SupervisedObjective
+from areal_flow.training.settings import SftObjectiveName
 from tests import struck_trainer
 from tests.integration.runs import (
     check_accounting,
@@ -130,7 +130,7 @@ def check_equal(ranks: MicroBatchMetrics, training: Training) -> None:
 
 @pytest.mark.parametrize("objective", SUPERVISED)
 def test_ranks_fine_tune_as_one_process_does(
-    two_ranks: tuple[MicroBatchMetrics, Path], objective: SupervisedObjective
+    two_ranks: tuple[MicroBatchMetrics, Path], objective: SftObjectiveName
 ) -> None:
     ranks, directory = two_ranks
     expected = fine_tuned(objective, None, directory)

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from areal_flow.core.types import Rendezvous
-from areal_flow.training import activations, kernels, ranked_model
+from areal_flow.training import kernels
 from areal_flow.training.replicas import ReplicaGroup, connect_ranks, leave_ranks
 from tests.sharded_ranks import TRAININGS, Training, begin, take_step
 
@@ -43,8 +43,7 @@ def steps_of(
     replicas: ReplicaGroup | None = None,
 ) -> list[float]:
     """Return losses and gradient norms of steps whose micro-batches have rows of many lengths."""
-    for module in (activations, ranked_model):
-        monkeypatch.setattr(module, "compiles_layers", lambda settings: compiled)
+    monkeypatch.setattr(kernels, "compiles_layers", lambda settings: compiled)
     backend, numbers_of_steps, graphs = begin(training, replicas), [], set[int]()
     for step in (1, 2, 3):
         numbers = take_step(backend, step, training)

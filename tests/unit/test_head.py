@@ -17,8 +17,8 @@ from areal_flow.policy.models import packed_layout
 from areal_flow.policy.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
 from areal_flow.policy.models.policy import logits_at, logits_of
 from areal_flow.training import head
-from areal_flow.training.activations import KEPT
 from areal_flow.training.head import token_logprobs, token_logprobs_and_entropies
+from areal_flow.training.kernels import KEPT
 from areal_flow.training.sequences import pack_sequences
 from areal_flow.training.step import train_step
 from tests.policies import small_policy

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.algorithms.learning_rates import FLOOR, RateSchedule, scheduled_rate
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
-from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.step import learning_rate
+from areal_flow.training.settings import FLOOR, RateSchedule, TrainerSettings, scheduled_rate
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_horizon_within_the_warm_up_leaves_the_floor_after_it() -> None:
 
 def test_default_is_the_warm_up_and_then_the_whole_rate() -> None:
     settings = TrainerSettings(learning_rate=0.6, num_warmup_steps=2)
-    rates = [learning_rate(settings, step) for step in range(1, 6)]
+    rates = [settings.learning_rate_at(step) for step in range(1, 6)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.6, 0.6])
 
 

@@ -17,7 +17,7 @@ from areal_flow.core.step_metrics import SKIPPED_UPDATES
 from areal_flow.core.types import Tokens, VersionSpan, as_tokens
 from areal_flow.policy.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.policy.models.hashing import hash_tensors
-from areal_flow.training import activations
+from areal_flow.training import kernels
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.training.metrics import masked_fraction_by_decile
@@ -356,12 +356,12 @@ def test_offloaded_layers_copy_each_activation_once_and_no_weight(
 ) -> None:
     copied: list[torch.Tensor] = []  # holds them: no later tensor has the memory of an earlier one
 
-    class Noted(activations.MainMemoryCopy):
+    class Noted(kernels.MainMemoryCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             copied.append(tensor)
 
-    monkeypatch.setattr(activations, "MainMemoryCopy", Noted)
+    monkeypatch.setattr(kernels, "MainMemoryCopy", Noted)
     steps = []
     for how in ("keep", "offload"):
         backend = state(activations=how)

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from areal_flow.policy.models.policy import DTYPES
 from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.tensor_rows import full_tensor, is_sharded, local_rows
+from areal_flow.training.tensor_rows import full_tensor, local_rows
 
 KEY = "momentum_buffer"
 MOMENTUM = 0.95
@@ -159,7 +160,7 @@ def is_of_layers(name: str, parameter: nn.Parameter) -> bool:
 
 def _take_rows(tensor: Tensor, matrix: Tensor) -> None:
     """Copy this rank's rows; without ranks the two are one tensor."""
-    if is_sharded(tensor):
+    if isinstance(tensor, DTensor):
         rows, first_row = local_rows(tensor)
         rows.copy_(matrix[first_row : first_row + len(rows)])
 

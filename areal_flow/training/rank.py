@@ -34,9 +34,9 @@ from areal_flow.training.checkpoint import (
     take_snapshot,
     write_part,
 )
-from areal_flow.training.context import check_heads
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.training.metrics import step_metrics
+from areal_flow.training.parallel import check_heads
 from areal_flow.training.pretrained import pretrained_policy, shapes_of
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup

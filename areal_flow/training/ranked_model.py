@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from areal_flow.algorithms.protocol import (
@@ -28,10 +29,10 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.policy.models.attention import to_host
 from areal_flow.policy.models.policy import DTYPES, copy_by_name, fill_buffers, policy_tensors
-from areal_flow.training.context import run_over_ranks
 from areal_flow.training.head import token_logprobs
 from areal_flow.training.kernels import prepare_layers
 from areal_flow.training.optimizers import OPTIMIZERS
+from areal_flow.training.parallel import ShardedModel, run_over_ranks
 from areal_flow.training.replicas import ReplicaGroup, context_ranks, raise_trainer_lost
 from areal_flow.training.sequences import (
     MicroBatch,
@@ -41,10 +42,7 @@ from areal_flow.training.sequences import (
     plan_passes,
 )
 from areal_flow.training.settings import StepSettings, TrainerSettings
-from areal_flow.training.tensor_rows import TensorReaders, full_tensor, is_sharded, local_rows
-
-if TYPE_CHECKING:
-    from areal_flow.training.sharded import ShardedModel
+from areal_flow.training.tensor_rows import TensorReaders, full_tensor, local_rows
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +94,6 @@ class RankedModel:
         prepare_layers(model, settings)
         self._sharded: ShardedModel | None = None
         if not replicas.is_single_process:
-            from areal_flow.training.sharded import ShardedModel  # takes a second to import
-
             mesh = replicas.mesh(settings.parallel.shard_ranks or replicas.num_ranks)
             self._sharded = ShardedModel(model, mesh, settings)
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -280,11 +276,16 @@ class TrainedModel(RankedModel):
     def _moment(self, name: str, state: TensorReaders) -> Tensor:
         parameter = self.model.get_parameter(name.rpartition(".")[0]).detach()
         rows = state[name](*_range(parameter))
-        if not (rows.ndim and is_sharded(parameter)):
+        if not (rows.ndim and isinstance(parameter, DTensor)):
             return rows
-        from areal_flow.training.sharded import sharded_like
-
-        return sharded_like(parameter, rows)
+        return DTensor.from_local(
+            rows.to(parameter.to_local().device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from areal_flow.core.errors import TrainerLost, TrainingError
 from areal_flow.core.failures import first_line
@@ -105,12 +106,10 @@ class ConnectedRanks(ReplicaGroup):
         if self._left:
             raise TrainerLost(f"rank {self.local_ranks[0]} left its replica group")
         with raise_trainer_lost():
-            torch.distributed.all_gather(received, sent)
+            distributed.all_gather(received, sent)
         return [part.to(tensor.device) for part in received]
 
     def mesh(self, num_consecutive: int) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
         if num_consecutive not in self._meshes:
             sizes = (self.num_ranks // num_consecutive, num_consecutive)
             names = ("replicas", "shards")
@@ -121,14 +120,14 @@ class ConnectedRanks(ReplicaGroup):
                 )
             if self._timeout:  # made with torch's own
                 for group in mesh.get_all_groups():
-                    torch.distributed.distributed_c10d._set_pg_timeout(self._timeout, group)
+                    distributed.distributed_c10d._set_pg_timeout(self._timeout, group)
             self._meshes[num_consecutive] = mesh
         return self._meshes[num_consecutive]
 
     @property
     def num_collectives(self) -> int:  # type: ignore[override]
         meshes = [mesh.get_all_groups() for mesh in list(self._meshes.values())]
-        groups = [*chain(*meshes), torch.distributed.group.WORLD]
+        groups = [*chain(*meshes), distributed.group.WORLD]
         return sum(group._get_sequence_number_for_group() for group in groups if group)
 
     def leave(self) -> None:
@@ -176,8 +175,6 @@ def connect_ranks(
 
 
 def _connect(rendezvous: Rendezvous, point: Path, device_type: str, timeout: timedelta) -> None:
-    from torch import distributed
-
     rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
     point.parent.mkdir(parents=True, exist_ok=True)
     store = distributed.FileStore(str(point), num_ranks)  # type: ignore[attr-defined]
@@ -202,8 +199,6 @@ def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:
 @contextmanager
 def raise_trainer_lost() -> Iterator[None]:
     """Raise `TrainerLost` where torch raises that another rank left."""
-    from torch import distributed
-
     try:
         yield
     except RuntimeError as error:
@@ -218,7 +213,5 @@ def leave_ranks() -> None:
     gloo closes its connections with the last reference to the group, which sharded policies hold:
     what other ranks wait for fails then, or when this process ends.
     """
-    from torch import distributed
-
     if distributed.is_available() and distributed.is_initialized():
         distributed.distributed_c10d._abort_process_group()

@@ -7,7 +7,7 @@ and read a file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_flow.policy.weights.tensor_file import file_header
 from areal_flow.training.replicas import raise_trainer_lost
@@ -63,8 +64,9 @@ def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     """Return a copy of this process's rows of tensors; of those of a second replica, none."""
     copies = {}
     for name, rows in own_rows(tensors).items():
-        mesh = getattr(tensors[name], "device_mesh", None)
-        values = rows.values[:0] if mesh and any(mesh.get_coordinate()[:-1]) else rows.values
+        tensor, values = tensors[name], rows.values
+        if isinstance(tensor, DTensor) and any(_coordinate(tensor)[:-1]):
+            values = values[:0]
         copies[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
     return copies
 
@@ -88,25 +90,25 @@ def strip_prefix(prefix: str, rows: TensorReaders) -> TensorReaders:
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this process's rows of a tensor, and the number of the first one."""
-    if not is_sharded(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor, 0
-    shared, num_rows = cast("Any", tensor), tensor.shape[0]
-    mesh = shared.device_mesh  # of shards, or of replicas and their shards
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]  # of shards, or of copies and their shards
     rows_each = -(-num_rows // mesh.size(-1))  # as torch splits them: the last ranks may have fewer
-    return shared.to_local(), min(mesh.get_coordinate()[-1] * rows_each, num_rows)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, whose module takes half a second to import."""
-    return hasattr(tensor, "device_mesh")
+    return tensor.to_local(), min(_coordinate(tensor)[-1] * rows_each, num_rows)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor with the rows of all ranks, which all call this."""
-    if not is_sharded(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor
     with raise_trainer_lost():
-        return cast("Any", tensor).full_tensor()  # type: ignore[no-any-return]
+        return tensor.full_tensor()
+
+
+def _coordinate(tensor: DTensor) -> Sequence[int]:
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this process is in the mesh of its model"
+    return coordinate
 
 
 def write_rows(

@@ -33,8 +33,8 @@ from areal_flow.policy.models.segments import (
     choose_kernel,
     has_fused_kernels,
 )
-from areal_flow.training import context, linear_logprobs
-from areal_flow.training.context import ContextLayout
+from areal_flow.training import linear_logprobs, parallel
+from areal_flow.training.parallel import ContextLayout
 from tests.contracts.test_architectures import SUPPORTED, config_of
 from tests.policies import small_policy
 from tests.unit.test_shared_prompts import logprobs_and_gradients, sequence
@@ -351,7 +351,7 @@ def test_ranks_exchange_queries_and_keys_in_the_type_of_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exchanged = []
-    monkeypatch.setattr(context, "exchange", lambda p, _: exchanged.append(p.dtype) or p)
+    monkeypatch.setattr(parallel, "exchange", lambda p, _: exchanged.append(p.dtype) or p)
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     query, key, value = (torch.randn(1, num, 24, 8) for num in (4, 2, 2))
     with torch.autocast("cpu", BFLOAT16):
@@ -386,7 +386,7 @@ def test_ranks_that_share_a_row_each_take_the_sinks_of_their_heads(
 ) -> None:
     if by_kernel:
         request.getfixturevalue("as_on_a_gpu")
-    monkeypatch.setattr(context, "exchange", lambda parts, rank: rank.exchange(parts))
+    monkeypatch.setattr(parallel, "exchange", lambda parts, rank: rank.exchange(parts))
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, num, 24, 8) for num in (4, 2, 2))
     rule = AttentionRule(0.3, window=4, sinks=SINKS.float())

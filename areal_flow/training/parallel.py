@@ -1,9 +1,13 @@
-"""Passes over micro-batches whose tokens several ranks share: context parallelism.
+"""How several ranks share a model: rows of its tensors, and tokens of its micro-batches.
 
-DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): all layers work on a rank's own tokens, and for
-attention the ranks exchange slices of all heads for whole rows of some. A rank computes its own
-tokens, and the results are exchanged, so that a loss sees whole sequences. Its gradients are of its
-own tokens alone: added over ranks, they are the whole one.
+Sharding: torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) gathers a layer's weights for
+its pass and adds up the ranks' gradients of it. All ranks make equally many passes, and read
+weights tensor by tensor, together: no rank ever has a full copy.
+
+Context parallelism: DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). All layers work on a
+rank's own tokens, and for attention the ranks exchange slices of all heads for full rows of some.
+The results are exchanged, so that a loss sees whole sequences. A rank's gradients are of its own
+tokens alone: added over ranks, they are the full gradient.
 
 Letters: M trained tokens of a micro-batch, T tokens of its row (a multiple of P), P ranks, t tokens
 of a rank's slice, H heads, K key-value heads, D head dimension.
@@ -11,20 +15,94 @@ of a rank's slice, H heads, K key-value heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from areal_flow.core.errors import ConfigError
 from areal_flow.policy.models.attention import AttentionRule, pass_dtype, to_device
 from areal_flow.policy.models.packed_layout import PackedLayout
+from areal_flow.policy.models.policy import DTYPES, layers_of
 from areal_flow.training.sequences import MicroBatch
+from areal_flow.training.settings import TrainerSettings
+
+
+class ShardedModel(nn.Module):
+    """Runs functions of a model whose layers, and what is around them, are gathered for it."""
+
+    def __init__(self, model: Any, mesh: DeviceMesh, settings: TrainerSettings) -> None:
+        super().__init__()
+        self.model = model
+        layers = MixedPrecisionPolicy(
+            param_dtype=None if settings.dtype == "float32" else DTYPES[settings.dtype],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh, mp_policy=layers)
+        # Embedding, last norm and head stay gathered, in float32, until the backward pass is over:
+        # chunks of the head are computed again in it. A reference has none.
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        fully_shard(self, mesh=mesh, reshard_after_forward=not is_trained)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                # A loss is divided by the size of its minibatch: ranks add up their gradients.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                if mesh.device_type == "cpu":
+                    gather, scatter = _GlooAllGather(), _GlooReduceScatter()
+                    module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+
+    def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        return function(self.model, *arguments, **keywords)
+
+    def reshard_all(self) -> None:
+        """Free what is still gathered: the next pass gathers it again."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class _GlooExchange:
+    """An exchange of ranks without copies; gloo's own take two to four times as long.
+
+    Those receive into new memory, and then copy it to where it belongs.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GlooAllGather(_GlooExchange):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        parts = output_tensor.chunk(group.size())
+        parts[group.rank()].copy_(input_tensor)
+        for rank, part in enumerate(parts):
+            distributed.broadcast(part, group_src=rank, group=group)
+
+
+class _GlooReduceScatter(_GlooExchange):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        distributed.all_reduce(input_tensor, op, group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 def run_over_ranks(

@@ -48,7 +48,7 @@ from areal_flow.policy.models.policy import DTYPES, policy_from_config
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.rollout.engines.protocol import GenerationSettings
-from areal_flow.training import critic, kernels, linear_logprobs, ranked_model
+from areal_flow.training import critic, head, kernels, ranked_model
 from areal_flow.training.kernels import RESERVED_BYTES
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup
@@ -233,7 +233,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
 
     Offloaded tensors take no memory until they return. What is copied to the host is real.
     """
-    chunks_of = linear_logprobs._chunks
+    chunks_of = head._chunks
 
     def few_chunks(*of: Any) -> list[Any]:
         return _first_and_last([*chunks_of(*of)])
@@ -250,7 +250,7 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
         (ranked_model, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
         *([(kernels, "MainMemoryCopy", _OffloadedTensor)] if on_cuda else []),
-        *([] if all_chunks else [(linear_logprobs, "_chunks", few_chunks)]),
+        *([] if all_chunks else [(head, "_chunks", few_chunks)]),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     try:

@@ -3,18 +3,27 @@
 Logits of 32,000 tokens over a vocabulary of 152,000 are 19 GB, and the softmax and gradients as
 much again. Here one chunk of tokens has logits, which are computed again for its gradients.
 
-Letters: M trained tokens of a micro-batch, H hidden size, V vocabulary, k likely tokens, K = k + 1
-buckets.
+A linear head is multiplied by a function of its own, with one weight gradient. Products have
+operands of a pass's type, bfloat16 for example, and are added up in float32, which they stay in; on
+a CPU oneDNN rounds float32 operands to it. What a loss makes of each token's numbers is known after
+all chunks, so that the backward pass multiplies each chunk again. Liger's function of this shape
+(0.8) adds up gradients of weights in bfloat16, off by 0.7% after 32 chunks, rounds entropies to it,
+asks for weights of it, and has no scaled or capped logits.
+
+Letters: M trained tokens of a micro-batch, m tokens of a chunk, H hidden size, V vocabulary, k
+likely tokens, K = k + 1 buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +36,25 @@ from areal_flow.algorithms.logprobs import (
 )
 from areal_flow.policy.models import segments
 from areal_flow.policy.models.attention import pass_dtype
+from areal_flow.policy.models.linear import multiplies_bfloat16
 from areal_flow.policy.models.policy import hidden_at, linear_head, logits_of, logits_of_products
 from areal_flow.policy.models.reward_model import is_reward_model, scores_at
-from areal_flow.training.linear_logprobs import LinearHead, linear_logprobs, logprob_chunks
 from areal_flow.training.sequences import MicroBatch, padded
 
-CHUNK_NUMBERS = 2**25
-"""Logits that are there at a time: 128 MiB of float32, and four times that at the peak."""
+AUTOGRAD_CHUNK_NUMBERS = 2**25
+"""Logits of a chunk whose gradients are autograd's: 128 MiB of float32, four times that at peak."""
+
+CHUNK_NUMBERS = 2**26
+"""Logits that are there at a time: 256 MiB of float32, and at the peak three times that, with
+buckets four times."""
+
+CPU_CHUNK_NUMBERS = 3 * 2**21
+"""Of a CPU: 24 MiB. The C library asks the system, at the price of a pass, for 32 MiB and more."""
+
+ADDED_ROWS = 2**13
+"""Of the vocabulary: their part of a weight gradient is added at a time."""
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 Entropies = Callable[..., Tensor]
 
@@ -111,7 +132,7 @@ def _in_chunks(
 
 def _num_rows(policy: Any) -> int:
     vocabulary: int = policy.config.get_text_config().vocab_size
-    return max(1, CHUNK_NUMBERS // vocabulary)
+    return max(1, AUTOGRAD_CHUNK_NUMBERS // vocabulary)
 
 
 def _linear_head(
@@ -151,3 +172,234 @@ def _of_chunk(
     if top_Mk is None:
         return result
     return *result, bucket_logprobs(scaled_log_softmax(logits_MV, temperature), top_Mk)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    transform: Callable[[Tensor], Tensor]
+    """Makes logits of products: each of its own product alone."""
+    temperature: float
+    needs_entropy: bool
+    """Whether entropies are zeros else."""
+    entropy_has_gradient: bool
+
+
+def linear_logprobs(
+    hidden_MH: Tensor, targets_M: Tensor, head: LinearHead, top_Mk: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return log-probabilities of targets and entropies in nats, each `[M]`, float32.
+
+    With tokens `top_Mk`, `bucket_logprobs` of them as well. Hidden states are in the type that is
+    multiplied in.
+    """
+    with torch.autocast(hidden_MH.device.type, enabled=False):
+        outputs: tuple[Tensor, ...] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_MH, head.weight_VH, head.bias_V, targets_M, top_Mk, head
+        )
+    return outputs
+
+
+def logprob_chunks(hidden_MH: Tensor, head: LinearHead) -> Iterator[Tensor]:
+    """Yield log-probabilities `[m, V]` of the whole vocabulary, without gradient."""
+    return (logprobs_mV for _, logprobs_mV, _ in _chunk_logprobs(hidden_MH, head))
+
+
+def _chunk_logprobs(
+    hidden_MH: Tensor, head: LinearHead
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield each chunk's slice, its log-probabilities, and a free buffer of their size."""
+    weight = _operand(head.weight_VH, hidden_MH.dtype)
+    for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight)):
+        logits_mV = head.transform(_products(hidden_MH[chunk], weight, head.bias_V, free_mV))
+        yield chunk, _log_softmax(logits_mV, head.temperature, out_mV), free_mV
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_M: Tensor,
+        top_Mk: Tensor | None,
+        head: LinearHead,
+    ) -> tuple[Tensor, ...]:
+        logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=_wide(hidden_MH.dtype))
+        entropy_M, buckets = torch.zeros_like(logprobs_M), []
+        for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
+            logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
+            if head.needs_entropy:
+                # Unnamed, so that it is gone when the next chunk is made.
+                entropy_M[chunk] = (
+                    torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV).sum(dim=1).neg_()
+                )
+            if top_Mk is not None:
+                buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
+        more = (torch.cat(buckets),) if buckets else ()
+        saved = (hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *more)
+        ctx.save_for_backward(*saved)
+        ctx.head = head
+        if not head.entropy_has_gradient:
+            ctx.mark_non_differentiable(entropy_M)
+        return logprobs_M, entropy_M, *more
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprob_M, by_entropy_M, *by_bucket = gradients
+        head: LinearHead = ctx.head
+        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight = _operand(weight_VH, hidden_MH.dtype)
+        of_hidden_MH = torch.empty_like(hidden_MH)
+        grad_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=entropy_M.dtype) if needs_weight else None
+        )
+        of_bias_V = torch.zeros_like(bias_V, dtype=entropy_M.dtype) if needs_bias else None
+        for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight_VH)):
+            products_mV = _products(hidden_MH[chunk], weight, bias_V, free_mV)
+            products_mV = products_mV.detach().requires_grad_()
+            with torch.enable_grad():
+                logits_mV = head.transform(products_mV)
+            # Gradients of logits over the temperature are that much larger.
+            of_logits_mV = _logit_gradients(
+                _log_softmax(logits_mV.detach(), head.temperature, out_mV),
+                targets_M[chunk, None],
+                grad_logprob_M[chunk, None] / head.temperature,
+                by_entropy_M[chunk, None] / head.temperature if head.entropy_has_gradient else None,
+                entropy_M[chunk, None],
+                (top_Mk[chunk], bucket[0][chunk], by_bucket[0][chunk] / head.temperature)
+                if bucket
+                else None,
+            )
+            (of_products_mV,) = torch.autograd.grad(logits_mV, products_mV, of_logits_mV)
+            del products_mV, logits_mV, of_logits_mV
+            if of_bias_V is not None:
+                of_bias_V += of_products_mV.sum(dim=0)
+            dtype = hidden_MH.dtype
+            of_products_mV = _operand(of_products_mV, dtype)
+            of_hidden_MH[chunk] = _product(of_products_mV, weight, dtype).to(dtype)
+            if grad_weight_VH is not None:
+                operand_mH = _operand(hidden_MH[chunk], dtype)
+                _add_product(grad_weight_VH, of_products_mV.T, operand_mH, dtype)
+        return of_hidden_MH, grad_weight_VH, of_bias_V, None, None, None
+
+
+def _chunks(
+    hidden_MH: Tensor, vocabulary: int
+) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
+    """Yield each chunk's place, and on a CPU memory for its numbers, twice.
+
+    All chunks have the same there: a CPU takes longer to get new memory than to fill it.
+    """
+    num_tokens, on_gpu = len(hidden_MH), segments.has_fused_kernels(hidden_MH.device)
+    num_rows = max(1, (CHUNK_NUMBERS if on_gpu else CPU_CHUNK_NUMBERS) // vocabulary)
+    shape, dtype = (min(num_rows, num_tokens), vocabulary), _wide(hidden_MH.dtype)
+    # Not one tensor: what autograd knows of a view is lost when another one is overwritten.
+    pair = [None if on_gpu else hidden_MH.new_empty(shape, dtype=dtype) for _ in range(2)]
+    for at in range(0, max(1, num_tokens), num_rows):
+        first, second = (each if each is None else each[: num_tokens - at] for each in pair)
+        yield slice(at, at + num_rows), first, second
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _log_softmax(logits_mV: Tensor, temperature: float, out_mV: Tensor | None) -> Tensor:
+    scaled_mV = logits_mV if temperature == 1 else torch.div(logits_mV, temperature, out=out_mV)
+    return torch.log_softmax(scaled_mV, 1, out=out_mV)
+
+
+def _logit_gradients(
+    logprobs_mV: Tensor,
+    targets_m1: Tensor,
+    by_logprob_m1: Tensor,
+    by_entropy_m1: Tensor | None,
+    entropy_m1: Tensor,
+    buckets: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Return gradients of logits, and overwrite the log-probabilities.
+
+    With a softmax p and its entropy H, log p_t has the gradient 1[t = v] - p_v, and H has
+    -p_v (log p_v + H). Of tokens R as one, log p_R has 1[v in R] p_v / p_R - p_v.
+
+    Args:
+        buckets: likely tokens, log-probabilities of them and of the rest, and their gradients.
+    """
+    added = [(targets_m1, by_logprob_m1)]
+    if buckets:
+        top_mk, bucket_mK, by_mK = buckets
+        rest_mV = (logprobs_mV - bucket_mK[:, -1:]).exp_().scatter_(1, top_mk, 0.0)
+        rest_mV.mul_(by_mK[:, -1:])
+        by_logprob_m1 = by_logprob_m1 + by_mK.sum(1, keepdim=True)
+        added.append((top_mk, by_mK[:, :-1]))
+    if by_entropy_m1 is None:
+        found_mV = logprobs_mV.exp_().mul_(-by_logprob_m1)
+    else:
+        found_mV = logprobs_mV.exp()
+        factors_mV = logprobs_mV.add_(entropy_m1).mul_(by_entropy_m1).add_(by_logprob_m1)
+        found_mV.mul_(factors_mV).neg_()
+    if buckets:
+        found_mV += rest_mV
+    for index, by in added:  # one after the other: a target may be a likely token
+        found_mV.scatter_(1, index, found_mV.gather(1, index) + by)
+    return found_mV
+
+
+def _products(
+    hidden_mH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out_mV: Tensor | None
+) -> Tensor:
+    dtype = hidden_mH.dtype
+    products_mV = _product(_operand(hidden_mH, dtype), weight_VH.T, dtype, out=out_mV)
+    return products_mV if bias_V is None else products_mV.add_(bias_V)
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `_product` takes of a tensor, to multiply in a type."""
+    if dtype not in _HALVES or segments.has_fused_kernels(tensor.device):
+        return tensor.to(dtype)
+    return tensor.float() if _onednn_rounds(dtype) else tensor.to(dtype).float()
+
+
+def _onednn_rounds(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and multiplies_bfloat16()
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    added_to: Tensor | None = None,
+) -> Tensor:
+    """Return a product that is added up, and kept, in float32; of wider factors in their type.
+
+    It is written to `out`, or added to a total.
+    """
+    if left.dtype in _HALVES:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    try:
+        if _onednn_rounds(dtype):
+            setting.fp32_precision = "bf16"
+        if added_to is not None:
+            return added_to.addmm_(left, right)
+        return torch.mm(left, right, out=out)
+    finally:
+        setting.fp32_precision = before
+
+
+def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor, dtype: torch.dtype) -> None:
+    """Without a second matrix of the total's size."""
+    if not segments.has_fused_kernels(total_VH.device):
+        _product(left_Vm, right_mH, dtype, added_to=total_VH)
+        return
+    for at in range(0, len(total_VH), ADDED_ROWS):
+        rows = slice(at, at + ADDED_ROWS)
+        total_VH[rows] += _product(left_Vm[rows], right_mH, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_flow.training.linear_logprobs import CHUNK_NUMBERS
+from areal_flow.training.head import CHUNK_NUMBERS
 from areal_flow.training.sequences import pack_sequences
 from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
 from tests.unit.test_linear_logprobs import numbers_and_gradients, values_by

@@ -31,7 +31,7 @@ def numbers_with_chunks(
     chunk_numbers: int, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> list[Tensor]:
     """Return log-probabilities, entropies and gradients where so many logits are a chunk."""
-    monkeypatch.setattr(head, "CHUNK_NUMBERS", chunk_numbers)
+    monkeypatch.setattr(head, "AUTOGRAD_CHUNK_NUMBERS", chunk_numbers)
     policy = small_policy(tied=True)
     micro = pack_sequences(make_sequences())
     logprobs_M, entropy_M = token_logprobs_and_entropies(

@@ -15,9 +15,8 @@ from areal_flow.policy.models import segments
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.models.policy import linear_head, logits_of, logits_of_products
 from areal_flow.policy.settings import LoraSettings
-from areal_flow.training import head, linear_logprobs
-from areal_flow.training.head import token_logprobs_and_entropies
-from areal_flow.training.linear_logprobs import LinearHead
+from areal_flow.training import head
+from areal_flow.training.head import LinearHead, token_logprobs_and_entropies
 from areal_flow.training.sequences import MicroBatch, pack_sequences
 from tests.contracts.test_architectures import SUPPORTED, config_of, sharp_policy
 from tests.policies import small_policy
@@ -45,10 +44,10 @@ def values_by(
     targets_M: Tensor,
     transform: Callable[[Tensor], Tensor] = plain,
 ) -> tuple[Tensor, Tensor]:
-    head = LinearHead(
+    linear_head = LinearHead(
         weight_VH, bias_V, transform, 0.7, needs_entropy=True, entropy_has_gradient=True
     )
-    return linear_logprobs.linear_logprobs(hidden_MH, targets_M, head)
+    return head.linear_logprobs(hidden_MH, targets_M, linear_head)
 
 
 @pytest.mark.parametrize("transform", [plain, scaled, capped])
@@ -57,8 +56,8 @@ def test_values_and_gradients_equal_a_plain_softmax(
     rows: int, transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CHUNK_NUMBERS", "CPU_CHUNK_NUMBERS"):
-        monkeypatch.setattr(linear_logprobs, name, rows * VOCABULARY)
-    monkeypatch.setattr(linear_logprobs, "ADDED_ROWS", 5)
+        monkeypatch.setattr(head, name, rows * VOCABULARY)
+    monkeypatch.setattr(head, "ADDED_ROWS", 5)
     monkeypatch.setattr(segments, "has_fused_kernels", lambda device: rows == 3)
     torch.manual_seed(0)
     drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
@@ -159,7 +158,7 @@ def numbers_and_gradients(policy: Any, micro: MicroBatch) -> list[Tensor]:
 def test_a_policy_has_the_numbers_and_gradients_of_its_own_forward(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", 5 * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_NUMBERS", 5 * VOCABULARY)
     policy = policy_called(name)
     micro = pack_sequences(make_sequences())
     expected = numbers_and_gradients(policy, micro)

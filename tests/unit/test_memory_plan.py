@@ -27,7 +27,7 @@ from areal_flow.planning.memory import (
 from areal_flow.policy.models.huggingface import AutoConfig
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.policy.weights.channel import HashingWriter
-from areal_flow.training import linear_logprobs
+from areal_flow.training import head
 from areal_flow.training.rank import TrainerRank
 from pipelines.cli.main import main
 
@@ -104,7 +104,7 @@ def test_a_meta_step_predicts_the_memory_of_a_real_one(changed: dict[str, Any]) 
 def test_three_chunks_of_the_head_predict_the_memory_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", 64 * SHAPE["vocab_size"])
+    monkeypatch.setattr(head, "CHUNK_NUMBERS", 64 * SHAPE["vocab_size"])
     chosen = recipe(device="cuda", dtype="bfloat16")
     estimate = trainer_memory(chosen, config())
     numbers: list[int] = []

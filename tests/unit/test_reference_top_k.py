@@ -17,7 +17,7 @@ from areal_flow.algorithms.registry import PPO
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.models.policy import logits_at
 from areal_flow.policy.settings import LoraSettings
-from areal_flow.training import head, linear_logprobs
+from areal_flow.training import head
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.head import top_logprobs
 from areal_flow.training.sequences import TrainingSequence, pack_sequences
@@ -34,8 +34,8 @@ def use_head_of(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute logits as that device does, five tokens at a time; attention as before."""
     kernels = SimpleNamespace(has_fused_kernels=lambda _: device == "gpu")
     monkeypatch.setattr(head, "segments", kernels)
-    for module in (head, linear_logprobs):
-        monkeypatch.setattr(module, "CHUNK_NUMBERS", 5 * VOCABULARY)
+    for name in ("AUTOGRAD_CHUNK_NUMBERS", "CHUNK_NUMBERS"):
+        monkeypatch.setattr(head, name, 5 * VOCABULARY)
 
 
 def brute_force(policy: list[float], reference: list[float], k: int) -> float:
@@ -114,14 +114,14 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
     k: int, rows: int, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among the likely tokens is a target."""
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", rows * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_NUMBERS", rows * VOCABULARY)
     torch.manual_seed(0)
     drawn = ((7, 8), (VOCABULARY, 8), (VOCABULARY,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
     hidden_MH, weight_VH, bias_V = leaves
     targets_M = torch.randint(VOCABULARY, (7,))
     top_Mk = torch.randn(7, VOCABULARY).scatter(1, targets_M[:, None], 0.5).topk(k).indices
-    head = linear_logprobs.LinearHead(
+    linear_head = head.LinearHead(
         weight_VH,
         bias_V,
         lambda logits: torch.tanh(logits / 2) * 2,
@@ -129,7 +129,7 @@ def test_linear_head_has_numbers_and_gradients_of_a_plain_softmax(
         needs_entropy=with_entropy,
         entropy_has_gradient=with_entropy,
     )
-    actual = linear_logprobs.linear_logprobs(hidden_MH, targets_M, head, top_Mk)
+    actual = head.linear_logprobs(hidden_MH, targets_M, linear_head, top_Mk)
     products_MV = hidden_MH @ weight_VH.T + bias_V
     logprobs_MV = (torch.tanh(products_MV / 2) * 2 / TEMPERATURE).log_softmax(1)
     probs_MV = logprobs_MV.exp()

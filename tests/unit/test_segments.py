@@ -33,7 +33,7 @@ from areal_flow.policy.models.segments import (
     choose_kernel,
     has_fused_kernels,
 )
-from areal_flow.training import linear_logprobs, parallel
+from areal_flow.training import head, parallel
 from areal_flow.training.parallel import ContextLayout
 from tests.contracts.test_architectures import SUPPORTED, config_of
 from tests.policies import small_policy
@@ -311,7 +311,7 @@ def test_gradients_of_a_policy_by_kernels_are_those_of_the_cpu_s_rows(
     kernel: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     rows = [sequence([1, 2, 3], num, num) for num in (4, 9, 1)] + [sequence([5], 6)]
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", 5 * 13)
+    monkeypatch.setattr(head, "CHUNK_NUMBERS", 5 * 13)
     policy = small_policy().double()
     expected, expected_gradients = logprobs_and_gradients(policy, [rows])
     request.getfixturevalue("as_on_a_gpu")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from areal_flow.planning import memory
 from areal_flow.planning.memory import trainer_memory
 from areal_flow.policy.models.huggingface import AutoConfig
-from areal_flow.training import linear_logprobs
+from areal_flow.training import head
 from tests.unit.test_memory_plan import SHAPE, recipe
 
 NUM_TOKENS, VOCABULARY, CHUNK_NUMBERS = 4096, 8192, 2**22
@@ -79,7 +79,7 @@ def test_no_tensor_of_a_step_is_of_all_scores_or_of_all_logits_or_weights_once_m
 ) -> None:
     watched: list[Watched] = []
     monkeypatch.setattr(memory, "FakeDevice", lambda: watched.append(Watched()) or watched[0])
-    monkeypatch.setattr(linear_logprobs, "CHUNK_NUMBERS", CHUNK_NUMBERS)
+    monkeypatch.setattr(head, "CHUNK_NUMBERS", CHUNK_NUMBERS)
     shape = AutoConfig.for_model(
         "qwen2", **{**SHAPE, "vocab_size": VOCABULARY, "num_hidden_layers": 1}
     )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from areal_flow.training.pretrained import first_model
 from areal_flow.training.ranked_model import RankedModel
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.settings import TrainerSettings
+from areal_flow.training.tensor_rows import first_model
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 

@@ -39,7 +39,6 @@ from areal_flow.training.checkpoint import (
     write_part,
 )
 from areal_flow.training.optimizers import PolicyMuon
-from areal_flow.training.pretrained import first_model
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup, connect_ranks
 from areal_flow.training.sequences import pack_sequences
@@ -53,6 +52,7 @@ from areal_flow.training.settings import (
 from areal_flow.training.sft import SftTrainer
 from areal_flow.training.step import train_step
 from areal_flow.training.supervised import OBJECTIVES
+from areal_flow.training.tensor_rows import first_model
 from tests.policies import completion_rows, served_weights, small_policy
 from tests.unit.test_trainer import make_sequences
 

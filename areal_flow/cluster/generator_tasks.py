@@ -209,7 +209,7 @@ def engine_settings(recipe: Recipe, model: Path) -> GenerationSettings:
     import torch
 
     from areal_flow.planning.memory import planned_cache
-    from areal_flow.training.pretrained import shapes_of
+    from areal_flow.training.tensor_rows import shapes_of
 
     num_bytes = torch.cuda.get_device_properties(settings.device).total_memory
     return planned_cache(recipe, shapes_of(model), num_bytes)

@@ -229,9 +229,9 @@ def _writer(context: WorkerContext) -> Writer:
 
 
 def _make_sft_trainer(context: WorkerContext, source: Path, replicas: ReplicaGroup) -> SftTrainer:
-    from areal_flow.training.pretrained import first_model
     from areal_flow.training.sft import CompletionRows, SftTrainer
     from areal_flow.training.supervised import OBJECTIVES
+    from areal_flow.training.tensor_rows import first_model
 
     layout, recipe = context.layout, context.recipe
     objective = OBJECTIVES[recipe.sft.objective]

@@ -37,13 +37,12 @@ from areal_flow.training.checkpoint import (
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.training.metrics import step_metrics
 from areal_flow.training.parallel import check_heads
-from areal_flow.training.pretrained import pretrained_policy, shapes_of
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.training.settings import RankSettings, StepSettings
 from areal_flow.training.step import train_step
-from areal_flow.training.tensor_rows import TensorReaders, whole_rows
+from areal_flow.training.tensor_rows import TensorReaders, pretrained_policy, shapes_of, whole_rows
 
 
 @dataclass

@@ -31,10 +31,9 @@ from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.rollout.engines.vllm.weights import check_logprobs
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.head import token_logprobs
-from areal_flow.training.pretrained import pretrained_policy
 from areal_flow.training.sequences import pack_sequences
 from areal_flow.training.settings import TrainerSettings
-from areal_flow.training.tensor_rows import TensorRows
+from areal_flow.training.tensor_rows import TensorRows, pretrained_policy
 from tests.unit.test_trainer import sequence_of
 
 SMALL = {

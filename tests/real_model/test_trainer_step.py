@@ -21,11 +21,11 @@ from areal_flow.core.types import Rendezvous, VersionSpan
 from areal_flow.policy.models.lora import PREFIX, drawn_adapter
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
-from areal_flow.training.pretrained import shapes_of
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import connect_ranks
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.step import train_step
+from areal_flow.training.tensor_rows import shapes_of
 from benchmarks import harness, memory
 from tests.policies import served_weights
 from tests.real_model.rows import SAMPLE, WRONG

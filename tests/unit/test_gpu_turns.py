@@ -30,7 +30,7 @@ from areal_flow.planning.memory import generator_memory
 from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.rollout.engines import registry
 from areal_flow.rollout.engines.protocol import GenerationSettings
-from areal_flow.training.pretrained import shapes_of
+from areal_flow.training.tensor_rows import shapes_of
 from tests.policies import write_model_directory
 
 EPOCH = 1

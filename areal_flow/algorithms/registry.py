@@ -381,14 +381,12 @@ class ActorCriticPPO(ClippedTokens):
         centre = trained_N.mean() if len(trained_N) else 0.0
         scale = trained_N.std() if len(trained_N) > 1 else 1.0
         normal_BL = (estimates_BL - centre) / (scale + 1e-8)
-        return _by_trajectory(normal_BL, inputs)
+        lengths = inputs.num_tokens_B.long().tolist()
+        rows = zip(normal_BL, lengths, strict=True)
+        return [row_L[:length].numpy().copy() for row_L, length in rows]
 
-    def value_targets(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
-        """Return what the critic is to predict: the estimates and the values, added up."""
-        return _by_trajectory(self.targets(inputs), inputs)
-
-    def targets(self, inputs: AdvantageInputs) -> Tensor:
-        """Return the same as `[B, L]`, padded."""
+    def value_targets(self, inputs: AdvantageInputs) -> Tensor:
+        """Return what the critic is to predict: estimates plus values, padded `[B, L]`."""
         assert inputs.values_BL is not None
         return self._estimates(inputs) + inputs.values_BL
 
@@ -426,11 +424,6 @@ class ActorCriticPPO(ClippedTokens):
         return gae(
             rewards_BL, inputs.values_BL, lengths_B, discount=discount, gae_lambda=gae_lambda
         )
-
-
-def _by_trajectory(found_BL: Tensor, inputs: AdvantageInputs) -> list[Advantage]:
-    lengths = inputs.num_tokens_B.long().tolist()
-    return [row_L[:length].numpy().copy() for row_L, length in zip(found_BL, lengths, strict=True)]
 
 
 AnyAlgorithm = (

@@ -98,20 +98,21 @@ class Critic:
         advantages the targets: both are aligned as these are.
         """
         assert inputs.values_BL is not None
-        targets = self._algorithm.value_targets(inputs)
-        return [
-            replace(
-                sequence,
-                behavior_logprobs=values_L[: len(sequence.output_tokens)].float().numpy(),
-                advantage=target,
-            )
-            for sequence, values_L, target in zip(sequences, inputs.values_BL, targets, strict=True)
-        ]
+        valued = []
+        targets_BL = self._algorithm.value_targets(inputs)
+        for sequence, values_L, targets_L in zip(
+            sequences, inputs.values_BL, targets_BL, strict=True
+        ):
+            length = len(sequence.output_tokens)
+            values = values_L[:length].float().numpy()
+            target = targets_L[:length].numpy().copy()
+            valued.append(replace(sequence, behavior_logprobs=values, advantage=target))
+        return valued
 
     def explained_variance(self, inputs: AdvantageInputs) -> dict[str, Metric]:
         """Return 1 - Var(R - V) / Var(R) over the trained tokens: 1 if all is predicted."""
         assert inputs.values_BL is not None
-        targets_BL, trained_BL = self._algorithm.targets(inputs), inputs.padded_trained
+        targets_BL, trained_BL = self._algorithm.value_targets(inputs), inputs.padded_trained
         targets_N = targets_BL[trained_BL]
         rest_N = (targets_BL - inputs.values_BL)[trained_BL]
         variance = float(targets_N.var(correction=0)) if len(targets_N) else 0.0

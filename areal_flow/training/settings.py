@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -158,19 +158,6 @@ class TrainerSettings(Settings):
             num_decay_steps=self.num_decay_steps,
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_backend(cls, given: Any) -> Any:
-        """Read recipes of recorded runs: several ranks share the policy now whatever they say."""
-        if not isinstance(given, dict) or given.get("backend") not in ("replicated", "fsdp"):
-            return given
-        require(
-            given.keys() >= {"learning_rate", "device", "keep_checkpoints"},  # a record has all
-            f"trainer.backend ({given['backend']!r}): there is no such setting any more, since "
-            "several trainer ranks always share the policy; leave it out",
-        )
-        return {name: value for name, value in given.items() if name != "backend"}
-
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
@@ -200,9 +187,9 @@ class StepSettings:
     temperature: float
     seed: int
     loss: TokenLoss | None = None
-    """Minimised instead of the algorithm's own."""
+    """Custom loss; None: the algorithm's own."""
     packs_groups: bool = False
-    """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
+    """Keep the sequences of a group in one micro-batch, for a loss of pairs."""
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -210,5 +197,5 @@ class StepSettings:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss reads proximal log-probabilities, as one that is not known may."""
+        """Whether the loss reads proximal log-probabilities; assume that a custom one does."""
         return self.loss is not None or self.algorithm.needs_proximal

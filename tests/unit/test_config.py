@@ -79,10 +79,6 @@ def error_of(table: dict[str, object]) -> str:
         ({"algorithm": {"name": "ppo_critic", "advantage": "grpo"}}, "algorithm.advantage"),
         ({"trainer": {"backend": "ddp"}}, "trainer.backend"),
         (
-            {"trainer": {"backend": "fsdp"}},
-            "trainer.backend ('fsdp'): there is no such setting any",
-        ),
-        (
             {"trainer.learning_rate": 1},
             "expected a nested table, {'trainer': {'learning_rate': 1}}, found a dotted name",
         ),
@@ -345,9 +341,3 @@ def test_agent_over_a_recorded_recipe_drops_the_unused_reward(tmp_path: Path) ->
 def test_sources_of_an_agent_need_no_reward() -> None:
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("easy", "hard")]
     assert build_recipe({**AGENT, "sources": sources}, source="test").rewards == ()
-
-
-def test_recorded_recipe_that_names_a_backend_is_read() -> None:
-    recorded = Recipe().model_dump(mode="json")
-    recorded["trainer"]["backend"] = "replicated"
-    assert build_recipe(recorded, source="test") == Recipe()

@@ -131,10 +131,10 @@ def gae(
     steps_K = torch.from_numpy(np.arange(GAE_BLOCK, dtype=np.float64))
     powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()
     blocks_BNK = blocks_BT.view(len(rewards_BT), -1, GAE_BLOCK)
-    found_BNK = blocks_BNK @ powers_KK.to(deltas_BT.dtype)
-    reach_K = (decay ** (GAE_BLOCK - steps_K)).to(deltas_BT.dtype)
-    after_B = found_BNK.new_zeros(len(rewards_BT))
-    for block in range(found_BNK.shape[1] - 1, -1, -1):
-        found_BNK[:, block].addcmul_(after_B[:, None], reach_K)
-        after_B = found_BNK[:, block, 0]
-    return found_BNK.flatten(1)[:, :num_tokens]
+    estimates_BNK = blocks_BNK @ powers_KK.to(deltas_BT.dtype)
+    carry_K = (decay ** (GAE_BLOCK - steps_K)).to(deltas_BT.dtype)
+    after_B = estimates_BNK.new_zeros(len(rewards_BT))
+    for block in range(estimates_BNK.shape[1] - 1, -1, -1):
+        estimates_BNK[:, block].addcmul_(after_B[:, None], carry_K)
+        after_B = estimates_BNK[:, block, 0]
+    return estimates_BNK.flatten(1)[:, :num_tokens]

@@ -238,16 +238,18 @@ class ComposedAlgorithm(Settings):
         assert inputs.kl_N is not None or not self.needs_kl, "a training step computes it"
         if self.advantage in GROUP_RELATIVE:
             returns_B = rewards_B - self.kl_coefficient * inputs.kl_sums
-            found_B = GROUP_RELATIVE[self.advantage](returns_B, inputs.groups_B)
-            return list(found_B.tolist())
+            advantages_B = GROUP_RELATIVE[self.advantage](returns_B, inputs.groups_B)
+            return list(advantages_B.tolist())
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
         normalised = self.advantage == "batch_norm"
         normalise = batch_norm_advantages if normalised else lambda returns_N, _: returns_N
         if (kl_N := inputs.kl_N) is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
-        of_N, beta = inputs.trajectories, self.kl_coefficient
-        returns_N = rewards_B[of_N] - beta * sums_to_come(kl_N, of_N, len(rewards_B))
+        trajectory_N, beta = inputs.trajectories, self.kl_coefficient
+        returns_N = rewards_B[trajectory_N] - beta * sums_to_come(
+            kl_N, trajectory_N, len(rewards_B)
+        )
         return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
@@ -391,11 +393,11 @@ def corrected_weights(
         return weight_T
     if rule == "truncate":
         return weight_T.clamp(max=cap)
-    judged_T = weight_T
+    compared_T = weight_T
     if rule == "mask_sequence":
         means_S = sequence_means(log_weight_T, inputs.sequence_T, inputs.num_sequences)
-        judged_T = bounded_exp(means_S)[inputs.sequence_T]
-    return weight_T.where((judged_T <= cap) & (judged_T >= (floor or 0.0)), 0.0)
+        compared_T = bounded_exp(means_S)[inputs.sequence_T]
+    return weight_T.where((compared_T <= cap) & (compared_T >= (floor or 0.0)), 0.0)
 
 
 def kl_to_reference(

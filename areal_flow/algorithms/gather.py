@@ -36,8 +36,8 @@ class GatherIndex:
 
 def deterministic_gather(rows_T: Tensor, index: GatherIndex) -> Tensor:
     """Return `rows[index]`, `[R, ...]` of `[T, ...]`; gradients are added in the index's order."""
-    found_R: Tensor = _Gather.apply(rows_T, index)  # type: ignore[no-untyped-call]
-    return found_R
+    rows_R: Tensor = _Gather.apply(rows_T, index)  # type: ignore[no-untyped-call]
+    return rows_R
 
 
 class _Gather(torch.autograd.Function):

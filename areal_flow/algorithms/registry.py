@@ -180,11 +180,13 @@ def clipped_objective(ratio_T: Tensor, inputs: LossInputs, *, low: float, high: 
 
     The clip ends the gradient where the ratio left its range to the advantage's side.
     """
-    whole_T = ratio_T * inputs.advantages_T
+    unclipped_T = ratio_T * inputs.advantages_T
     clipped_T = ratio_T.clamp(1 - low, 1 + high) * inputs.advantages_T
-    ended_T = (clipped_T < whole_T).detach()
+    ended_T = (clipped_T < unclipped_T).detach()
     raised_T = inputs.advantages_T > 0
-    return Objective(whole_T.minimum(clipped_T), ratio_T, ended_T & ~raised_T, ended_T & raised_T)
+    return Objective(
+        unclipped_T.minimum(clipped_T), ratio_T, ended_T & ~raised_T, ended_T & raised_T
+    )
 
 
 class CISPO(ComposedAlgorithm):

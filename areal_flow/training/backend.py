@@ -44,9 +44,9 @@ SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
 
 
 class TrainerBackend:
-    """A policy and its optimizer, whole or this rank's rows; not for concurrent use.
+    """A policy with its optimizer, reference and critic, or this rank's rows of them.
 
-    All ranks call the same methods in the same order.
+    All ranks call the same methods in the same order. Not for concurrent use.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TrainerBackend:
     def run_reference(
         self, function: Callable[..., Any], micro: MicroBatch, **keywords: Any
     ) -> Any:
-        """Return what `RankedModel.run` does, of the reference."""
+        """Run a function as `RankedModel.run` does, on the reference."""
         if self.reference:
             return self.reference.run(function, micro, **keywords)
         with without_adapter(self.policy):
@@ -90,7 +90,7 @@ class TrainerBackend:
 
     @property
     def num_common_tokens(self) -> int | None:
-        """The reference's first tokens that the policy has, too; None: all."""
+        """Tokens of the vocabulary that policy and reference share; None: all."""
         if not self.reference:
             return None
         models = self.policy, self.reference.model
@@ -103,7 +103,7 @@ class TrainerBackend:
         )
 
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
-        """Write the weights aside, in the type that they are served in; return their hashes."""
+        """Stage the weights, in the type that they are served in; return their hashes."""
         tensors, master = self._gathered(), TensorHash()
         merge = merge_adapter(self.policy, tensors)
         with ThreadPoolExecutor(1) as thread:
@@ -115,18 +115,17 @@ class TrainerBackend:
 
             served = _like(split_adapter(tensors.like)[0], dtype)
             served_hash = channel.stage(version, StreamedTensors(served, read=read))
-            deque(hashed, maxlen=0)  # an adapter's tensors that come after all others
+            deque(hashed, maxlen=0)  # hash an adapter's tensors, which come last
         return PolicyHashes(master.hexdigest(), served_hash)
 
     def free_memory(self) -> None:
-        """Give back what the next step does not begin with; what is cached of it, too."""
+        """Free gradients and the allocator's cache: the next step does not need them."""
         models = [self.trained, *([self.critic.trained] if self.critic else [])]
         for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
             parameter.grad = None
         torch.cuda.empty_cache()  # nothing without CUDA
 
     def fingerprint(self) -> str:
-        """Return the hash of the master weights."""
         return hash_tensors(self._gathered())
 
     def weights(self) -> TensorReaders:
@@ -134,14 +133,14 @@ class TrainerBackend:
         return own_rows(self.trained.tensors())
 
     def save(self) -> SavedState:
-        """Return a copy of the rows that this process writes; the next update leaves it alone."""
+        """Return a copy of the rows that this process writes to a checkpoint."""
         optimizer = self.optimizer.named_state()
         if self.critic:
             optimizer |= self.critic.named_state()
         return copied_rows(self.trained.tensors()), copied_rows(optimizer)
 
     def load_weights(self, weights: TensorReaders) -> None:
-        """Begin with weights, and with a critic of their layers."""
+        """Load weights, and start the critic from their layers."""
         self.trained.load(weights)
         if self.critic:
             self.critic.load({})
@@ -167,7 +166,7 @@ def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> di
 
 
 def numeric_environment(settings: RankSettings, replicas: ReplicaGroup) -> str:
-    """Return, as JSON, what decides whether a replay can be equal bit for bit."""
+    """Return, as JSON, what a replay must share to have the same bits."""
     trainer, device = settings.trainer, settings.trainer.device
     context = context_ranks(replicas, trainer)
     shards = trainer.parallel.shard_ranks

@@ -76,7 +76,7 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
-    """Write this process's rows, beside those of the others."""
+    """Write this process's rows."""
     partial = _partial(root, snapshot, writer)
     weights, adapter = split_adapter(snapshot.weights)
     optimizer = {**snapshot.optimizer, RNG_STATE: snapshot.random_state}
@@ -93,7 +93,7 @@ def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
 def complete_checkpoint(
     root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer
 ) -> Path:
-    """Rename a checkpoint into place of which every process has written its part."""
+    """Rename a checkpoint into place, once every process has written its part."""
     partial, target = _partial(root, snapshot, writer), _target(root, snapshot)
     with _storage_errors(root, snapshot):
         without_weights = shutil.ignore_patterns("*.safetensors")
@@ -115,7 +115,7 @@ def complete_checkpoint(
 
 
 def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
-    """Return the hash of what is in the file, once that of the weights is what it should be."""
+    """Return the hash of the optimizer's file; check that of the weights first."""
     expected, has_base = snapshot.description.weights_hash, (partial / MODEL_FILE).is_file()
     if has_base and (actual := hash_files(*weight_files(partial))) != expected:
         raise StorageError(
@@ -131,7 +131,7 @@ def _target(root: Path, snapshot: Snapshot) -> Path:
 
 
 def _partial(root: Path, snapshot: Snapshot, writer: Writer) -> Path:
-    """Return where a checkpoint is written: ranks that were restored since write elsewhere."""
+    """Return the directory of this attempt: restored ranks write to another one."""
     name, attempt = _target(root, snapshot).name, snapshot.attempt
     return root / f".partial-{name}-{attempt}-{writer.writer_epoch}"
 
@@ -148,7 +148,7 @@ def _storage_errors(root: Path, snapshot: Snapshot) -> Iterator[None]:
 
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
-    """Load a checkpoint, of which a process has one tensor at a time and its own rows."""
+    """Load a checkpoint; a process holds one tensor at a time, and its own rows."""
     optimizer, weights = _read(path, "optimizer"), read_weights(path)
     torch.set_rng_state(optimizer[RNG_STATE](0, len(torch.get_rng_state())))
     backend.load(weights, optimizer)

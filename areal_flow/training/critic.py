@@ -35,7 +35,7 @@ from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.tensor_rows import TensorReaders, local_rows, strip_prefix
 
 PREFIX = "critic."
-"""What names of its tensors begin with among the optimizer's."""
+"""Prefix of its tensors' names among the optimizer's."""
 
 WEIGHTS, OPTIMIZER = f"{PREFIX}weights.", f"{PREFIX}optimizer."
 
@@ -63,7 +63,7 @@ class Critic:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Take the policy's layers, and scores of 0."""
+        """Start from the policy's layers, and scores of 0."""
         layers = self._policy.get_decoder().state_dict()
         for name, tensor in self.model.get_decoder().state_dict().items():
             local_rows(tensor)[0].copy_(local_rows(layers[name])[0])
@@ -73,9 +73,9 @@ class Critic:
 
     def values(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the value before every completion token, float64 `[B, L]`, on every rank."""
-        whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
+        all_tokens = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
         with torch.no_grad():
-            rows = self.trained.by_trajectory(partial(self.trained.run, _values), whole)
+            rows = self.trained.by_trajectory(partial(self.trained.run, _values), all_tokens)
         return pad_rows(rows)
 
     def update(
@@ -84,7 +84,7 @@ class Critic:
         size: MinibatchSize,
         settings: StepSettings,
     ) -> dict[str, Metric]:
-        """Make one update of sequences as `sequences_with_targets` makes them, by rank."""
+        """Make one update from sequences of `sequences_with_targets`, by rank."""
         minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
         numbers = self.trained.update(minibatch, self._value_loss, name="critic's update")
         return {**numbers.metrics, CRITIC_SKIPPED_UPDATES: Metric(float(not numbers.losses), 1.0)}

@@ -134,7 +134,7 @@ def _row_pairs(row: Sequence[TrainingSequence]) -> int:
 
 
 def peak_rate(device_name: str, dtype: str) -> float | None:
-    """Return the operations a second that a data sheet promises; None: no sheet is known here."""
+    """Return a data sheet's operations a second; None for an unknown device."""
     words = set(re.split(r"[ -]", device_name))
     sheets = (rate for name, rate in PEAK_FLOPS.items() if words.issuperset(name.split()))
     return next(sheets, None) if dtype == "bfloat16" else None
@@ -157,7 +157,7 @@ def matrix_rate(device: str, dtype: str) -> float:
 @lru_cache
 @torch.no_grad()
 def _measured_rate(device: str, dtype: str, num_threads: int) -> float:
-    """Return the operations a second of the best trial: others may use the machine meanwhile."""
+    """Return the operations a second of the best trial, since the machine may be shared."""
     on_gpu = device.startswith("cuda")
     width = WIDTHS["cuda" if on_gpu else "cpu"]
     generator = torch.Generator(device).manual_seed(0)  # the global one's draws are others'

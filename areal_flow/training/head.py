@@ -45,14 +45,13 @@ AUTOGRAD_CHUNK_NUMBERS = 2**25
 """Logits of a chunk whose gradients are autograd's: 128 MiB of float32, four times that at peak."""
 
 CHUNK_NUMBERS = 2**26
-"""Logits that are there at a time: 256 MiB of float32, and at the peak three times that, with
-buckets four times."""
+"""Logits of a chunk on a GPU: 256 MiB of float32, three times that at peak, four with buckets."""
 
 CPU_CHUNK_NUMBERS = 3 * 2**21
-"""Of a CPU: 24 MiB. The C library asks the system, at the price of a pass, for 32 MiB and more."""
+"""On a CPU: 24 MiB. For 32 MiB and more the C library calls the system, which costs a pass."""
 
 ADDED_ROWS = 2**13
-"""Of the vocabulary: their part of a weight gradient is added at a time."""
+"""Rows of the vocabulary whose weight gradient is added at a time."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -94,8 +93,8 @@ def top_logprobs(
     columns = []
     with torch.autocast(hidden_MH.device.type, enabled=False):
         for logprobs_mV in chunks:
-            known_mV = logprobs_mV[:, :num_known]
-            top_mk = known_mV.topk(min(top_k, known_mV.shape[1] - 1)).indices
+            common_mV = logprobs_mV[:, :num_known]
+            top_mk = common_mV.topk(min(top_k, common_mV.shape[1] - 1)).indices
             columns.append((top_mk, bucket_logprobs(logprobs_mV, top_mk)))
     top_Mk, logprobs_MK = map(torch.cat, zip(*columns, strict=True))
     return top_Mk, logprobs_MK
@@ -112,21 +111,23 @@ def _in_chunks(
         hidden_MH = hidden_MH.to(pass_dtype(linear.weight_VH))
         return linear_logprobs(hidden_MH, micro.targets_M, linear, micro.top_Mk)
     num_trained, num_rows = len(micro.targets_M), _num_rows(policy)
-    given = [micro.targets_M] if micro.top_Mk is None else [micro.targets_M, micro.top_Mk]
-    of_chunk = partial(_of_chunk, policy, temperature=temperature, entropies=entropies)
+    inputs = [micro.targets_M] if micro.top_Mk is None else [micro.targets_M, micro.top_Mk]
+    run_chunk = partial(_run_chunk, policy, temperature=temperature, entropies=entropies)
     if num_trained <= num_rows:
         end = padded(num_trained) - num_trained
-        predicting_M, *padded_given = (
-            pad(each, (0, 0) * (each.ndim - 1) + (0, end)) for each in (micro.predicting_M, *given)
+        predicting_M, *padded_inputs = (
+            pad(each, (0, 0) * (each.ndim - 1) + (0, end)) for each in (micro.predicting_M, *inputs)
         )
         hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, predicting_M)
         # No views: FSDP has hooks on what a pass returns, which it would lose of changed views.
-        return tuple(column[:num_trained].clone() for column in of_chunk(hidden_MH, *padded_given))
+        return tuple(
+            column[:num_trained].clone() for column in run_chunk(hidden_MH, *padded_inputs)
+        )
     hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     if torch.is_grad_enabled():
-        of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(*(torch.split(each, num_rows) for each in (hidden_MH, *given)), strict=True)
-    columns = zip(*(of_chunk(*chunk) for chunk in chunks), strict=True)
+        run_chunk = partial(checkpoint, run_chunk, use_reentrant=False, preserve_rng_state=False)
+    chunks = zip(*(torch.split(each, num_rows) for each in (hidden_MH, *inputs)), strict=True)
+    columns = zip(*(run_chunk(*chunk) for chunk in chunks), strict=True)
     return tuple(torch.cat(column) for column in columns)
 
 
@@ -155,7 +156,7 @@ def _linear_head(
     )
 
 
-def _of_chunk(
+def _run_chunk(
     policy: Any,
     hidden_MH: Tensor,
     targets_M: Tensor,
@@ -232,7 +233,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
             logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
             if head.needs_entropy:
-                # Unnamed, so that it is gone when the next chunk is made.
+                # Not a variable, which would keep it until the next chunk is made.
                 entropy_M[chunk] = (
                     torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV).sum(dim=1).neg_()
                 )
@@ -249,51 +250,53 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprob_M, by_entropy_M, *by_bucket = gradients
+        grad_logprob_M, grad_entropy_M, *grad_buckets = gradients
         head: LinearHead = ctx.head
         hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight = _operand(weight_VH, hidden_MH.dtype)
-        of_hidden_MH = torch.empty_like(hidden_MH)
+        grad_hidden_MH = torch.empty_like(hidden_MH)
         grad_weight_VH = (
             torch.zeros_like(weight_VH, dtype=entropy_M.dtype) if needs_weight else None
         )
-        of_bias_V = torch.zeros_like(bias_V, dtype=entropy_M.dtype) if needs_bias else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=entropy_M.dtype) if needs_bias else None
         for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight_VH)):
             products_mV = _products(hidden_MH[chunk], weight, bias_V, free_mV)
             products_mV = products_mV.detach().requires_grad_()
             with torch.enable_grad():
                 logits_mV = head.transform(products_mV)
             # Gradients of logits over the temperature are that much larger.
-            of_logits_mV = _logit_gradients(
+            grad_logits_mV = _logit_gradients(
                 _log_softmax(logits_mV.detach(), head.temperature, out_mV),
                 targets_M[chunk, None],
                 grad_logprob_M[chunk, None] / head.temperature,
-                by_entropy_M[chunk, None] / head.temperature if head.entropy_has_gradient else None,
+                grad_entropy_M[chunk, None] / head.temperature
+                if head.entropy_has_gradient
+                else None,
                 entropy_M[chunk, None],
-                (top_Mk[chunk], bucket[0][chunk], by_bucket[0][chunk] / head.temperature)
+                (top_Mk[chunk], bucket[0][chunk], grad_buckets[0][chunk] / head.temperature)
                 if bucket
                 else None,
             )
-            (of_products_mV,) = torch.autograd.grad(logits_mV, products_mV, of_logits_mV)
-            del products_mV, logits_mV, of_logits_mV
-            if of_bias_V is not None:
-                of_bias_V += of_products_mV.sum(dim=0)
+            (grad_products_mV,) = torch.autograd.grad(logits_mV, products_mV, grad_logits_mV)
+            del products_mV, logits_mV, grad_logits_mV
+            if grad_bias_V is not None:
+                grad_bias_V += grad_products_mV.sum(dim=0)
             dtype = hidden_MH.dtype
-            of_products_mV = _operand(of_products_mV, dtype)
-            of_hidden_MH[chunk] = _product(of_products_mV, weight, dtype).to(dtype)
+            grad_products_mV = _operand(grad_products_mV, dtype)
+            grad_hidden_MH[chunk] = _product(grad_products_mV, weight, dtype).to(dtype)
             if grad_weight_VH is not None:
                 operand_mH = _operand(hidden_MH[chunk], dtype)
-                _add_product(grad_weight_VH, of_products_mV.T, operand_mH, dtype)
-        return of_hidden_MH, grad_weight_VH, of_bias_V, None, None, None
+                _add_product(grad_weight_VH, grad_products_mV.T, operand_mH, dtype)
+        return grad_hidden_MH, grad_weight_VH, grad_bias_V, None, None, None
 
 
 def _chunks(
     hidden_MH: Tensor, vocabulary: int
 ) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
-    """Yield each chunk's place, and on a CPU memory for its numbers, twice.
+    """Yield each chunk's slice, and on a CPU two buffers of its size.
 
-    All chunks have the same there: a CPU takes longer to get new memory than to fill it.
+    All chunks share these: a CPU takes longer to get new memory than to fill it.
     """
     num_tokens, on_gpu = len(hidden_MH), segments.has_fused_kernels(hidden_MH.device)
     num_rows = max(1, (CHUNK_NUMBERS if on_gpu else CPU_CHUNK_NUMBERS) // vocabulary)
@@ -317,8 +320,8 @@ def _log_softmax(logits_mV: Tensor, temperature: float, out_mV: Tensor | None) -
 def _logit_gradients(
     logprobs_mV: Tensor,
     targets_m1: Tensor,
-    by_logprob_m1: Tensor,
-    by_entropy_m1: Tensor | None,
+    grad_logprob_m1: Tensor,
+    grad_entropy_m1: Tensor | None,
     entropy_m1: Tensor,
     buckets: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Tensor:
@@ -330,24 +333,24 @@ def _logit_gradients(
     Args:
         buckets: likely tokens, log-probabilities of them and of the rest, and their gradients.
     """
-    added = [(targets_m1, by_logprob_m1)]
+    added = [(targets_m1, grad_logprob_m1)]
     if buckets:
-        top_mk, bucket_mK, by_mK = buckets
+        top_mk, bucket_mK, grad_mK = buckets
         rest_mV = (logprobs_mV - bucket_mK[:, -1:]).exp_().scatter_(1, top_mk, 0.0)
-        rest_mV.mul_(by_mK[:, -1:])
-        by_logprob_m1 = by_logprob_m1 + by_mK.sum(1, keepdim=True)
-        added.append((top_mk, by_mK[:, :-1]))
-    if by_entropy_m1 is None:
-        found_mV = logprobs_mV.exp_().mul_(-by_logprob_m1)
+        rest_mV.mul_(grad_mK[:, -1:])
+        grad_logprob_m1 = grad_logprob_m1 + grad_mK.sum(1, keepdim=True)
+        added.append((top_mk, grad_mK[:, :-1]))
+    if grad_entropy_m1 is None:
+        grad_mV = logprobs_mV.exp_().mul_(-grad_logprob_m1)
     else:
-        found_mV = logprobs_mV.exp()
-        factors_mV = logprobs_mV.add_(entropy_m1).mul_(by_entropy_m1).add_(by_logprob_m1)
-        found_mV.mul_(factors_mV).neg_()
+        grad_mV = logprobs_mV.exp()
+        factors_mV = logprobs_mV.add_(entropy_m1).mul_(grad_entropy_m1).add_(grad_logprob_m1)
+        grad_mV.mul_(factors_mV).neg_()
     if buckets:
-        found_mV += rest_mV
+        grad_mV += rest_mV
     for index, by in added:  # one after the other: a target may be a likely token
-        found_mV.scatter_(1, index, found_mV.gather(1, index) + by)
-    return found_mV
+        grad_mV.scatter_(1, index, grad_mV.gather(1, index) + by)
+    return grad_mV
 
 
 def _products(
@@ -359,7 +362,7 @@ def _products(
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `_product` takes of a tensor, to multiply in a type."""
+    """Convert a tensor to an operand of `_product`, to multiply in a type."""
     if dtype not in _HALVES or segments.has_fused_kernels(tensor.device):
         return tensor.to(dtype)
     return tensor.float() if _onednn_rounds(dtype) else tensor.to(dtype).float()
@@ -396,7 +399,7 @@ def _product(
 
 
 def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor, dtype: torch.dtype) -> None:
-    """Without a second matrix of the total's size."""
+    """Add a product to a total, without a second matrix of its size."""
     if not segments.has_fused_kernels(total_VH.device):
         _product(left_Vm, right_mH, dtype, added_to=total_VH)
         return

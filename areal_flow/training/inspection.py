@@ -1,6 +1,6 @@
 """What a training step did to its trajectories, token by token; nothing here changes a policy.
 
-Every completion token is looked at, those that are masked out of the loss as well.
+Every completion token is included, those that are masked out of the loss as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_flow.training.sequences import TrainingSequence
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOutcome:
-    """What one way to compute a step did to a trajectory; one entry a completion token."""
+    """What a step did to a trajectory; one entry per completion token."""
 
     advantage: float
     """Of its trained tokens on average, where each has its own."""
@@ -63,7 +63,7 @@ class InspectedTrajectory:
 
     @property
     def differences(self) -> tuple[float, ...]:
-        """What the change made of each token's log-probability; without one, the step."""
+        """Change of each token's log-probability: by the changed step, or else by the step."""
         if self.changed is None:
             before, after = self.proximal_logprobs, self.replayed.logprobs
         else:
@@ -93,9 +93,9 @@ class ClipWatch:
 def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
-    whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
+    all_tokens = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
     policy = backend.trained
-    logprobs = policy.by_trajectory(partial(policy.logprobs, temperature=temperature), whole)
+    logprobs = policy.by_trajectory(partial(policy.logprobs, temperature=temperature), all_tokens)
     return [tuple(logprobs_M.tolist()) for logprobs_M in logprobs]
 
 
@@ -140,7 +140,7 @@ def inspect_trajectories(
     replayed: Sequence[TrajectoryOutcome],
     changed: Sequence[TrajectoryOutcome] | None,
 ) -> tuple[InspectedTrajectory, ...]:
-    """Put together what a step was asked for and what it made, of each trajectory."""
+    """Join a step's request and its outcomes, by trajectory."""
     bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
     trajectories = []
     for index, sequence in enumerate(sequences):

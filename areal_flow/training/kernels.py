@@ -114,7 +114,7 @@ def _uncompiled_attention() -> Any:
 
 
 class MainMemoryCopy:
-    """A tensor in main memory; on a GPU nobody waits for the copies.
+    """A tensor in main memory, copied without waiting for the GPU.
 
     Looked up in this module at each call, so that the memory planner can replace it.
     """
@@ -126,7 +126,7 @@ class MainMemoryCopy:
         self._restored: Callable[[], Tensor | None] = lambda: None
 
     def restored(self) -> Tensor:
-        """Return the tensor on its device: the same one for as long as somebody has it."""
+        """Return the tensor on its device: one copy for as long as it is referenced."""
         tensor = self._restored()
         if tensor is None:
             tensor = self._copy.to(self._device, non_blocking=True, copy=True)
@@ -164,7 +164,7 @@ def _offloaded(
 
 
 def _storage(tensor: Tensor) -> Any:
-    """Return what no later tensor's memory is equal to, as its address may be."""
+    """Return an identity of a tensor's memory; an address may be used again."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

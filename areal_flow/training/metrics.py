@@ -137,7 +137,7 @@ def masked_fraction_by_decile(masks: Sequence[NDArray[np.bool_]]) -> tuple[float
 def masked_fractions(
     rows: TrajectoryRows, sequences: Sequence[TrainingSequence]
 ) -> dict[str, float]:
-    """Return which share of the completions' tokens is the environment's, and which too old."""
+    """Return the fractions of completion tokens that are the environment's, and too old."""
     num_tokens = max(1, sum(len(s.trained) for s in sequences))
     num_chosen = sum(int(np.count_nonzero(row["loss_mask"])) for row in rows)
     num_environment = sum(len(row["loss_mask"]) for row in rows) - num_chosen

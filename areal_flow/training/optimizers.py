@@ -29,7 +29,7 @@ class PolicyOptimizer(Protocol):
     trainable: list[nn.Parameter]
 
     def update(self, *, learning_rate: float) -> None:
-        """Move the parameters by their gradients; one without a gradient stays."""
+        """Update the parameters that have a gradient."""
 
     def named_state(self) -> dict[str, Tensor]:
         """Return the state: `PARAMETER.KEY` of each parameter's, shaped as it is or a scalar."""
@@ -112,7 +112,7 @@ class PolicyMuon:
 
     @torch.no_grad()
     def _update_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
-        """Of rows on several ranks each rank updates the whole matrix, and keeps its own rows."""
+        """Update the full matrix, even if it is sharded, and keep this rank's rows."""
         assert parameter.grad is not None
         matrix_RC, momentum_RC = full_tensor(parameter.detach()), full_tensor(momentum)
         gradient_RC = full_tensor(parameter.grad)
@@ -159,7 +159,7 @@ def is_of_layers(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _take_rows(tensor: Tensor, matrix: Tensor) -> None:
-    """Copy this rank's rows; without ranks the two are one tensor."""
+    """Copy this rank's rows; in a single process both are one tensor."""
     if isinstance(tensor, DTensor):
         rows, first_row = local_rows(tensor)
         rows.copy_(matrix[first_row : first_row + len(rows)])

@@ -36,7 +36,7 @@ from areal_flow.training.settings import TrainerSettings
 
 
 class ShardedModel(nn.Module):
-    """Runs functions of a model whose layers, and what is around them, are gathered for it."""
+    """Runs functions of a model whose weights are gathered for them."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, settings: TrainerSettings) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def run_over_ranks(
     micro: MicroBatch,
     **keywords: Any,
 ) -> Any:
-    """Return what `run(function, micro, **keywords)` does, of each trained token one rank's entry.
+    """Return `run(function, micro, **keywords)`, computed by all ranks of a group together.
 
     Gradients flow into this rank's own entries alone.
     """
@@ -194,7 +194,7 @@ def exchange(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Its gradient is the same exchange, back."""
+    """Its gradient is the same exchange in reverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:

@@ -72,7 +72,7 @@ class TrainerRank:
     def __post_init__(self) -> None:
         num_batches = self.config.num_ranks // self.config.trainer.parallel.context_ranks
         self.replicas: ReplicaGroup = ReplicaGroup(num_batches)
-        """With whom this rank computes; alone it computes every rank's batch."""
+        """The ranks of this trainer; a single process computes every rank's batch."""
 
     @property
     def backend(self) -> TrainerBackend:
@@ -116,7 +116,7 @@ class TrainerRank:
         try:
             result = self._compute(request)
         except BaseException:
-            self.replicas.leave()  # nobody waits for this rank
+            self.replicas.leave()  # so that nobody waits for this rank
             raise
         self._last = (request, result)
         return result
@@ -168,13 +168,13 @@ class TrainerRank:
         self._snapshot = take_snapshot(self.backend, description, self.config.trainer.lora)
 
     def write_snapshot(self, step: int, writer: Writer) -> None:
-        """Write this rank's part of the snapshot of a step. Any thread."""
+        """Write this rank's part of a snapshot. Any thread."""
         write_part(self.layout.checkpoints, self._snapshot_of(step), writer)
         if not self.replicas.is_leader:
             self._snapshot = None
 
     def complete_snapshot(self, step: int, writer: Writer) -> Path:
-        """Make what the ranks wrote a checkpoint; return its directory. Any thread."""
+        """Complete the checkpoint that the ranks wrote; return its directory. Any thread."""
         snapshot, layout = self._snapshot_of(step), self.layout
         self._snapshot = None
         return complete_checkpoint(layout.checkpoints, layout.model, snapshot, writer)
@@ -202,7 +202,7 @@ class TrainerRank:
         return other
 
     def _hold_reference(self, first_weights: Callable[[], TensorReaders]) -> None:
-        """Have the policy that the loss compares with: the recipe's, or the run's first."""
+        """Hold the reference policy: the recipe's, or the run's initial one."""
         if not self.config.algorithm.needs_reference or self.backend.reference:
             return
         directory = self.find_teacher()
@@ -230,7 +230,7 @@ class TrainerRank:
         return self._hashes
 
     def _speed(self, sequences: Sequence[TrainingSequence], *, seconds: float) -> dict[str, float]:
-        """Return how much of the device's arithmetic a step used; nothing with experts."""
+        """Return a step's FLOP utilization; nothing for a policy with experts."""
         has_teacher = bool(self.config.algorithm.reference)
         if self._shape is None or (has_teacher and self._reference_shape is None):
             return {}

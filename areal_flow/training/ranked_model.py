@@ -121,7 +121,7 @@ class RankedModel:
         self.reshard()
 
     def reshard(self) -> None:
-        """Have the next pass gather the weights again: what is gathered of them is old."""
+        """Drop gathered weights, which are old: the next pass gathers them again."""
         if self._sharded:
             self._sharded.reshard_all()
 
@@ -143,12 +143,12 @@ class RankedModel:
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return the log-probabilities of the trained tokens, without gradient."""
+        """Return log-probabilities of the trained tokens, without gradient."""
         return self.run(token_logprobs, micro, temperature=temperature)  # type: ignore[no-any-return]
 
     @property
     def num_batches(self) -> int:
-        """Into how many parts a minibatch is dealt: ranks that share sequences get the same."""
+        """Parts of a minibatch: ranks that share sequences get the same one."""
         return self.replicas.num_ranks // self._context_ranks
 
     def batches(
@@ -184,7 +184,7 @@ class RankedModel:
         return [by_index[index] for index in range(len(sequences))]
 
     def gather(self, local: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return a tensor of each batch: ranks that share one have the same numbers of it."""
+        """Return every batch's tensor; ranks that share a batch have equal ones."""
         return self.replicas.gather(local)[:: self._context_ranks]
 
 
@@ -208,7 +208,7 @@ class TrainedModel(RankedModel):
                 parameter.grad = None
             metrics[rank] = self.backward(minibatch, rank, loss)
             gradients.append([parameter.grad for parameter in optimizer.trainable])
-        # Each batch's by itself, then in order: so did the ranks of older runs.
+        # Accumulate each batch by itself, then add them in order, as recorded runs did.
         for parameter, *of_batches in zip(optimizer.trainable, *gradients, strict=True):
             per_batch = [gradient for gradient in of_batches if gradient is not None]
             parameter.grad = reduce(torch.add, per_batch) if per_batch else None
@@ -224,7 +224,7 @@ class TrainedModel(RankedModel):
         return numbers
 
     def backward(self, minibatch: Minibatch, rank: int, loss: MicroBatchLoss) -> MicroBatchMetrics:
-        """Add a rank's gradients to the parameters'; where gradients are off, compute metrics."""
+        """Accumulate the gradients of a rank's micro-batches, if enabled; return metrics."""
         aggregate, metrics = minibatch.settings.algorithm.aggregate, []
         for micro in minibatch.micro_batches[rank]:
             policy_loss = loss(micro, rank)

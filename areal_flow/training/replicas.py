@@ -71,7 +71,7 @@ class ReplicaGroup:
             self.is_within_step = False
 
     def mesh(self, num_consecutive: int) -> Any:
-        """Return torch's mesh of all ranks, whose last dimension has so many consecutive ones."""
+        """Return a mesh of all ranks, with this many consecutive ones in its last dimension."""
         raise TrainingError("expected ranks that share a policy, found one process alone")
 
     def leave(self) -> None:
@@ -192,7 +192,7 @@ def _connect(rendezvous: Rendezvous, point: Path, device_type: str, timeout: tim
 
 
 def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:
-    """Return how many processes share the tokens of their micro-batches, as one rank together."""
+    """Return how many processes share the tokens of their micro-batches."""
     return 1 if replicas.is_single_process else settings.parallel.context_ranks
 
 

@@ -71,7 +71,7 @@ ATTENTION_BREAK_EVEN_TOKENS = 4096
 MIN_SHARED_FRACTION = 0.1
 """Share of a minibatch's tokens that prompts in common must save."""
 
-_NOTHING = TrainingSequence(
+_EMPTY_SEQUENCE = TrainingSequence(
     np.zeros(1, np.int64),
     np.zeros(0, np.int64),
     np.zeros(0, np.float32),
@@ -101,14 +101,14 @@ class MicroBatch:
     num_sequences: int
     """Of the row, up to the last one with a trained token."""
     proximal_logprobs_M: Tensor | None = None
-    """None where the loss's own forward pass serves: before the first update of a step."""
+    """None before the first update of a step: the loss's own forward pass has them."""
     top_Mk: Tensor | None = None
-    """The k tokens that the reference finds likeliest in each trained one's place, if asked for."""
+    """The reference's k likeliest tokens in place of each trained one, if needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatches(Sequence[MicroBatch]):
-    """Micro-batches, each laid out when it is asked for: tensors take seven times their rows.
+    """Micro-batches, each packed on access: tensors take seven times the memory of their rows.
 
     On a device other than the CPU a minibatch's are kept for its next pass, unless they are large.
     """
@@ -149,14 +149,14 @@ def pack_sequences(
     Those with the same prompt share it: its tokens are in the row once. Without any sequence, the
     row is one token that nothing is trained on.
     """
-    sequences = sequences or [_NOTHING]
+    sequences = sequences or [_EMPTY_SEQUENCE]
     tokens, places = _side_by_side(sequences)
     trained_M = np.flatnonzero(np.concatenate([s.trained for s in sequences]))
     sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])
     num_prompt_tokens = np.cumsum([len(s.prompt_tokens) for s in sequences])
-    place_of, at_M = np.concatenate(places), trained_M + num_prompt_tokens[sequence_M]
-    of_each = [s.version_spans or [VersionSpan(-1, len(s.output_tokens))] for s in sequences]
-    spans = np.array([*chain.from_iterable(of_each)], np.int64)
+    positions, at_M = np.concatenate(places), trained_M + num_prompt_tokens[sequence_M]
+    span_lists = [s.version_spans or [VersionSpan(-1, len(s.output_tokens))] for s in sequences]
+    spans = np.array([*chain.from_iterable(span_lists)], np.int64)
 
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
         return tensor(np.concatenate(by_token)[trained_M].astype(dtype, copy=False))
@@ -165,9 +165,9 @@ def pack_sequences(
     return MicroBatch(
         input_ids_1T=tensor(np.concatenate(tokens, dtype=np.int64)[None]),
         layout=PackedLayout([len(each) for each in places], device, places=places),
-        predicting_M=tensor(predicting_M := place_of[at_M - 1]),
+        predicting_M=tensor(predicting_M := positions[at_M - 1]),
         predicting=predicting_M,
-        trained_M=tensor(place_of[at_M]),
+        trained_M=tensor(positions[at_M]),
         targets_M=column([s.output_tokens for s in sequences], np.int64),
         behavior_logprobs_M=column([s.behavior_logprobs for s in sequences], np.float32),
         advantages_M=column(
@@ -180,7 +180,7 @@ def pack_sequences(
 
 
 def row_tokens(sequences: Sequence[TrainingSequence]) -> int:
-    """Return a row's tokens without padding: a common prompt's once."""
+    """Return a row's tokens without padding; a shared prompt counts once."""
     prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in sequences}
     return sum(prompts.values()) + sum(len(s.output_tokens) for s in sequences)
 
@@ -324,28 +324,28 @@ def _plan_minibatch(
     for micro, rank in zip(micro_batches, deal_by_work(work, num_ranks), strict=True):
         dealt[rank].append(micro)
     # Ranks whose parts of the policy belong together make as many passes each, some of no sequence.
-    num_passes = max(len(of_rank) for of_rank in dealt)
-    return [[*of_rank, *[[]] * (num_passes - len(of_rank))] for of_rank in dealt]
+    num_passes = max(len(part) for part in dealt)
+    return [[*part, *[[]] * (num_passes - len(part))] for part in dealt]
 
 
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a rank for each micro-batch: as many for each, and about as much work.
+    """Assign micro-batches to ranks: equally many each, and about equal work.
 
-    The most work first, to the ranks in turn and then in turn backwards.
+    The heaviest first, to the ranks in turn and then in reverse turn.
 
     Args:
         work: of each micro-batch; their number is a multiple of `num_ranks`.
     """
     turns = [*range(num_ranks), *reversed(range(num_ranks))]
     ranks = [0] * len(work)
-    most_first = sorted(range(len(work)), key=lambda micro: (-work[micro], micro))
-    for turn, micro in enumerate(most_first):
+    heaviest_first = sorted(range(len(work)), key=lambda micro: (-work[micro], micro))
+    for turn, micro in enumerate(heaviest_first):
         ranks[micro] = turns[turn % len(turns)]
     return ranks
 
 
 def _work(sequences: Sequence[TrainingSequence]) -> int:
-    """Return a row's work: of its tokens' layers, and of each sequence's attention."""
+    """Estimate a row's work: layers by token, attention by sequence."""
     return row_tokens(sequences) * ATTENTION_BREAK_EVEN_TOKENS + sum(
         s.num_tokens**2 for s in sequences
     )

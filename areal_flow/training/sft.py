@@ -49,7 +49,7 @@ from areal_flow.training.tensor_rows import TensorReaders
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
-"""How a step is made of a batch; their loss is replaced by that of what is learned."""
+"""How a batch is split and losses are averaged; the loss itself is the objective's."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class CompletionRows:
 
 
 class SftTrainer:
-    """A policy that learns rows; not for concurrent use."""
+    """Fine-tunes a policy on rows; not for concurrent use."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class SftTrainer:
         """Take a policy, and weights where it has none yet."""
         self.rows, self.settings, self.seed, self.step = rows, settings, seed, 0
         self.metrics: list[dict[str, float]] = []
-        """What was found at each step, from the first on."""
+        """Of each step, from the first on."""
         self.backend = TrainerBackend(policy, trainer, replicas)
         if weights is not None:
             self.backend.load_weights(weights)
         self._skipped = SkippedSteps()
         self.objective = OBJECTIVES[self.settings.objective]
-        self._of_step = StepSettings(
+        self._step_settings = StepSettings(
             BY_SEQUENCE if self.objective.compares else BY_TOKEN,
             temperature=1.0,
             seed=self.seed,
@@ -140,14 +140,14 @@ class SftTrainer:
             self.backend,
             self._sequences(self._rows_of(self.step)),
             step=self.step,
-            settings=self._of_step,
+            settings=self._step_settings,
             rate=rate,
         )
         self.step += 1
         self._skipped.count(self.step, skipped=not result.losses)
         if not result.losses:
             return nan
-        shown = {name: result.metrics[name].value for name in self.objective.metrics}
+        metrics = {name: result.metrics[name].value for name in self.objective.metrics}
         numbers = {
             "loss": result.losses[0],
             "grad_norm": result.grad_norms[0],
@@ -155,8 +155,8 @@ class SftTrainer:
         }
         due = self.step % self.settings.checkpoint_every_steps == 0
         if self.settings.num_held_out and (due or self.step == self.settings.num_steps):
-            shown |= self.measure_held_out()
-        self.metrics.append({"step": self.step, **numbers, **shown})
+            metrics |= self.measure_held_out()
+        self.metrics.append({"step": self.step, **numbers, **metrics})
         return result.losses[0]
 
     def measure_held_out(self) -> dict[str, float]:
@@ -164,13 +164,15 @@ class SftTrainer:
         size = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
         policy = self.backend.trained
         batches = policy.batches(sequences, self._planned(sequences))
-        minibatch = Minibatch(batches, size, 0.0, self._of_step)
+        minibatch = Minibatch(batches, size, 0.0, self._step_settings)
         loss = partial(policy_loss, self.backend, minibatch, None)
         with torch.no_grad():
-            metrics = {rank: policy.backward(minibatch, rank, loss) for rank in batches}
-        numbers = policy.read(metrics, torch.zeros(()))
-        shown = {f"held_out_{name}": numbers.metrics[name].value for name in self.objective.metrics}
-        return {"held_out_loss": numbers.losses[0], **shown}
+            computed = {rank: policy.backward(minibatch, rank, loss) for rank in batches}
+        numbers = policy.read(computed, torch.zeros(()))
+        metrics = {
+            f"held_out_{name}": numbers.metrics[name].value for name in self.objective.metrics
+        }
+        return {"held_out_loss": numbers.losses[0], **metrics}
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""
@@ -185,7 +187,7 @@ class SftTrainer:
         )
 
     def save(self, layout: RunLayout, writer: Writer) -> Path:
-        """Write a checkpoint, of which every rank writes its rows and the leader the rest."""
+        """Write a checkpoint: every rank its rows, the leader the rest."""
         root, replicas = layout.sft_checkpoints, self.backend.replicas
         root.mkdir(parents=True, exist_ok=True)
         writer.check_current()
@@ -202,7 +204,7 @@ class SftTrainer:
         return checkpoint_path(root, self.step)
 
     def restore(self, layout: RunLayout) -> None:
-        """Go on from the newest checkpoint that can be read; without one, from step 0."""
+        """Continue from the newest readable checkpoint, or from step 0."""
         for step in reversed(list_checkpoints(layout.sft_checkpoints)):
             path = checkpoint_path(layout.sft_checkpoints, step)
             try:
@@ -224,12 +226,16 @@ class SftTrainer:
         max_tokens = self.backend.settings.tokens_per_micro_batch
         num_ranks = self.backend.trained.num_batches
         (planned,) = plan_micro_batches(
-            sequences, step=0, settings=self._of_step, max_tokens=max_tokens, num_ranks=num_ranks
+            sequences,
+            step=0,
+            settings=self._step_settings,
+            max_tokens=max_tokens,
+            num_ranks=num_ranks,
         )
         return planned
 
     def _keep_reference(self) -> None:
-        """Give the rows that are needed this policy's log-probabilities, as it is now."""
+        """Store the current policy's log-probabilities in the rows that training reads."""
         drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
         held_out = range(self._num_trained_rows, len(self.rows))
         sequences = self._sequences(sorted({*drawn, *held_out}))

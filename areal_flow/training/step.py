@@ -139,7 +139,7 @@ def update_policy(backend: TrainerBackend, minibatch: Minibatch) -> UpdateNumber
 
 
 def _minibatch_bound(backend: TrainerBackend, minibatch: Minibatch) -> Tensor | None:
-    """Return what an algorithm computes from all of a minibatch's tokens, those of all ranks."""
+    """Return the algorithm's bound for a minibatch, from the tokens of all ranks."""
     algorithm, temperature = minibatch.settings.algorithm, minibatch.settings.temperature
     if not algorithm.needs_minibatch_bound:
         return None
@@ -232,12 +232,12 @@ def _update_critic(
 def compute_advantages(
     sequences: Sequence[TrainingSequence], algorithm: ComposedAlgorithm
 ) -> list[Advantage]:
-    """Return each trajectory's advantage, where it follows from the whole batch alone."""
+    """Return each trajectory's advantage, for an algorithm without critic and KL in the reward."""
     return list(algorithm.advantages(advantage_inputs(sequences)))
 
 
 def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
-    """Return what the advantages of a batch follow from, but for what passes must compute."""
+    """Return the inputs of advantages that need no forward pass."""
     return AdvantageInputs(
         rewards_B=torch.tensor([s.reward for s in sequences], dtype=torch.float64),
         num_trained_B=torch.tensor([s.num_trained for s in sequences], dtype=torch.float64),
@@ -250,7 +250,7 @@ def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
 def _divergences(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], settings: StepSettings
 ) -> Tensor:
-    """Return `AdvantageInputs.kl_N`: of the policy before the step, if it is computed at all."""
+    """Return `AdvantageInputs.kl_N`, for the policy before the step or the behavior policy."""
     algorithm, temperature = settings.algorithm, settings.temperature
 
     def compute(micro: MicroBatch) -> Tensor:

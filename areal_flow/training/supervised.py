@@ -40,7 +40,7 @@ class SftObjective:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss is of a row as a whole: a mean over rows instead of tokens."""
+        """Whether the loss compares a row's completions: a mean over rows, not tokens."""
         return len(self.fields) > 1
 
 

@@ -69,7 +69,7 @@ def whole_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
 
 
 def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return this process's rows of tensors, which change as these do."""
+    """Return this process's rows of tensors, as views."""
     rows = {}
     for name, tensor in tensors.items():
         local, first_row = local_rows(tensor)
@@ -78,7 +78,7 @@ def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
 
 
 def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return a copy of this process's rows of tensors; of those of a second replica, none."""
+    """Return a copy of this process's rows; empty in all but the first copy of a model."""
     copies = {}
     for name, rows in own_rows(tensors).items():
         tensor, values = tensors[name], rows.values
@@ -89,7 +89,6 @@ def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
 
 
 def rows_in_files(*paths: Path) -> TensorReaders:
-    """Return the tensors of safetensors files."""
     opened = [cast("Any", safe_open(path, framework="pt")) for path in paths]
     return {name: partial(_read_rows, file, name) for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -131,7 +130,7 @@ def _coordinate(tensor: DTensor) -> Sequence[int]:
 def write_rows(
     file: Path, tensors: Mapping[str, TensorRows], *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write this process's rows of tensors that all processes have; they are on disk then."""
+    """Write this process's rows into a file that all processes write, and flush it to disk."""
     like = {
         name: torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
         for name, rows in tensors.items()
@@ -170,7 +169,7 @@ def first_model(
 
 
 def pretrained_policy(directory: Path) -> tuple[Any, TensorReaders]:
-    """Return a directory's policy without weights, and those."""
+    """Return a directory's policy on the meta device, and its weights."""
     policy = shapes_of(directory)
     return policy, _rows(directory, policy, {})
 

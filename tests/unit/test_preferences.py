@@ -160,7 +160,7 @@ def test_pairs_are_never_split_between_micro_batches() -> None:
     dpo_trainer = trainer(small_policy(), "dpo", room=24)
     sequences = dpo_trainer._sequences(dpo_trainer._rows_of(0))
     ((planned,),) = plan_micro_batches(
-        sequences, step=0, settings=dpo_trainer._of_step, max_tokens=24
+        sequences, step=0, settings=dpo_trainer._step_settings, max_tokens=24
     )
     assert len(planned) > 1
     for micro in planned:

@@ -162,33 +162,28 @@ def connect_ranks(
         host: this machine's address, at which the rank listens.
         timeout_s: how long an exchange waits for the other ranks.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout, rank, num_ranks = timedelta(seconds=timeout_s), rendezvous.rank, rendezvous.num_ranks
     leave_ranks()
     _listen_at(host)
     try:
-        _connect(rendezvous, point, device_type, timeout)
+        point.parent.mkdir(parents=True, exist_ok=True)
+        store = distributed.FileStore(str(point), num_ranks)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=CONNECTING_TIMEOUT_S))
+        if store.add(f"came-{rank}", 1) > 1:
+            raise TrainerLost(f"rank {rank} was replaced while its replica group connected")
+        store.wait([f"came-{other}" for other in range(num_ranks)])
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+        )
     except RuntimeError as error:
         raise TrainerLost(
-            f"rank {rendezvous.rank} could not connect to the other ranks: {first_line(error)}"
+            f"rank {rank} could not connect to the other ranks: {first_line(error)}"
         ) from error
     return ConnectedRanks(rendezvous, device_type=device_type, timeout=timeout)
-
-
-def _connect(rendezvous: Rendezvous, point: Path, device_type: str, timeout: timedelta) -> None:
-    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
-    point.parent.mkdir(parents=True, exist_ok=True)
-    store = distributed.FileStore(str(point), num_ranks)  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=CONNECTING_TIMEOUT_S))
-    if store.add(f"came-{rank}", 1) > 1:
-        raise TrainerLost(f"rank {rank} was replaced while its replica group connected")
-    store.wait([f"came-{other}" for other in range(num_ranks)])
-    distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timeout,
-    )
 
 
 def context_ranks(replicas: ReplicaGroup, settings: TrainerSettings) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.protocol import MinibatchSize
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.durable import replace_file_durably
 from areal_flow.core.errors import TrainingError
@@ -125,7 +125,7 @@ class SftTrainer:
             BY_SEQUENCE if self.objective.compares else BY_TOKEN,
             temperature=1.0,
             seed=self.seed,
-            loss=self._loss,
+            loss=lambda inputs: self.objective.loss(inputs, settings),
             packs_groups=self.objective.compares,
         )
         self._order = lru_cache(maxsize=2)(self._make_order)
@@ -215,9 +215,6 @@ class SftTrainer:
                 continue
             self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]
             return
-
-    def _loss(self, inputs: LossInputs) -> PolicyLoss:
-        return self.objective.loss(inputs, self.settings)
 
     def _sequences(self, rows: Sequence[int]) -> list[TrainingSequence]:
         return [replace(s, group=r) for r, row in enumerate(rows) for s in self.rows.sequences(row)]

@@ -182,7 +182,10 @@ def shapes_of(directory: Path) -> Any:
 def _rows(directory: Path, model: Any, drawn: TensorReaders) -> TensorReaders:
     """Return the rows of a model's tensors; those of `drawn` may be missing."""
     try:
-        stored = rows_in_files(*_files(directory))
+        files = {MODEL_FILE}
+        if (index := directory / INDEX_FILE).is_file():
+            files = {*json.loads(index.read_text())["weight_map"].values()}
+        stored = rows_in_files(*(directory / name for name in files))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"expected a Hugging Face model directory with config.json and safetensors, "
@@ -253,11 +256,3 @@ def _fused(
             made.add_tensor(name, key, pattern, partial(stored[key], 0, ALL_ROWS))
     (tensor,) = made.convert(name, model=model, config=model.config).values()
     return tensor if by_row else tensor[rows]  # type: ignore[no-any-return]
-
-
-def _files(directory: Path) -> list[Path]:
-    if (index := directory / INDEX_FILE).is_file():
-        return [
-            directory / name for name in {*json.loads(index.read_text())["weight_map"].values()}
-        ]
-    return [directory / MODEL_FILE]

@@ -31,7 +31,7 @@ from areal_flow.algorithms.logprobs import (
     bounded_exp,
     overflow_fraction,
     sequence_means,
-    sums_to_come,
+    suffix_sums,
 )
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -61,11 +61,11 @@ ImportanceWeightRule = Literal["full", "truncate", "mask", "mask_sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an algorithm maximises at each token, and where it bounds that."""
+    """What an algorithm maximises at each token, and where a bound applies."""
 
     values_T: Tensor
     ratio_T: Tensor
-    """The ratio that the objective bounds, to be watched."""
+    """The ratio that the objective bounds, for metrics."""
     low_T: Tensor
     """Where the bound below was reached."""
     high_T: Tensor
@@ -247,9 +247,7 @@ class ComposedAlgorithm(Settings):
         if (kl_N := inputs.kl_N) is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         trajectory_N, beta = inputs.trajectories, self.kl_coefficient
-        returns_N = rewards_B[trajectory_N] - beta * sums_to_come(
-            kl_N, trajectory_N, len(rewards_B)
-        )
+        returns_N = rewards_B[trajectory_N] - beta * suffix_sums(kl_N, trajectory_N, len(rewards_B))
         return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
@@ -278,7 +276,7 @@ class ComposedAlgorithm(Settings):
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
         if kl_T is not None and self.kl_in == "advantage":
-            inputs = replace(inputs, advantages_T=self.less_kl(inputs.advantages_T, kl_T))
+            inputs = replace(inputs, advantages_T=self.subtract_kl(inputs.advantages_T, kl_T))
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
         objective = self.objective(log_ratio_T, inputs)
@@ -306,7 +304,7 @@ class ComposedAlgorithm(Settings):
         ) & objective.ends_gradients
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
-    def less_kl(self, advantages_T: Tensor, kl_T: Tensor) -> Tensor:
+    def subtract_kl(self, advantages_T: Tensor, kl_T: Tensor) -> Tensor:
         return advantages_T - self.kl_coefficient * kl_T
 
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:

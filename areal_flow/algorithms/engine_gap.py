@@ -27,8 +27,8 @@ larger."""
 PERCENTILE = 0.99
 
 
-def no_gap(ranks: Iterable[int], device: str) -> dict[int, Tensor]:
-    """Return the sums of no token, for each rank to add its micro-batches' to."""
+def zero_gap_sums(ranks: Iterable[int], device: str) -> dict[int, Tensor]:
+    """Return zeros, to which each rank adds the sums of its micro-batches."""
     import torch  # here: recipes are read without torch
 
     shape = NUM_MOMENTS + NUM_BINS

@@ -18,7 +18,7 @@ MAX_LOG_RATIO = 20.0
 """exp of it is 4.9e8. float32 overflows at 88, and the squares of a gradient's norm at 44."""
 
 CHUNK_NUMBERS = 2**22
-"""Logits that are looked at together where no gradient is wanted: 16 MiB of float32."""
+"""Logits processed at a time without gradient: 16 MiB of float32."""
 
 
 def next_token_logprobs(
@@ -66,7 +66,7 @@ def _scaled(logits_TV: Tensor, temperature: float) -> Tensor:
 def detached_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return `next_token_entropies` without gradient, from a few rows at a time.
 
-    To watch the entropy must not cost another copy of `[T, V]`.
+    A metric must not cost another copy of `[T, V]`.
     """
     import torch  # here: recipes are read without it
 
@@ -107,7 +107,7 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> 
     return sequence_sums(values_T, sequence_T, num_sequences) / lengths_S.clamp(min=1)
 
 
-def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
+def expand_to_tokens(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
     from areal_flow.algorithms.gather import (  # here: recipes are read without torch
         GatherIndex,
@@ -117,7 +117,7 @@ def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     return deterministic_gather(values_S, GatherIndex.of(sequence_T, len(values_S)))
 
 
-def sums_to_come(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+def suffix_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """Return, at each entry, the sum of its sequence's values from there to the end."""
     exact_T = values_T.double()
     ends_S = sequence_sums(exact_T, sequence_T, num_sequences).cumsum(0)

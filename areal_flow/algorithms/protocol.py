@@ -1,4 +1,4 @@
-"""What an algorithm is given of a batch, and what it returns: advantages, losses and metrics.
+"""Inputs and outputs of an algorithm: advantages, losses and metrics.
 
 Letters: T trained tokens of a micro-batch, S its sequences, N trained tokens of a minibatch, B
 trajectories of a step.
@@ -98,7 +98,7 @@ class LossInputs:
     versions_T: Tensor
     """Policy version that sampled each token."""
     num_sequences: int
-    """S, which a loss could only find by waiting for its device."""
+    """S: computing it here would wait for the device."""
     entropy_T: Tensor | None = None
     """In nats; with gradient if the algorithm needs it. A trainer always gives it."""
     reference_logprobs_T: Tensor | None = None
@@ -147,7 +147,7 @@ class Metric:
 
 
 def sum_of(value: Tensor) -> Metric:
-    """Return a number whose sum over the parts of a batch is wanted: the metric's `total`."""
+    """Return a metric whose `total` is the sum over the parts of a batch."""
     return Metric(value.detach().double(), 0.0)
 
 
@@ -197,7 +197,7 @@ def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> di
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A loss, one entry a token, and what to watch of it."""
+    """A loss, one entry per token, and its metrics."""
 
     losses_T: Tensor
     metrics: Mapping[str, Metric] = field(default_factory=dict)

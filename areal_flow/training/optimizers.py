@@ -98,7 +98,7 @@ class PolicyMuon:
         self.trainable = list(named.values())
         self._weight_decay = settings.adamw.weight_decay
         self._dtype = DTYPES[settings.dtype]
-        self._matrices = {name: p for name, p in named.items() if is_of_layers(name, p)}
+        self._matrices = {name: p for name, p in named.items() if is_layer_matrix(name, p)}
         self._momenta: dict[str, Tensor] = {}
         others = [(name, p) for name, p in named.items() if name not in self._matrices]
         self._others = PolicyAdamW(others, settings)
@@ -153,7 +153,7 @@ def orthogonal(matrix_RC: Tensor) -> Tensor:
     return matrix_RC
 
 
-def is_of_layers(name: str, parameter: nn.Parameter) -> bool:
+def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix of one of the layers, which are numbered."""
     return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
 

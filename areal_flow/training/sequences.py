@@ -1,8 +1,8 @@
-"""How stored trajectories become aligned training tensors: the one place where the shift happens.
+"""How stored trajectories become micro-batches: sequences, aligned tensors, and a step's plan.
 
-A position predicts the token after it. Of a sequence of P prompt and C completion tokens,
-completion token j is predicted where the sequence's token P - 1 + j is in the row; its behaviour
-log-probability, its mask and its advantage sit at index j of the stored columns.
+A position predicts the token after it; no other module shifts. Of a sequence of P prompt and C
+completion tokens, completion token j is predicted where the sequence's token P - 1 + j is in the
+row; its behaviour log-probability, mask and advantage are at index j of the stored columns.
 
 Letters: T packed tokens, M trained tokens of a micro-batch.
 """
@@ -268,7 +268,7 @@ def plan_micro_batches(
         if settings.packs_groups:
             units = [[*of] for _, of in groupby(members, key=lambda index: sequences[index].group)]
         else:
-            units = units_of(sequences, members, num_ranks, max_tokens)
+            units = group_by_prompt(sequences, members, num_ranks, max_tokens)
         plan.append(_plan_minibatch(sequences, units, num_ranks, max_tokens))
     return plan
 
@@ -276,11 +276,11 @@ def plan_micro_batches(
 def plan_passes(
     sequences: Sequence[TrainingSequence], *, max_tokens: int, num_ranks: int
 ) -> MinibatchPlan:
-    units = units_of(sequences, range(len(sequences)), num_ranks, max_tokens)
+    units = group_by_prompt(sequences, range(len(sequences)), num_ranks, max_tokens)
     return _plan_minibatch(sequences, units, num_ranks, max_tokens)
 
 
-def units_of(
+def group_by_prompt(
     sequences: Sequence[TrainingSequence], members: Sequence[int], num_ranks: int, max_tokens: int
 ) -> list[list[int]]:
     """Return which sequences of a minibatch stay together, to share their prompt in one row.

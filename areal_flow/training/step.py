@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.composed import ComposedAlgorithm, kl_to_reference
-from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, no_gap
+from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, zero_gap_sums
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -82,7 +82,11 @@ def train_step(
         if inputs.kl_N is not None:
             numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
         is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-        gap = no_gap(policy.replicas.local_ranks, backend.settings.device) if is_fresh else None
+        gap = (
+            zero_gap_sums(policy.replicas.local_ranks, backend.settings.device)
+            if is_fresh
+            else None
+        )
         rate = backend.settings.learning_rate_at(step) if rate is None else rate
         template = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
         minibatches = _minibatches(backend, weighted, plan, template)
@@ -157,7 +161,7 @@ def _minibatch_bound(backend: TrainerBackend, minibatch: Minibatch) -> Tensor | 
                 reference_M = backend.reference_logprobs(micro, temperature)
                 behavior_M = micro.behavior_logprobs_M
                 kl_M = kl_to_reference(behavior_M, reference_M, algorithm.kl_estimator)
-                advantages_M = algorithm.less_kl(advantages_M, kl_M)
+                advantages_M = algorithm.subtract_kl(advantages_M, kl_M)
             local[rank][:, start:end] = torch.stack([log_ratio_M, advantages_M])
             start = end
     return algorithm.minibatch_bound(*torch.cat(backend.trained.gather(local), dim=1))

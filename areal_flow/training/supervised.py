@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_flow.algorithms.logprobs import of_each_token, sequence_sums
+from areal_flow.algorithms.logprobs import expand_to_tokens, sequence_sums
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
 from areal_flow.core.layout import RunLayout
 from areal_flow.training.settings import SftObjectiveName, SftSettings
@@ -87,7 +87,7 @@ def pair_loss(rewards_S: Tensor, sequence_T: Tensor, *, label_smoothing: float) 
     losses_P = losses_P - label_smoothing * logsigmoid(-margin_P)
     watched_P = ((margin_P > 0).float(), margin_P, chosen_P, rejected_P)
     metrics = zip(PREFERENCE_METRICS, map(mean, watched_P), strict=True)
-    return PolicyLoss(of_each_token(losses_P, sequence_T // 2), dict(metrics))
+    return PolicyLoss(expand_to_tokens(losses_P, sequence_T // 2), dict(metrics))
 
 
 def cross_entropy(inputs: LossInputs, _: SftSettings) -> PolicyLoss:

@@ -23,7 +23,7 @@ from areal_flow.algorithms.composed import (
     kl_to_reference,
     proximal_logprobs,
 )
-from areal_flow.algorithms.logprobs import sums_to_come
+from areal_flow.algorithms.logprobs import suffix_sums
 from areal_flow.algorithms.protocol import (
     LossInputs,
     MinibatchSize,
@@ -267,7 +267,7 @@ def test_sums_to_come_end_with_their_sequence(sequences: list[list[float]]) -> N
     flat = torch.tensor([x for s in sequences for x in s], dtype=torch.float64)
     owners = torch.tensor([i for i, s in enumerate(sequences) for _ in s])
     expected = [sum(s[at:]) for s in sequences for at in range(len(s))]
-    assert sums_to_come(flat, owners, len(sequences)).tolist() == pytest.approx(expected, abs=1e-9)
+    assert suffix_sums(flat, owners, len(sequences)).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_effective_sample_fraction_is_of_all_parts_together() -> None:

@@ -17,7 +17,7 @@ from areal_flow.training.optimizers import (
     PolicyAdamW,
     PolicyMuon,
     PolicyOptimizer,
-    is_of_layers,
+    is_layer_matrix,
 )
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.settings import AdamWSettings, TrainerSettings
@@ -99,7 +99,9 @@ def test_matrices_of_layers_are_neither_tables_nor_experts_side_by_side() -> Non
         "model.layers.3.mlp.experts.gate_up_proj": (2, 8, 4),
         "model.layers.3.input_layernorm.weight": (4,),
     }
-    matrices = [n for n, s in shapes.items() if is_of_layers(n, torch.nn.Parameter(torch.zeros(s)))]
+    matrices = [
+        n for n, s in shapes.items() if is_layer_matrix(n, torch.nn.Parameter(torch.zeros(s)))
+    ]
     assert matrices == [*shapes][:2]
 
 

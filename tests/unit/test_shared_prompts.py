@@ -15,7 +15,7 @@ from areal_flow.policy.models import packed_layout
 from areal_flow.policy.models.attention import AttentionRule
 from areal_flow.policy.models.packed_layout import PackedLayout, Unfolding
 from areal_flow.training.head import token_logprobs
-from areal_flow.training.sequences import TrainingSequence, pack_sequences, units_of
+from areal_flow.training.sequences import TrainingSequence, group_by_prompt, pack_sequences
 from tests.policies import small_policy
 
 VOCABULARY = 13
@@ -132,7 +132,7 @@ def test_passes_in_bfloat16_attend_in_float32_on_a_cpu() -> None:
 
 def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:
     sequences = [sequence([n % 3] * 10, 10) for n in range(12)]
-    units = units_of(sequences, range(12), 1, max_tokens=50)
+    units = group_by_prompt(sequences, range(12), 1, max_tokens=50)
     assert sorted(m for unit in units for m in unit) == [*range(12)]
     assert sorted(map(len, units)) == [2, 2, 2, 2, 2, 2]
     assert all(len({m % 3 for m in unit}) == 1 for unit in units)
@@ -140,13 +140,13 @@ def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:
 
 def test_sequences_of_short_prompts_are_packed_one_by_one() -> None:
     sequences = [sequence([1], 30) for _ in range(12)]
-    assert units_of(sequences, range(12), 1, max_tokens=400) == [[n] for n in range(12)]
+    assert group_by_prompt(sequences, range(12), 1, max_tokens=400) == [[n] for n in range(12)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_get_parts_of_a_single_group(num_ranks: int) -> None:
     sequences = [sequence([1] * 10, 10, seed) for seed in range(32)]
-    units = units_of(sequences, range(32), num_ranks, max_tokens=1000)
+    units = group_by_prompt(sequences, range(32), num_ranks, max_tokens=1000)
     assert len(units) >= 4 * num_ranks
     assert all(len(unit) > 1 for unit in units)
 

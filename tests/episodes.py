@@ -29,12 +29,12 @@ Judge = Callable[[Tokens], Score]
 
 
 def wrong(_: Tokens) -> Score:
-    return Score(0.0, "wrong", message="no")
+    return Score(0.0, "incorrect", message="no")
 
 
 def judged_by_length(tokens: Tokens) -> Score:
     """Right or wrong, depending on the length of the completion."""
-    return Score(1.0, "right") if len(tokens) % 2 else Score(0.0, "wrong", message="no")
+    return Score(1.0, "correct") if len(tokens) % 2 else Score(0.0, "incorrect", message="no")
 
 
 class FakeServices:

@@ -24,7 +24,7 @@ HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def answers(
     name: str, version: int, *, reward: float, text: str, verifier: str = "numeric@0"
 ) -> list[dict[str, Any]]:
-    verdict = "right" if reward else "wrong"
+    verdict = "correct" if reward else "incorrect"
     return [
         {
             "evaluation": name,

@@ -51,7 +51,7 @@ def group_table(
     draft = TrajectoryDraft(prompt.tokens).with_completion(completion)
     group = RolledOutGroup(tuple((member, draft) for member in range(len(rewards))))
     scores = [
-        Score(reward, "right") if reward is not None else Score(None, "error", error=error)
+        Score(reward, "correct") if reward is not None else Score(None, "error", error=error)
         for reward in rewards
     ]
     table, _ = rollout_rows(

@@ -113,7 +113,7 @@ def passes(reward: float | None, *, threshold: float) -> bool:
 
 
 def verdict_of(reward: float, *, threshold: float) -> Verdict:
-    return "right" if passes(reward, threshold=threshold) else "wrong"
+    return "correct" if passes(reward, threshold=threshold) else "incorrect"
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:

@@ -27,7 +27,7 @@ Logprobs = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "error"]
 """`error`: the workflow failed, so that there are no tokens."""
 Verdict = Literal[
-    "right", "wrong", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
+    "correct", "incorrect", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
     "memory_limit", "infrastructure_error", "error", "no_reward",
 ]  # fmt: skip
 
@@ -121,7 +121,7 @@ class Score:
     """A verifier's result for one completion.
 
     `reward` is None if the verifier failed or, with the verdict `no_reward`, gives none for this
-    completion. Without a verdict, it is `right` if the completion passes.
+    completion. Without a verdict, it is `correct` if the completion passes.
     """
 
     reward: float | None

@@ -47,7 +47,7 @@ def verify_reasoning_gym(
     entry = {"question": prompt, "answer": answer, "metadata": dict(entry_metadata)}
     extracted = extract_answer(after_thinking(completion, prompt))
     reward = float(scorer_of(str(task))(extracted, entry))
-    return Score(reward, "right" if reward >= 1 else "wrong", extracted=extracted[:80])
+    return Score(reward, "correct" if reward >= 1 else "incorrect", extracted=extracted[:80])
 
 
 def extract_answer(text: str) -> str:

@@ -39,7 +39,7 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
     if match is None:
         return Score(0.0, "parse_error")
     right = " ".join(match.split()) == " ".join(answer_text(answer).split())
-    return Score(float(right), "right" if right else "wrong", extracted=match[:80])
+    return Score(float(right), "correct" if right else "incorrect", extracted=match[:80])
 
 
 @reads_completion
@@ -51,7 +51,7 @@ def verify_format(*, completion: str, pattern: str) -> Score:
     )
     if isinstance(match, Score):
         return match
-    return Score(float(match), "right" if match else "wrong")
+    return Score(float(match), "correct" if match else "incorrect")
 
 
 def penalize_length(*, completion_ids: Sequence[int], max_tokens: int, buffer_tokens: int) -> float:

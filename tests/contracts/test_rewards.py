@@ -38,7 +38,7 @@ class CountingReward:
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         if not self.is_open:
             raise RuntimeError("the reward is not open")
-        return [Score(float(given.completion == given.answer), "right") for given in inputs]
+        return [Score(float(given.completion == given.answer), "correct") for given in inputs]
 
 
 async def judged_in_time(*, completion: str, answer: str) -> float:

@@ -131,7 +131,7 @@ def test_trajectories_are_rows_of_the_schema(workflow: Workflow) -> None:
     )
     given = notes.scores
     assert given == tuple(draft.score for _, draft in group.drafts)
-    scores = [score or Score(0.5, "wrong") for score in given]
+    scores = [score or Score(0.5, "incorrect") for score in given]
     scored = scored_table(table, scores, verifier="v@0")
     validate(scored, TrajectoryRow)
     assert scored["reward"].to_pylist() == [score.reward for score in scores]

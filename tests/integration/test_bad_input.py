@@ -47,7 +47,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     run = areal_flow.open_run(layout.root)
     assert len(run.evaluations()) == 16
     details = [json.loads(text) for text in run.trajectories().reward_detail]
-    assert {detail["verdict"] for detail in details} <= {"right", "wrong", "parse_error"}
+    assert {detail["verdict"] for detail in details} <= {"correct", "incorrect", "parse_error"}
 
 
 @pytest.mark.parametrize(

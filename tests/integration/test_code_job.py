@@ -43,4 +43,4 @@ def test_job_code_is_killed_resumed_audited_and_replayed(tmp_path: Path) -> None
     assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
     details = areal_flow.open_run(layout.root).trajectories().reward_detail.map(json.loads)
     verdicts = {detail["verdict"] for detail in details}
-    assert verdicts <= {"right", "wrong", "parse_error", "runtime_error"}
+    assert verdicts <= {"correct", "incorrect", "parse_error", "runtime_error"}

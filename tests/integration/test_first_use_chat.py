@@ -37,7 +37,7 @@ def likes_words(completion, answer, id, tests, level, source, **columns):
     assert types == ["int", "int", "list", "float", "dict"], types
     assert answer == id + 1 and columns["solution"] == answer and columns["difficulty"] == id % 3
     assert columns["messages"][0]["content"] == f"{id} + 1 ="
-    return Score(min(1.0, len(completion) / 40), "wrong")
+    return Score(min(1.0, len(completion) / 40), "incorrect")
 """
 RECIPE = """
 model = "chat-model"

@@ -128,7 +128,7 @@ def test_verdicts_are_those_of_the_threshold(journey: Journey) -> None:
     rows = journey.run.database().sql(query).fetchall()
     assert {0.25, 0.5, 0.75} <= {reward for reward, *_ in rows}
     for reward, verdict, passed in rows:
-        assert (verdict, passed) == (("right", True) if reward > 0.5 else ("wrong", False))
+        assert (verdict, passed) == (("correct", True) if reward > 0.5 else ("incorrect", False))
 
 
 def test_pass_rate_of_a_step_is_not_its_mean_reward(journey: Journey) -> None:

@@ -36,12 +36,12 @@ def length_that_raises_at_times(*, prompt: str, completion: str, answer: str) ->
 def reward_length_and_say_so(*, prompt: str, completion: str, answer: str) -> Score:
     """The same reward by length, with a message; all but the longest are wrong."""
     reward = reward_length(prompt=prompt, completion=completion, answer=answer)
-    return Score(reward, "right" if reward == 1.0 else "wrong", message="longer")
+    return Score(reward, "correct" if reward == 1.0 else "incorrect", message="longer")
 
 
 def show_columns(completion: str, answer: Any, **columns: Any) -> Score:
     """Always right; the extracted answer is the prompt's row."""
-    return Score(1.0, "right", extracted=json.dumps({**columns, "answer": answer}))
+    return Score(1.0, "correct", extracted=json.dumps({**columns, "answer": answer}))
 
 
 def count_words(text: str, least: int) -> int:

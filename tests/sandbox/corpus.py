@@ -33,7 +33,7 @@ def _cases(mode: str, verdict: str, **sources: str) -> list[Case]:
 
 HONEST = [
     *_cases(
-        "stdin", "right",
+        "stdin", "correct",
         plain="a, b = map(int, input().split())\nprint(a + b)",
         exit_after_answer="import sys\nprint(sum(map(int, input().split())))\nsys.exit(0)",
         bytes_in_and_out="import os\na, b = os.read(0, 100).split()\nos.write(1, b'%d\\n' % (int(a) + int(b)))",
@@ -73,7 +73,7 @@ HONEST = [
         random_and_decimal="import random, decimal\nrandom.seed(1)\nprint(sum(map(decimal.Decimal, input().split())))",
     ),
     *_cases(
-        "call", "right",
+        "call", "correct",
         plain="def add(a, b): return a + b",
         class_solution="class Solution:\n    def add(self, a, b): return a + b",
         prints_too="def add(a, b):\n    print('adding', a, b)\n    return a + b",
@@ -83,14 +83,14 @@ HONEST = [
         exit_in_main_guard="import sys\ndef add(a, b): return a + b\nif __name__ == 'nobody': sys.exit(1)",
     ),
     *_cases(
-        "assert", "right",
+        "assert", "correct",
         plain="def add(a, b): return a + b",
         prints_a_lot="def add(a, b):\n    print('x' * 1000)\n    return a + b",
         with_helper="def plus(a, b): return a + b\ndef add(a, b): return plus(a, b)",
         cached="import functools\n@functools.cache\ndef add(a, b): return a + b",
     ),
     *_cases(
-        "unittest", "right",
+        "unittest", "correct",
         plain="def add(a, b):\n    if a is None: raise ValueError('no number')\n    return a + b",
     ),
 ]  # fmt: skip
@@ -98,7 +98,7 @@ HONEST = [
 
 FORGERIES = [
     *_cases(
-        "stdin", "wrong",
+        "stdin", "incorrect",
         wrong="print(0)",
         nothing="",
         exit_at_once="import sys\nsys.exit(0)",
@@ -119,7 +119,7 @@ FORGERIES = [
         every_descriptor="""
             import os
             for fd in range(2, 300):
-                try: os.write(fd, b'{"exit_code": 0, "cpu_s": 0, "verdict": "right"}')
+                try: os.write(fd, b'{"exit_code": 0, "cpu_s": 0, "verdict": "correct"}')
                 except OSError: pass""",
         fake_confined="import os\nfor fd in range(3, 300):\n    try: os.write(fd, b'confined')\n    except OSError: pass\nprint(1)",
         frames="""
@@ -137,7 +137,7 @@ FORGERIES = [
         stdin_again="import os\nos.lseek(0, 0, 0)\ntry: os.write(0, b'0 3')\nexcept OSError: pass\nprint('3' if input() == '0 3' else 'sealed')",
     ),
     *_cases(
-        "call", "wrong",
+        "call", "incorrect",
         wrong="def add(a, b): return 0",
         none="def add(a, b): pass",
         equal_to_all="class Yes:\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n    __hash__ = None\ndef add(a, b): return Yes()",
@@ -167,7 +167,7 @@ FORGERIES = [
         long_number="import os\nos.write(5, b'{}\\n{\"value\": ' + b'9' * 10000 + b'}\\n')\ndef add(a, b): return 0",
     ),
     *_cases(
-        "assert", "wrong",
+        "assert", "incorrect",
         wrong="def add(a, b): return 0",
         equal_to_all="class Yes:\n    def __eq__(self, o): return True\ndef add(a, b): return Yes()",
         number_like="class Yes(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\ndef add(a, b): return Yes(0)",
@@ -179,12 +179,12 @@ FORGERIES = [
         verdict_on_all_descriptors="""
             import os
             for fd in (1, 2, 6, 7, 8, 9):
-                try: os.write(fd, b'["nonce", "right", ""]\\n')
+                try: os.write(fd, b'["nonce", "correct", ""]\\n')
                 except OSError: pass
             def add(a, b): return 0""",
     ),
     *_cases(
-        "unittest", "wrong",
+        "unittest", "incorrect",
         wrong="def add(a, b):\n    if a is None: raise ValueError('no number')\n    return 0",
         raises_nothing="def add(a, b): return (a or 0) + b",
         patched_unittest="import unittest\nunittest.TestCase.assertEqual = lambda *a: None\nunittest.TestCase.assertRaises = lambda *a: None\ndef add(a, b): return 0",
@@ -242,7 +242,7 @@ EXHAUSTING = [
         own_pipe="import os\nr, w = os.pipe()\nos.read(r, 1)",
     ),
     *_cases("call", "wrong|runtime_error", patched_builtins="import builtins\nbuiltins.isinstance = lambda *a: True\nbuiltins.type = lambda o: int\nclass Yes: pass\ndef add(a, b): return Yes()"),
-    *_cases("call", "wrong", endless_generator="def add(a, b):\n    while True: yield a"),
+    *_cases("call", "incorrect", endless_generator="def add(a, b):\n    while True: yield a"),
     *_cases("stdin", "timeout|output_limit", endless_lines="while True: print('3')"),
     *_cases("stdin", "wrong|runtime_error", poisoned_module="open('/tmp/json.py', 'w').write('print(3)') if __import__('os').access('/tmp', 2) else 0\nprint('poisoned')"),
     *_cases("stdin", "timeout|wrong", stops_itself="import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"),
@@ -310,7 +310,7 @@ BREAKING = [
         multiprocessing="import multiprocessing\nmultiprocessing.Process(target=print).start()",
         daemon="import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: os.write(1, b'x')",
     ),
-    *_cases("stdin", "wrong", system_by_libc="import ctypes\nctypes.CDLL(None).system(b'echo 3; touch FOLDER/escaped')",
+    *_cases("stdin", "incorrect", system_by_libc="import ctypes\nctypes.CDLL(None).system(b'echo 3; touch FOLDER/escaped')",
         system="import os\nos.system('touch FOLDER/escaped')"),
     *_cases("stdin", "parse_error",
         syntax="def f(:",
@@ -410,7 +410,7 @@ STEALS = [
             }.items()
         },
     ),
-    *_cases("steal", "wrong",
+    *_cases("steal", "incorrect",
         environment="import os\nprint(dict(os.environ))",
         descriptors="""
             import os

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_flow.rewards.code.reward import RIGHT, Judgement, grade
+from areal_flow.rewards.code.reward import CORRECT, Judgement, grade
 from areal_flow.rewards.code.rows import CodeTask
 from areal_flow.rewards.code.sandbox import run
 from areal_flow.rewards.code.sandbox.inside import program
@@ -85,7 +85,7 @@ def test_killed_zygotes_lose_no_verdict(pool: SandboxPool, tmp_path: Path) -> No
         judgements = judge(pool, plain * 40, around, num_threads=4)
         finished.set()
         killer.join()
-    assert Counter(judgement.verdict for judgement in judgements) == {"right": 40 * len(plain)}
+    assert Counter(judgement.verdict for judgement in judgements) == {"correct": 40 * len(plain)}
 
 
 def test_stopped_zygote_is_replaced(
@@ -99,7 +99,7 @@ def test_stopped_zygote_is_replaced(
     with surroundings(tmp_path) as around:
         plain = next(case for case in HONEST if case.name == "stdin plain")
         judgements = judge(pool, [plain] * 3, around, num_threads=1)
-    assert [judgement.verdict for judgement in judgements] == ["right"] * 3
+    assert [judgement.verdict for judgement in judgements] == ["correct"] * 3
 
 
 def test_corpus_breaks_a_naive_grader(pool: SandboxPool) -> None:
@@ -137,7 +137,7 @@ def test_each_call_has_the_time_limit_of_a_test(pool: SandboxPool) -> None:
         tests = [([number, 1], number + 1) for number in range(num_tests)]
         return grade(pool, CodeTask(SLOW, "call", tests, entry_point="add"))
 
-    assert graded(6) == RIGHT, "0.9 s of processor time, with a limit of 0.4 s a test"
+    assert graded(6) == CORRECT, "0.9 s of processor time, with a limit of 0.4 s a test"
     began = time.monotonic()
     assert graded(40).verdict == "timeout"
     assert time.monotonic() - began < 10

@@ -517,7 +517,7 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
     assert "gave no reward before it was ended by workflow.max_seconds (0.5)" in late.score.error
     services = FakeServices()
     (left,) = run_talk(sleeps, services, max_seconds=0.5, missing_reward="score")
-    assert left.score.verdict in ("right", "wrong"), "by the recipe's rewards"
+    assert left.score.verdict in ("correct", "incorrect"), "by the recipe's rewards"
     assert left.score.message == "ended by workflow.max_seconds (0.5)"
     assert [plain(each) for each in services.scored[0]] == [plain(left.output_tokens)]
 

@@ -240,7 +240,7 @@ def test_none_is_no_reward_and_counts_for_nothing(tmp_path: Path) -> None:
     first, second = asyncio.run(two.score(INPUTS))
     assert (first.reward, second.reward) == (1.5, 0.0)
     assert [part.reward for part in second.parts] == [None, 0.0]
-    assert second.verdict == "wrong"
+    assert second.verdict == "incorrect"
     alone = WeightedRewards([RewardSettings(verifier=name)], tmp_path)
     _, second = asyncio.run(alone.score(INPUTS))
     assert (second.reward, second.error) == (None, "no verifier gave a reward")

@@ -152,24 +152,24 @@ def verdict(pool: SandboxPool, row: dict[str, Any], completion: str) -> str:
 
 @pytest.mark.parametrize("name", SOLVED)
 def test_right_programs_pass_the_tests_of_published_rows(pool: SandboxPool, name: str) -> None:
-    assert verdict(pool, *SOLVED[name]) == "right"
+    assert verdict(pool, *SOLVED[name]) == "correct"
 
 
 def test_imported_names_do_not_replace_a_missing_function(pool: SandboxPool) -> None:
     row = {"tests": json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [[2]]})}
     assert verdict(pool, row, "def f(): pass") == "runtime_error"
-    assert verdict(pool, row, "def gcd(a, b): return math.gcd(a, b)") == "right"
+    assert verdict(pool, row, "def gcd(a, b): return math.gcd(a, b)") == "correct"
 
 
 def test_programs_of_own_rows_import_what_they_use(pool: SandboxPool) -> None:
     row = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
     assert verdict(pool, row, "print(gcd(1, 2))") == "runtime_error"
-    assert verdict(pool, row, "from math import gcd\nprint(gcd(1, 2))") == "right"
+    assert verdict(pool, row, "from math import gcd\nprint(gcd(1, 2))") == "correct"
 
 
 @pytest.mark.parametrize("name", FORGED)
 def test_programs_that_help_their_own_tests_do_not_pass(pool: SandboxPool, name: str) -> None:
-    assert verdict(pool, *FORGED[name]) == "wrong"
+    assert verdict(pool, *FORGED[name]) == "incorrect"
 
 
 def test_a_row_of_several_functions_borrows_those_and_no_more(pool: SandboxPool) -> None:
@@ -181,8 +181,8 @@ def test_a_row_of_several_functions_borrows_those_and_no_more(pool: SandboxPool)
     forged = "def Counter(x): return 0\ndef f(x): return []\ndef g(x): return [2, 2]"
     assert verdict(pool, row, forged) == "runtime_error"
     row["test_setup_code"] = "from collections import Counter"
-    assert verdict(pool, row, forged) == "wrong"
-    assert verdict(pool, row, row["code"]) == "right"
+    assert verdict(pool, row, forged) == "incorrect"
+    assert verdict(pool, row, row["code"]) == "correct"
 
 
 CLOSE = "from math import isclose\nassert isclose(half(3), 1.5)"
@@ -217,9 +217,9 @@ def test_without_an_entry_point_tests_borrow_only_what_they_name(
     pool: SandboxPool, name: str
 ) -> None:
     row = {"mode": "assert", "tests": SOME_TESTS[name]}
-    assert verdict(pool, row, "def half(x): return x / 2") == "right"
-    assert verdict(pool, row, HELPS) == "wrong"
-    assert verdict(pool, row, HELPS_BY_HAND) in ("wrong", "runtime_error")
+    assert verdict(pool, row, "def half(x): return x / 2") == "correct"
+    assert verdict(pool, row, HELPS) == "incorrect"
+    assert verdict(pool, row, HELPS_BY_HAND) in ("incorrect", "runtime_error")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ YES = "class Yes:\n    def __getattr__(self, name): return lambda *a: True\ndef 
 )
 def test_object_of_the_program_never_answers_for_a_test(pool: SandboxPool, test: str) -> None:
     row = {"mode": "assert", "tests": f"assert {test}", "entry_point": "f"}
-    assert verdict(pool, row, YES) in ("wrong", "runtime_error")
+    assert verdict(pool, row, YES) in ("incorrect", "runtime_error")
 
 
 def test_methods_of_a_program_s_class_can_be_tested(pool: SandboxPool) -> None:
@@ -267,7 +267,7 @@ def test_methods_of_a_program_s_class_can_be_tested(pool: SandboxPool) -> None:
     source += "    def get(self): return self.x\n    def put(self, x): self.x = x\n"
     tests = "box = Box([1])\nassert box.get() == [1]\nbox.put(2)\nassert box.get() == 2"
     assert (
-        verdict(pool, {"mode": "assert", "tests": tests, "entry_point": "Box"}, source) == "right"
+        verdict(pool, {"mode": "assert", "tests": tests, "entry_point": "Box"}, source) == "correct"
     )
 
 
@@ -299,7 +299,7 @@ def test_threads_of_a_program_are_limited_by_a_setting(pool: SandboxPool) -> Non
     start = "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"
     source = f"import threading, time\nfor _ in range(3): {start}\nprint(1)"
     verdicts = [judged_by_row({"num_threads": number}, source) for number in (2, 6)]
-    assert verdicts == ["runtime_error", "right"]
+    assert verdicts == ["runtime_error", "correct"]
 
 
 PRINTS_ONE = {"mode": "stdin", "tests": [{"input": "", "output": "1"}]}
@@ -368,7 +368,7 @@ def test_the_rendered_prompt_says_whether_a_completion_begins_as_thinking(
 ) -> None:
     row = PRINTS_ONE | {"prompt": "Print 1."}
     assert judged_by_row({}, "print(1)", row, prompt="Print 1.<think>\n") == "parse_error"
-    assert judged_by_row({}, "</think>print(1)", row, prompt="Print 1.<think>\n") == "right"
+    assert judged_by_row({}, "</think>print(1)", row, prompt="Print 1.<think>\n") == "correct"
 
 
 @pytest.mark.parametrize("completion", ["", "```python\n```", "x" * 100_000_000])

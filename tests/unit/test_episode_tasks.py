@@ -148,7 +148,7 @@ def test_groups_are_rolled_out_scored_and_valid(
     assert len(receipts(scored)) == len(rows) >= 24
 
 
-@pytest.mark.parametrize(("threshold", "verdict"), [(0.5, "right"), (0.9, "wrong")])
+@pytest.mark.parametrize(("threshold", "verdict"), [(0.5, "correct"), (0.9, "incorrect")])
 def test_reward_of_a_workflow_has_the_verdict_of_the_recipes_threshold(
     layout: RunLayout,
     worker: WorkerContext,

@@ -63,7 +63,7 @@ class Answering:
             engine_stats=EngineStats(),
         )
         scores = [
-            score or Score(float(len(tokens) % 2), "wrong")
+            score or Score(float(len(tokens) % 2), "incorrect")
             for score, tokens in zip(notes.scores, table["output_tokens"].to_pylist(), strict=True)
         ]
         return scored_table(table, scores, verifier="v@0")

@@ -128,7 +128,7 @@ def test_verifiers_judge_as_the_page_says(tmp_path: Path) -> None:
     parts = [[part.reward for part in score.parts] for score in scores]
     assert parts == [[1.0, 1.0], [0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
     assert scores[2].message == "3 is wrong."
-    assert scores[3].verdict == "wrong"
+    assert scores[3].verdict == "incorrect"
 
 
 class EngineServices(FakeServices):

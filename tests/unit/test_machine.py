@@ -64,7 +64,7 @@ def test_algebra_and_workers_need_nothing_of_linux() -> None:
     assert machine.usable_cores() == os.cpu_count()
     end_with_parent(0)
     pool = MathPool()
-    assert pool.ask("1/2", "0.5")[0] == "right"
+    assert pool.ask("1/2", "0.5")[0] == "correct"
     pool._close()
 
 

@@ -45,8 +45,8 @@ def boxed(answer: str) -> str:
 
 
 def is_right(score: Score) -> bool:
-    assert score.reward == float(score.verdict == "right")
-    return score.verdict == "right"
+    assert score.reward == float(score.verdict == "correct")
+    return score.verdict == "correct"
 
 
 @pytest.mark.parametrize(("answer", "reference", "expected"), math_corpus.BOXED)
@@ -69,7 +69,7 @@ def test_algebra_decides_the_rest(
 ) -> None:
     score = judge(pool, boxed(answer), reference)
     assert is_right(score) is expected
-    assert score.verdict in {"right", "wrong", "parse_error"}
+    assert score.verdict in {"correct", "incorrect", "parse_error"}
 
 
 @pytest.mark.parametrize("guesses", math_corpus.GUESSES)
@@ -122,7 +122,7 @@ def test_answer_that_explodes_times_out_and_delays_no_other() -> None:
         hanging = [threads.submit(judge, pool, boxed(a), "5") for a in math_corpus.EXPLOSIVE[:2]]
         others = [threads.submit(judge, pool, boxed(a), r) for a, r in honest * 4]
         assert {future.result().verdict for future in hanging} == {"timeout"}
-        assert {future.result().verdict for future in others} == {"right"}
+        assert {future.result().verdict for future in others} == {"correct"}
     assert len(pids := pool.pids) == 2
     pool.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -131,7 +131,7 @@ def test_answer_that_explodes_times_out_and_delays_no_other() -> None:
 def test_answer_that_takes_all_memory_is_memory_limit_and_processes_end_with_their_pool() -> None:
     small = MathPool(1, limits=MathLimits(cpu_s=20, wall_s=60, memory_bytes=200 * 2**20))
     assert judge(small, boxed("((2^{9999})^{9999})^{99}"), "5").verdict == "memory_limit"
-    assert judge(small, boxed(r"\sqrt{25}"), "5").verdict == "right"
+    assert judge(small, boxed(r"\sqrt{25}"), "5").verdict == "correct"
     (pid,) = small.pids
     del small
     assert not psutil.pid_exists(pid)
@@ -141,7 +141,7 @@ def test_process_that_dies_is_replaced(pool: MathPool) -> None:
     judge(pool, boxed(r"\sqrt{25}"), "5")
     (before,) = pool.pids
     os.killpg(before, signal.SIGKILL)
-    assert judge(pool, boxed(r"\sqrt{25}"), "5").verdict == "right"
+    assert judge(pool, boxed(r"\sqrt{25}"), "5").verdict == "correct"
     assert pool.pids != (before,)
 
 
@@ -186,5 +186,5 @@ def test_verify_judges_rows_of_mathematics_in_their_order() -> None:
     verdicts = [*verify_lines("math", map(json.dumps, rows))]
     assert [verdict["id"] for verdict in verdicts] == [1, 2, 3, 4, 5, 6]
     assert [verdict["verdict"] for verdict in verdicts] == [
-        "right", "right", "wrong", "parse_error", "bad_reference", "bad_reference",
+        "correct", "correct", "incorrect", "parse_error", "bad_reference", "bad_reference",
     ]  # fmt: skip

@@ -77,12 +77,12 @@ def test_threshold_that_nothing_can_pass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("returned", "weight", "threshold", "verdict"),
     [
-        (0.25, 1.0, 0.5, "wrong"),
-        (0.5, 1.0, 0.5, "wrong"),
-        (0.75, 1.0, 0.5, "right"),
-        (0.25, 1.0, 0.2, "right"),
-        (0.25, 4.0, 0.5, "right"),
-        (Score(0.25, "right"), 1.0, 0.5, "right"),
+        (0.25, 1.0, 0.5, "incorrect"),
+        (0.5, 1.0, 0.5, "incorrect"),
+        (0.75, 1.0, 0.5, "correct"),
+        (0.25, 1.0, 0.2, "correct"),
+        (0.25, 4.0, 0.5, "correct"),
+        (Score(0.25, "correct"), 1.0, 0.5, "correct"),
         (Score(1.0, "parse_error"), 1.0, 0.5, "parse_error"),
     ],
 )

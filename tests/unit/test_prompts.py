@@ -375,7 +375,7 @@ def test_arithmetic_answers_are_right_both_ways() -> None:
         text = question["question"]
         for answer in (chain_of_thought_answer(text), direct_answer(text)):
             score = verify_numeric(prompt="", completion=answer, answer=question["answer"])
-            assert score.verdict == "right"
+            assert score.verdict == "correct"
         assert len(running_sums(text)) == question["difficulty"]
         assert is_chain_of_thought(chain_of_thought_answer(text))
         assert not is_chain_of_thought(direct_answer(text))

@@ -207,9 +207,9 @@ def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:
     ages = database(rows, steps, max_staleness=1).sql(query).fetchall()
     versions, text = [1, 1, 3, 3, 3], "[7, 7, 7, 7, 7]"
     assert ages == [
-        ("trained", 5, 2, 3, 0.0, versions, "right", text),
-        ("discarded", 5, None, None, None, versions, "right", text),
-        ("waiting", 5, None, None, None, versions, "right", text),
+        ("trained", 5, 2, 3, 0.0, versions, "correct", text),
+        ("discarded", 5, None, None, None, versions, "correct", text),
+        ("waiting", 5, None, None, None, versions, "correct", text),
     ]
     oldest = database(rows, steps, max_staleness=2).sql(query).fetchall()[0]
     assert oldest[2:5] == (4, 1, (2 + 2 + 0 + 0) / 4)
@@ -368,7 +368,7 @@ def shown(*tokens: ShownToken, **detail: str) -> ShownTrajectory:
         "generator": "g",
         "verifier": "agent:my:solve@0",
         "prompt_id": "p",
-        "reward_detail": json.dumps({"verdict": "right", "extracted": "2", **detail}),
+        "reward_detail": json.dumps({"verdict": "correct", "extracted": "2", **detail}),
         "reward_parts": [],
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
@@ -391,7 +391,7 @@ def printed_page(*tokens: ShownToken, **detail: str) -> str:
 
 def test_page_has_what_a_function_logged_of_the_completion() -> None:
     trajectory = shown()
-    detail = {"verdict": "right", "extra": {"parsed": ["2"], "gold": "\x1b[2J"}}
+    detail = {"verdict": "correct", "extra": {"parsed": ["2"], "gold": "\x1b[2J"}}
     page = report_trajectory(
         replace(trajectory, row={**trajectory.row, "reward_detail": json.dumps(detail)}),
         by_token=False,

@@ -25,10 +25,10 @@ def test_tasks_judge_answers_to_their_own_questions() -> None:
     for task in ("chain_sum", "leg_counting", "spell_backward"):
         (entry,) = gym.create_dataset(task, size=1, seed=3)
         judged = score(f"so <answer>{entry['answer']}</answer>", entry)
-        assert (judged.reward, judged.verdict) == (1.0, "right"), task
+        assert (judged.reward, judged.verdict) == (1.0, "correct"), task
         assert score(str(entry["answer"]), entry, **entry["metadata"]).reward == 1.0, task
         wrong = score("<answer>nothing</answer>", entry)
-        assert wrong.verdict == "wrong", task
+        assert wrong.verdict == "incorrect", task
         assert wrong.reward is not None, task
         assert wrong.reward < 0.5, task
 

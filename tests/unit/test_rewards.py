@@ -29,81 +29,81 @@ NOWHERE = Path("nowhere")
 @pytest.mark.parametrize(
     ("completion", "answer", "verdict"),
     [
-        (" 6 6 -1 #### -1", "-1", "right"),
-        ("#### 1,234", "1234", "right"),
-        ("#### $18.", "so she has 18 left\n#### 18", "right"),
-        ("the answer is \\boxed{3/4}", "0.75", "right"),
-        ("first 5, then #### 7", "7", "right"),
-        ("no mark, just 41 and 42", "42", "wrong"),
-        ("#### 2.50", "2.5", "right"),
-        ("#### 8", "7", "wrong"),
-        ("\\boxed{1} but no, \\boxed{2}", "1", "wrong"),
-        ("#### 7=5", "5", "wrong"),
-        ("#### twelve", "12", "wrong"),
-        ("nothing at all", "12", "wrong"),
+        (" 6 6 -1 #### -1", "-1", "correct"),
+        ("#### 1,234", "1234", "correct"),
+        ("#### $18.", "so she has 18 left\n#### 18", "correct"),
+        ("the answer is \\boxed{3/4}", "0.75", "correct"),
+        ("first 5, then #### 7", "7", "correct"),
+        ("no mark, just 41 and 42", "42", "incorrect"),
+        ("#### 2.50", "2.5", "correct"),
+        ("#### 8", "7", "incorrect"),
+        ("\\boxed{1} but no, \\boxed{2}", "1", "incorrect"),
+        ("#### 7=5", "5", "incorrect"),
+        ("#### twelve", "12", "incorrect"),
+        ("nothing at all", "12", "incorrect"),
         ("", "12", "parse_error"),
         ("#### 1/0", "12", "parse_error"),
         ("#### \uff11\uff12", "12", "parse_error"),
         ("\u0661\u0662", "12", "parse_error"),
         ("#### " + "9" * 5000, "12", "parse_error"),
         ("#### 1", "one", "bad_reference"),
-        ("Total = 17", "17", "right"),
-        ("12", "Total = 12", "right"),
-        ("x = 13", "x = 12", "wrong"),
-        ("12 apples", "n=12", "right"),
-        ("12", "= 12", "right"),
-        ("5", "5 = x", "right"),
+        ("Total = 17", "17", "correct"),
+        ("12", "Total = 12", "correct"),
+        ("x = 13", "x = 12", "incorrect"),
+        ("12 apples", "n=12", "correct"),
+        ("12", "= 12", "correct"),
+        ("5", "5 = x", "correct"),
         ("7", "so 3 and 4, 7", "bad_reference"),
         ("7", "2x = 7", "bad_reference"),
         ("5", "5!", "bad_reference"),
-        (r"\boxed{\frac{1}{2}}", "1/2", "right"),
-        (r"\boxed{\frac{1}{2}}", "0.5", "right"),
-        (r"\boxed{\frac{1}{2}}", "2", "wrong"),
-        (r"so it is $-\dfrac{3}{4}$.", "-0.75", "right"),
-        (r"\boxed{0.5}", r"$\frac{1}{2}$", "right"),
-        (r"\boxed{2}", r"\frac{1}{2}", "wrong"),
+        (r"\boxed{\frac{1}{2}}", "1/2", "correct"),
+        (r"\boxed{\frac{1}{2}}", "0.5", "correct"),
+        (r"\boxed{\frac{1}{2}}", "2", "incorrect"),
+        (r"so it is $-\dfrac{3}{4}$.", "-0.75", "correct"),
+        (r"\boxed{0.5}", r"$\frac{1}{2}$", "correct"),
+        (r"\boxed{2}", r"\frac{1}{2}", "incorrect"),
         (r"\boxed{\frac{1}{0}}", "1", "parse_error"),
         (r"\boxed{\frac{x}{2}}", "2", "parse_error"),
-        (r"so it is \frac{x}{2}", "2", "wrong"),
-        (r"so it is x^{2}", "2", "wrong"),
+        (r"so it is \frac{x}{2}", "2", "incorrect"),
+        (r"so it is x^{2}", "2", "incorrect"),
         (r"\boxed{\sqrt{2}}", "2", "parse_error"),
-        (r"\boxed{\text{18}}", "18", "right"),
-        (r"\boxed{50\%}", "50", "right"),
-        (r"\boxed{1{,}234}", "1234", "right"),
-        (r"\boxed{1} and \boxed{2}", "2", "wrong"),
-        (r"\boxed{1, 2}", "12", "wrong"),
-        ("#### 1,2", "12", "wrong"),
-        ("#### 1 2", "12", "wrong"),
-        ("#### 1 234", "1234", "right"),
-        ("it costs 5, 6, or 7, in all", "7", "wrong"),
+        (r"\boxed{\text{18}}", "18", "correct"),
+        (r"\boxed{50\%}", "50", "correct"),
+        (r"\boxed{1{,}234}", "1234", "correct"),
+        (r"\boxed{1} and \boxed{2}", "2", "incorrect"),
+        (r"\boxed{1, 2}", "12", "incorrect"),
+        ("#### 1,2", "12", "incorrect"),
+        ("#### 1 2", "12", "incorrect"),
+        ("#### 1 234", "1234", "correct"),
+        ("it costs 5, 6, or 7, in all", "7", "incorrect"),
         ("first 41 ####", "41", "parse_error"),
         (r"first 41 \boxed{}", "41", "parse_error"),
-        ("#### 7\nThat was all.", "7", "right"),
-        (r"\boxed{2\frac{1}{2}}", "5/2", "right"),
-        (r"\boxed{2\frac{1}{2}}", "21/2", "wrong"),
-        (r"it takes $-1 \tfrac12$ hours", "-1.5", "right"),
-        (r"1,000\frac{1}{2}", "1000.5", "right"),
-        (r"\boxed{3/2}", r"1\frac{1}{2}", "right"),
-        (r"\boxed{11/2}", r"1\frac{1}{2}", "wrong"),
+        ("#### 7\nThat was all.", "7", "correct"),
+        (r"\boxed{2\frac{1}{2}}", "5/2", "correct"),
+        (r"\boxed{2\frac{1}{2}}", "21/2", "incorrect"),
+        (r"it takes $-1 \tfrac12$ hours", "-1.5", "correct"),
+        (r"1,000\frac{1}{2}", "1000.5", "correct"),
+        (r"\boxed{3/2}", r"1\frac{1}{2}", "correct"),
+        (r"\boxed{11/2}", r"1\frac{1}{2}", "incorrect"),
         (r"\boxed{1.5\frac{1}{2}}", "2", "parse_error"),
-        (r"\boxed{\frac{1}{-2}}", "-0.5", "right"),
-        (r"\boxed{\frac{1.5}{2}}", "0.75", "right"),
-        (r"\boxed{\frac{1{,}000}{2}}", "500", "right"),
-        (r"it is \frac{ 3 }{ 4 }", "0.75", "right"),
-        ("__42__", "42", "right"),
-        ("_42_", "42", "right"),
-        (r"\textbf{42}", "42", "right"),
-        (r"so $\mathbf{42}$", "42", "right"),
-        ("Answer: {42}", "42", "right"),
-        (r"so it is x_2", "2", "wrong"),
-        (r"so it is \sqrt{2}", "2", "wrong"),
-        (r"so it is \frac{x}{2", "2", "wrong"),
+        (r"\boxed{\frac{1}{-2}}", "-0.5", "correct"),
+        (r"\boxed{\frac{1.5}{2}}", "0.75", "correct"),
+        (r"\boxed{\frac{1{,}000}{2}}", "500", "correct"),
+        (r"it is \frac{ 3 }{ 4 }", "0.75", "correct"),
+        ("__42__", "42", "correct"),
+        ("_42_", "42", "correct"),
+        (r"\textbf{42}", "42", "correct"),
+        (r"so $\mathbf{42}$", "42", "correct"),
+        ("Answer: {42}", "42", "correct"),
+        (r"so it is x_2", "2", "incorrect"),
+        (r"so it is \sqrt{2}", "2", "incorrect"),
+        (r"so it is \frac{x}{2", "2", "incorrect"),
     ],
 )
 def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
     score = verify_numeric(prompt="", completion=completion, answer=answer)
     assert score.verdict == verdict
-    assert score.reward == (1.0 if verdict == "right" else 0.0)
+    assert score.reward == (1.0 if verdict == "correct" else 0.0)
 
 
 def test_reference_of_several_numbers_is_quoted() -> None:
@@ -114,15 +114,15 @@ def test_reference_of_several_numbers_is_quoted() -> None:
 @pytest.mark.parametrize(
     ("completion", "answer", "verdict"),
     [
-        ("thinking... #### Paris", "Paris", "right"),
-        ("thinking... ####\n1 2\n3 4", "1 2 3 4", "right"),
-        (f"\\boxed{{{'word ' * 400}}}", "word " * 400, "right"),
-        ("\\boxed{x + 1}", "#### x + 1", "right"),
-        ("Paris ", "Paris", "right"),
-        ("paris", "Paris", "wrong"),
-        ("", "Paris", "wrong"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", "right"),
-        (r"\boxed{\frac{1}{2}}", "2", "wrong"),
+        ("thinking... #### Paris", "Paris", "correct"),
+        ("thinking... ####\n1 2\n3 4", "1 2 3 4", "correct"),
+        (f"\\boxed{{{'word ' * 400}}}", "word " * 400, "correct"),
+        ("\\boxed{x + 1}", "#### x + 1", "correct"),
+        ("Paris ", "Paris", "correct"),
+        ("paris", "Paris", "incorrect"),
+        ("", "Paris", "incorrect"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", "correct"),
+        (r"\boxed{\frac{1}{2}}", "2", "incorrect"),
     ],
 )
 def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
@@ -132,15 +132,15 @@ def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
 @pytest.mark.parametrize(
     ("verify", "completion", "answer", "verdict"),
     [
-        (verify_numeric, "so 42", 42, "right"),
-        (verify_numeric, "1/100000", 1e-05, "right"),
-        (verify_numeric, "0.5", -0.5, "wrong"),
+        (verify_numeric, "so 42", 42, "correct"),
+        (verify_numeric, "1/100000", 1e-05, "correct"),
+        (verify_numeric, "0.5", -0.5, "incorrect"),
         (verify_numeric, "1", True, "bad_reference"),
         (verify_numeric, "2", [1, 2], "bad_reference"),
         (verify_numeric, "2", float("inf"), "bad_reference"),
-        (verify_exact, "42", 42, "right"),
-        (verify_exact, '["a",  "b"]', ["a", "b"], "right"),
-        (verify_exact, "True", True, "wrong"),
+        (verify_exact, "42", 42, "correct"),
+        (verify_exact, '["a",  "b"]', ["a", "b"], "correct"),
+        (verify_exact, "True", True, "incorrect"),
     ],
 )
 def test_non_text_answers_are_compared_by_value(
@@ -194,8 +194,8 @@ def test_function_gets_what_it_names_and_all_columns_if_it_takes_them() -> None:
 
 
 def test_score_may_be_returned_whole() -> None:
-    (score,) = scores_of(lambda completion: Score(0.5, "right", extracted=completion), "x")
-    assert score == Score(0.5, "right", extracted="x")
+    (score,) = scores_of(lambda completion: Score(0.5, "correct", extracted=completion), "x")
+    assert score == Score(0.5, "correct", extracted="x")
 
 
 def test_verifier_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_rewards_are_summed_by_their_weights_and_each_part_is_kept() -> None:
     scores = asyncio.run(rewards.score(inputs))
     assert [score.reward for score in scores] == [1.5, 2.0, 0.0]
     assert scores[1].parts == (RewardPart("numeric", 1.0), RewardPart("exact", 0.0))
-    assert [score.verdict for score in scores] == ["right", "right", "wrong"]
+    assert [score.verdict for score in scores] == ["correct", "correct", "incorrect"]
     first, second = rewards.identity.split(" + ")
     assert first.startswith("2*numeric@")
     assert second.startswith("-0.5*exact@")
@@ -416,7 +416,7 @@ class TooFew:
         self.events.append("close")
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-        return [Score(1.0, "right")] * (len(inputs) - 1)
+        return [Score(1.0, "correct")] * (len(inputs) - 1)
 
 
 class NeverOpens(TooFew):

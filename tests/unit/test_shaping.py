@@ -28,18 +28,18 @@ CATASTROPHE = r"(?:a|aa)+[^a]"
 @pytest.mark.parametrize(
     ("completion", "pattern", "verdict"),
     [
-        ("Answer: no. Answer: yes.", r"Answer: (\w+)", "right"),
-        ("Answer: yes. Answer: no.", r"Answer: (\w+)", "wrong"),
-        ("yes", r"\w+", "right"),
-        ("Answer:  yes ", r"Answer:(.*)", "right"),
+        ("Answer: no. Answer: yes.", r"Answer: (\w+)", "correct"),
+        ("Answer: yes. Answer: no.", r"Answer: (\w+)", "incorrect"),
+        ("yes", r"\w+", "correct"),
+        ("Answer:  yes ", r"Answer:(.*)", "correct"),
         ("nothing", r"Answer: (\w+)", "parse_error"),
-        ("yes or no", r"(no)|yes", "wrong"),
+        ("yes or no", r"(no)|yes", "incorrect"),
         ("", r".+", "parse_error"),
     ],
 )
 def test_last_match_is_the_answer(completion: str, pattern: str, verdict: str) -> None:
     score = verify_regex(completion=completion, answer="yes", pattern=pattern)
-    assert (score.reward, score.verdict) == (float(verdict == "right"), verdict)
+    assert (score.reward, score.verdict) == (float(verdict == "correct"), verdict)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_formulas_pass_and_look_ups_fail() -> None:
         for function in drawn:
             tests = [([x], function.call(x)) for x in one_liners.HIDDEN_INPUTS]
             task = CodeTask(function.formula, "call", tests, entry_point="f")
-            assert grade(pool, task).verdict == "right", function.formula
+            assert grade(pool, task).verdict == "correct", function.formula
             task = CodeTask(function.look_up, "call", tests, entry_point="f")
             assert grade(pool, task).verdict == "runtime_error", function.look_up
     finally:

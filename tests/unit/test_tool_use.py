@@ -101,7 +101,7 @@ class ScriptedServices(FakeServices):
     """`EpisodeServices` of a scripted policy, each token sampled by a newer version."""
 
     def __init__(self, *script: list[int], **settings: Any) -> None:
-        super().__init__(lambda _: Score(1.0, "right"), **settings)
+        super().__init__(lambda _: Score(1.0, "correct"), **settings)
         self.script = script
         self.shown: list[str] = []
         self.failure: Exception | None = None

@@ -20,51 +20,51 @@ def judged(kind: str, *rows: Any) -> list[dict[str, Any]]:
 
 SAYS = {
     "numeric math": {
-        "The answer is −5": {"5": "wrong", "-5": "right", "−5": "right"},
-        "so x = 1e3": {"3": "wrong", "1000": "right"},
-        "#### 5 apples": {"5": "right", "6": "wrong"},
-        r"\boxed{5 \text{ apples}}": {"5": "right"},
-        r"\boxed{{42}}": {"42": "right", "2": "wrong"},
+        "The answer is −5": {"5": "incorrect", "-5": "correct", "−5": "correct"},
+        "so x = 1e3": {"3": "incorrect", "1000": "correct"},
+        "#### 5 apples": {"5": "correct", "6": "incorrect"},
+        r"\boxed{5 \text{ apples}}": {"5": "correct"},
+        r"\boxed{{42}}": {"42": "correct", "2": "incorrect"},
         "<think>3+4 = 7": {"7": "parse_error"},
         r"<think>\boxed{7}": {"7": "parse_error"},
-        "3 + 4 = 7": {"7": "right", "4": "wrong"},
-        "half of 18": {"18": "wrong"},
-        "The answer is minus 18": {"18": "wrong", "-18": "right"},
-        "anything but 18": {"18": "wrong"},
-        "The answer is not 18": {"18": "wrong"},
-        "more than 18": {"18": "wrong"},
-        "#### 18 squared": {"18": "wrong"},
-        "18 million": {"18": "wrong", "18000000": "right"},
-        "They raised 1.5 million dollars.": {"1500000": "right", "1.5": "wrong"},
-        "#### 3 weeks": {"3 days": "wrong", "21 days": "right", "3": "right"},
-        "It takes 90 minutes.": {"1.5 hours": "right", "90 seconds": "wrong"},
-        "60 miles per hour": {"60 mph": "right", "60 km/h": "wrong"},
-        "18 cents": {"18 dollars": "wrong", "18": "right"},
-        "#### 5 min": {"5": "right", "5 minutes": "right", "300 sec": "right", "5 hours": "wrong"},
-        "30 seconds": {"30 sec": "right", "0.5 min": "right", "30 min": "wrong"},
-        "The answer is 17!": {"17": "right"},
-        "Answer: **17!**": {"17": "right"},
-        "So it is\n17!": {"17": "right", "18": "wrong"},
-        "In all:\n- 17 apples": {"17": "right", "-17": "wrong"},
-        "In all:\n* 17": {"17": "right"},
-        "In all:\n  • **17**": {"17": "right"},
-        "In all:\n-17": {"-17": "right", "17": "wrong"},
-        "Answer: - 17": {"-17": "right"},
-        "17": {"- 17": "wrong"},
-        "She makes **18** dollars a day": {"18": "right", "18 dollars per week": "wrong"},
+        "3 + 4 = 7": {"7": "correct", "4": "incorrect"},
+        "half of 18": {"18": "incorrect"},
+        "The answer is minus 18": {"18": "incorrect", "-18": "correct"},
+        "anything but 18": {"18": "incorrect"},
+        "The answer is not 18": {"18": "incorrect"},
+        "more than 18": {"18": "incorrect"},
+        "#### 18 squared": {"18": "incorrect"},
+        "18 million": {"18": "incorrect", "18000000": "correct"},
+        "They raised 1.5 million dollars.": {"1500000": "correct", "1.5": "incorrect"},
+        "#### 3 weeks": {"3 days": "incorrect", "21 days": "correct", "3": "correct"},
+        "It takes 90 minutes.": {"1.5 hours": "correct", "90 seconds": "incorrect"},
+        "60 miles per hour": {"60 mph": "correct", "60 km/h": "incorrect"},
+        "18 cents": {"18 dollars": "incorrect", "18": "correct"},
+        "#### 5 min": {"5": "correct", "5 minutes": "correct", "300 sec": "correct", "5 hours": "incorrect"},
+        "30 seconds": {"30 sec": "correct", "0.5 min": "correct", "30 min": "incorrect"},
+        "The answer is 17!": {"17": "correct"},
+        "Answer: **17!**": {"17": "correct"},
+        "So it is\n17!": {"17": "correct", "18": "incorrect"},
+        "In all:\n- 17 apples": {"17": "correct", "-17": "incorrect"},
+        "In all:\n* 17": {"17": "correct"},
+        "In all:\n  • **17**": {"17": "correct"},
+        "In all:\n-17": {"-17": "correct", "17": "incorrect"},
+        "Answer: - 17": {"-17": "correct"},
+        "17": {"- 17": "incorrect"},
+        "She makes **18** dollars a day": {"18": "correct", "18 dollars per week": "incorrect"},
     },
     "math": {
-        r"\boxed{\frac{1}{2^{99}}}": {r"\frac{1}{2^{98}}": "wrong", r"2^{-99}": "right"},
-        r"\boxed{e^{-40}}": {"e^{-41}": "wrong", r"\frac{1}{e^{40}}": "right"},
-        r"\boxed{0.0000000000001}": {r"10^{-14}": "wrong"},
-        r"\boxed{x+e^{-40}}": {"x+e^{-41}": "wrong"},
-        r"\boxed{\pi+e^{-900}}": {r"\pi": "wrong"},
-        r"\boxed{[0,e^{-40}]}": {"[0,e^{-41}]": "wrong"},
-        r"\boxed{0.1\sqrt2+0.2\sqrt2}": {r"0.3\sqrt2": "right"},
-        r"\boxed{5!}": {"120": "right", "5": "wrong"},
-        "#### 5!": {"120": "right", "5": "wrong"},
-        "5": {r"5 \sec x": "wrong", "5 sec x": "wrong"},
-        r"\boxed{1.41421356237310}": {r"\sqrt{2}": "right", r"\sqrt{3}": "wrong"},
+        r"\boxed{\frac{1}{2^{99}}}": {r"\frac{1}{2^{98}}": "incorrect", r"2^{-99}": "correct"},
+        r"\boxed{e^{-40}}": {"e^{-41}": "incorrect", r"\frac{1}{e^{40}}": "correct"},
+        r"\boxed{0.0000000000001}": {r"10^{-14}": "incorrect"},
+        r"\boxed{x+e^{-40}}": {"x+e^{-41}": "incorrect"},
+        r"\boxed{\pi+e^{-900}}": {r"\pi": "incorrect"},
+        r"\boxed{[0,e^{-40}]}": {"[0,e^{-41}]": "incorrect"},
+        r"\boxed{0.1\sqrt2+0.2\sqrt2}": {r"0.3\sqrt2": "correct"},
+        r"\boxed{5!}": {"120": "correct", "5": "incorrect"},
+        "#### 5!": {"120": "correct", "5": "incorrect"},
+        "5": {r"5 \sec x": "incorrect", "5 sec x": "incorrect"},
+        r"\boxed{1.41421356237310}": {r"\sqrt{2}": "correct", r"\sqrt{3}": "incorrect"},
     },
 }
 
@@ -113,7 +113,7 @@ def test_a_hundred_megabytes_cost_no_other_row_its_verdict() -> None:
     texts = ["7", HUGE, "7"]
     lines = "".join(json.dumps({"completion": text, "answer": "7"}) + "\n" for text in texts)
     verdicts = [*verify_lines("math", read_lines(io.StringIO(lines)))]
-    assert [verdict["verdict"] for verdict in verdicts] == ["right", "output_limit", "right"]
+    assert [verdict["verdict"] for verdict in verdicts] == ["correct", "output_limit", "correct"]
     assert time.process_time() - began < 10
 
 
@@ -139,6 +139,6 @@ def test_text_beyond_the_limit_of_a_line_is_not_a_line(monkeypatch: pytest.Monke
 def test_own_verifier_that_raises_fails_on_its_row_only() -> None:
     rows = [{"id": n, "completion": str(n)} for n in (1, 3, 0)]
     verdicts = judged("tests.unit.test_verify:fails_on_three", *rows)
-    assert [verdict["verdict"] for verdict in verdicts] == ["right", "error", "wrong"]
+    assert [verdict["verdict"] for verdict in verdicts] == ["correct", "error", "incorrect"]
     assert verdicts[1]["score"] is None
     assert "three" in verdicts[1]["detail"]

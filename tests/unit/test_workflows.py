@@ -54,7 +54,7 @@ def right_at_turn(turn: int) -> FakeServices:
     def judge(_: Tokens) -> Score:
         right = len(services.scored) == turn + 1
         parts = (RewardPart("numeric", float(right)),)
-        return Score(float(right), "right" if right else "wrong", message="no", parts=parts)
+        return Score(float(right), "correct" if right else "incorrect", message="no", parts=parts)
 
     services = FakeServices(judge, max_model_len=500, max_new_tokens=200)
     return services
@@ -83,7 +83,7 @@ def test_message_of_the_verifier_is_the_next_user_turn_and_carries_no_gradient()
 
 
 def test_verifier_without_a_message_leaves_it_to_the_recipe() -> None:
-    services = FakeServices(lambda tokens: Score(0.0, "wrong"), max_model_len=500)
+    services = FakeServices(lambda tokens: Score(0.0, "incorrect"), max_model_len=500)
     draft = conversation(services, message_template="{message}", wrong_answer_message="again")
     assert services.encode("again")[0] == draft.output_tokens[end_of_first_answer(draft)]
 
@@ -95,7 +95,7 @@ def test_verifier_without_a_message_leaves_it_to_the_recipe() -> None:
         (FakeServices(wrong, max_model_len=500), {"max_turns": 1}, 1),
         (FakeServices(lambda _: Score(None, "error", error="it broke")), {"max_turns": 3}, 1),
         (
-            FakeServices(lambda _: Score(0.0, "wrong"), max_model_len=14, max_new_tokens=12),
+            FakeServices(lambda _: Score(0.0, "incorrect"), max_model_len=14, max_new_tokens=12),
             {"max_turns": 3},
             1,
         ),

@@ -39,7 +39,7 @@ class Judgement:
     detail: str = ""
 
 
-RIGHT = Judgement("right")
+CORRECT = Judgement("correct")
 
 
 class CodeReward:
@@ -89,7 +89,7 @@ class CodeReward:
         except SandboxError as error:
             return Score(None, "infrastructure_error", error=str(error))
         return Score(
-            float(judgement.verdict == "right"), judgement.verdict, message=judgement.detail
+            float(judgement.verdict == "correct"), judgement.verdict, message=judgement.detail
         )
 
 
@@ -110,8 +110,8 @@ def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
             return failed
         if not same_output(outcome.stdout.decode(errors="replace"), _lines(expected)):
             output = outcome.stdout[:60].decode(errors="replace")
-            return Judgement("wrong", f"test {number}: printed {output!r}")
-    return RIGHT
+            return Judgement("incorrect", f"test {number}: printed {output!r}")
+    return CORRECT
 
 
 def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
@@ -130,14 +130,14 @@ def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
             answers = answers[:-1]
         for answer, (_, expected) in zip(answers, task.tests[begin:], strict=False):
             judgement = _compare_answer(answer, expected)
-            if judgement is not RIGHT:
+            if judgement is not CORRECT:
                 return failed or Judgement(judgement.verdict, f"test {number}: {judgement.detail}")
             number += 1
         if failed is not None and number in (begin, len(task.tests)):
             return failed
         if failed is None and number < len(task.tests):
             return Judgement("runtime_error", f"test {number}: the program ended without an answer")
-    return RIGHT
+    return CORRECT
 
 
 def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
@@ -163,10 +163,10 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
             return Judgement(verdict, f"{kind}: {message}")
         actual = plain.canonical(answer["value"])
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        return Judgement("wrong", f"the answer is not plain data: {error}")
+        return Judgement("incorrect", f"the answer is not plain data: {error}")
     if actual != plain.canonical(plain.encode(expected, _refuse)):
-        return Judgement("wrong", f"returned {line[:60].decode(errors='replace')}")
-    return RIGHT
+        return Judgement("incorrect", f"returned {line[:60].decode(errors='replace')}")
+    return CORRECT
 
 
 def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
@@ -189,8 +189,8 @@ def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
 
     candidate, tester = pool.run(programs)
     judgement = _verdict(tester.answer, nonce)
-    if judgement is not None and judgement.verdict == "right":
-        return RIGHT
+    if judgement is not None and judgement.verdict == "correct":
+        return CORRECT
     has_ended = judgement is None or judgement.verdict == "runtime_error"
     if has_ended and (failed := _failure(candidate)) is not None and not _was_stopped(candidate):
         return failed

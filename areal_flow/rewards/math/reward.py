@@ -81,7 +81,7 @@ def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     reference, text = answer_text(answer), after_thinking(completion, prompt)
     extracted = " ".join((marked_text(text) or text).split())
     is_right = extracted == " ".join((marked_text(reference) or reference).split())
-    return Score(float(is_right), "right" if is_right else "wrong", extracted=extracted[:80])
+    return Score(float(is_right), "correct" if is_right else "incorrect", extracted=extracted[:80])
 
 
 vars(verify_numeric)["made_of"] = vars(verify_exact)["made_of"] = MADE_OF
@@ -121,7 +121,7 @@ def judge(pool: MathPool | None, completion: str, answer: Any, prompt: str = "")
         return _judged("parse_error", r"no answer: expected \boxed{} or ####")
     extracted, problem = read_answer(marked)
     if extracted and same_text(extracted, reference):
-        return _judged("right", "", marked)
+        return _judged("correct", "", marked)
     if problem:
         return _judged("parse_error", problem, marked)
     try:
@@ -136,7 +136,7 @@ def check_reference(pool: MathPool, answer: Any) -> None:
     reference, problem = read_reference(reference_text(answer))
     if not problem and algebraic_elements(reference):
         verdict, detail = pool.ask(None, reference)
-        problem = "" if verdict == "right" else detail or verdict
+        problem = "" if verdict == "correct" else detail or verdict
     if problem:
         raise ValueError(f"the verifier 'math' cannot use the right answer: {problem}")
 
@@ -156,7 +156,7 @@ read_reference = lru_cache(1024)(read_answer)
 
 def _compared(pool: MathPool | None, answer: str, reference: str) -> tuple[Verdict, str]:
     try:
-        return ("right" if is_same(answer, reference, _need_algebra) else "wrong"), ""
+        return ("correct" if is_same(answer, reference, _need_algebra) else "incorrect"), ""
     except _AlgebraNeeded:
         return pool.ask(answer, reference) if pool else ("parse_error", "not a number")
 
@@ -170,5 +170,5 @@ def _need_algebra(answer: str, reference: str) -> bool:
 
 
 def _judged(verdict: Verdict, detail: str, extracted: str = "") -> Score:
-    score = float(verdict == "right")
+    score = float(verdict == "correct")
     return Score(score, verdict, extracted=extracted[:80], message=detail)

@@ -94,7 +94,7 @@ def _serve(
         signal.setitimer(signal.ITIMER_REAL, 0)
         # sympy turns a MemoryError into "not equal"; the peak memory reveals it
         used_bytes = MAXRSS_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if verdict != "right" and used_bytes > memory_bytes // 2:
+        if verdict != "correct" and used_bytes > memory_bytes // 2:
             os._exit(_OUT_OF_MEMORY)
         _write(replies, {"number": request["number"], "verdict": verdict, "detail": detail})
         busy_with[:8] = bytes(8)
@@ -106,8 +106,8 @@ def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
         if answer is None:
             for element in algebraic_elements(reference):
                 _parsed(element, "bad_reference")
-            return "right", ""
-        return ("right" if is_same(answer, reference, _equal) else "wrong"), ""
+            return "correct", ""
+        return ("correct" if is_same(answer, reference, _equal) else "incorrect"), ""
     except Unreadable as error:
         return error.verdict, str(error)
     except MemoryError:

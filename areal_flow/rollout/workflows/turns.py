@@ -84,7 +84,7 @@ class MultiTurn(TimedWorkflow):
         score = draft.score
         assert score is not None
         # If the verifier itself failed, another answer would not help.
-        is_wrong = score.reward is not None and score.verdict != "right"
+        is_wrong = score.reward is not None and score.verdict != "correct"
         return turn < self.max_turns and draft.finish_reason == "stop" and is_wrong
 
     def _with_message(

@@ -150,13 +150,13 @@ def _verdict(calls: IO[str], answers: IO[str], request: dict[str, Any]) -> tuple
         candidate = Candidate(calls, answers)
         _run_tests(candidate, request)
     except AssertionError:
-        outcome = "wrong", traceback.format_exc(limit=-1)
+        outcome = "incorrect", traceback.format_exc(limit=-1)
     except MemoryError as error:
         outcome = "memory_limit", f"{error}"
     except BaseException as error:  # noqa: BLE001 - a test is judged, whatever it does
         outcome = "runtime_error", f"{type(error).__name__}: {error}"
     else:
-        outcome = ("right", "") if candidate.num_calls else ("bad_reference", "no test calls it")
+        outcome = ("correct", "") if candidate.num_calls else ("bad_reference", "no test calls it")
     if candidate is None or candidate.is_gone:
         return "runtime_error", "the candidate's process has ended"
     if candidate.unsendable:

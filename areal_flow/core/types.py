@@ -27,8 +27,8 @@ Logprobs = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "error"]
 """`error`: the workflow failed, so that there are no tokens."""
 Verdict = Literal[
-    "correct", "incorrect", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
-    "memory_limit", "infrastructure_error", "error", "no_reward",
+    "correct", "incorrect", "timeout", "bad_reference", "parse_error", "runtime_error",
+    "output_limit", "memory_limit", "infrastructure_error", "error", "no_reward",
 ]  # fmt: skip
 
 

@@ -416,7 +416,7 @@ def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
     assert "masked: too old" in page
     assert "masked: not the policy's choice" in page
     assert "+0.75 on each trained token (dr_grpo, over the 32 trajectories" in page
-    assert "right, answered '2', expected '2'" in page
+    assert "correct, answered '2', expected '2'" in page
     assert "rewards [1] -" in page
 
 

@@ -40,7 +40,12 @@ SAYS = {
         "It takes 90 minutes.": {"1.5 hours": "correct", "90 seconds": "incorrect"},
         "60 miles per hour": {"60 mph": "correct", "60 km/h": "incorrect"},
         "18 cents": {"18 dollars": "incorrect", "18": "correct"},
-        "#### 5 min": {"5": "correct", "5 minutes": "correct", "300 sec": "correct", "5 hours": "incorrect"},
+        "#### 5 min": {
+            "5": "correct",
+            "5 minutes": "correct",
+            "300 sec": "correct",
+            "5 hours": "incorrect",
+        },
         "30 seconds": {"30 sec": "correct", "0.5 min": "correct", "30 min": "incorrect"},
         "The answer is 17!": {"17": "correct"},
         "Answer: **17!**": {"17": "correct"},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -76,7 +75,10 @@ def explain(
         elif is_unknown:
             lines.append(f"  {called}: there is no such setting{did_you_mean(field, names)}")
         elif detail["type"] == "union_tag_invalid" and field == "algorithm":
-            lines.append(f"  {_unknown_algorithm(detail, given, spelling)}")
+            name = str(detail["input"]["name"])
+            setting = "algorithm.name"
+            called = spell(setting, spelling) if setting in given else setting
+            lines.append(f"  {called} = {name!r}: {why_no_algorithm(name)}")
         elif detail["type"] == "tuple_type":
             expected = "expected an array, such as [1024, 2048]"
             lines.append(f"  {called} = {detail['input']!r}: {expected}")
@@ -90,12 +92,6 @@ def explain(
 def spell(name: str, spelling: str) -> str:
     """Return a setting's name as a user gives it: options have hyphens for underscores."""
     return spelling.format(name.replace("_", "-") if spelling == OPTION else name)
-
-
-def _unknown_algorithm(detail: Any, given: Collection[str], spelling: str) -> str:
-    setting, name = "algorithm.name", str(detail["input"]["name"])
-    called = spell(setting, spelling) if setting in given else setting
-    return f"{called} = {name!r}: {why_no_algorithm(name)}"
 
 
 def why_no_algorithm(name: str) -> str:

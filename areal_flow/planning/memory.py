@@ -111,7 +111,11 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     # Likely tokens of all chunks are concatenated.
     all_chunks = recipe.algorithm.reference_top_k > 0
     with fake_ranks(num_ranks) as ranks, _as_on(on_cuda, all_chunks), fake, device:
-        rank = _adopt(recipe.model_copy(update={"trainer": on_cpu}), policy, ranks)
+        settings = recipe.model_copy(update={"trainer": on_cpu}).for_trainer()
+        channel = HashingWriter()
+        rank = TrainerRank(RunLayout(Path()), settings, channel=channel, read_rows=lambda _: [])
+        rank.replicas = ranks
+        rank.adopt(policy)
         if recipe.algorithm.needs_reference and not lora.rank:
             with unset_fake_temporarily(), torch.device("meta"):
                 reference = policy_from_config(config, device="meta")
@@ -122,15 +126,6 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
         by_kind, kept_bytes = memory_of_step(rank, longest_rows(recipe))
     peak_bytes = sum(by_kind.values())
     return [RankMemory(each, peak_bytes, by_kind, kept_bytes) for each in range(num_ranks)]
-
-
-def _adopt(recipe: Recipe, policy: nn.Module, ranks: ReplicaGroup) -> TrainerRank:
-    rank = TrainerRank(
-        RunLayout(Path()), recipe.for_trainer(), channel=HashingWriter(), read_rows=lambda _: []
-    )
-    rank.replicas = ranks
-    rank.adopt(policy)
-    return rank
 
 
 def _trained(rank: TrainerRank) -> list[tuple[nn.Module, Any]]:

@@ -323,8 +323,8 @@ def doctor(*, folders: Given) -> Report:
 
 
 def _subjects(runs: Path) -> Iterator[Subject]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield "python", version, sys.version_info >= (3, 11), "3.11 or newer is needed"
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    yield "python", python_version, sys.version_info >= (3, 11), "3.11 or newer is needed"
     yield _system()
     enough = (cores := usable_cores()) >= MIN_CORES
     means = "generation and training overlap" if enough else "one core: they take turns, slowly"
@@ -332,7 +332,12 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
-    yield _loopback()
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+        yield "loopback", "127.0.0.1", True, "all that the local cluster listens on"
+    except OSError as error:
+        yield "loopback", str(error), False, "workers talk over 127.0.0.1"
     installed = {version.name.lower(): version.version for version in distributions()}
     for name in PACKAGES:
         release = installed.get(name)
@@ -340,8 +345,20 @@ def _subjects(runs: Path) -> Iterator[Subject]:
         yield name, release or "missing", bool(release), advice
     gpus = _gpus()
     yield gpus
-    yield from _engines("cuda" if gpus[2] else "cpu")
-    yield _sandbox()
+    builds = {
+        build: version for device, build in BUILDS.items() if (version := installed_vllm(device))
+    }
+    means = "installed" if builds else "not needed: the torch engine needs nothing more"
+    yield "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
+    device = "cuda" if gpus[2] else "cpu"
+    engine, reason = choose_engine(GenerationSettings(engine=AUTO, device=device))
+    yield "engine", engine, None, f"what generation.engine = 'auto' uses: {reason}"
+    try:
+        tier = choose_tier()
+        means = LOST[tier] or "'code' runs programs in it; its self-test passes"
+        yield "sandbox", tier, True, means
+    except SandboxError as error:
+        yield "sandbox", "none", None, f"only for the verifier 'code': {error}"
 
 
 def _system() -> Subject:
@@ -354,33 +371,6 @@ def _system() -> Subject:
         )
         return "system", system_name(), None, means
     return "system", system_name(), False, "Linux or macOS is needed: on Windows use WSL"
-
-
-def _loopback() -> Subject:
-    try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-    except OSError as error:
-        return "loopback", str(error), False, "workers talk over 127.0.0.1"
-    return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
-
-
-def _sandbox() -> Subject:
-    try:
-        tier = choose_tier()
-    except SandboxError as error:
-        return "sandbox", "none", None, f"only for the verifier 'code': {error}"
-    return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"
-
-
-def _engines(device: str) -> Iterator[Subject]:
-    builds = {
-        build: version for device, build in BUILDS.items() if (version := installed_vllm(device))
-    }
-    means = "installed" if builds else "not needed: the torch engine needs nothing more"
-    yield "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
-    name, reason = choose_engine(GenerationSettings(engine=AUTO, device=device))
-    yield "engine", name, None, f"what generation.engine = 'auto' uses: {reason}"
 
 
 def _gpus() -> Subject:

@@ -186,10 +186,6 @@ def chosen_recipe(
     )
 
 
-def default_name(stem: str) -> str:
-    return f"{_TIME_OF_NAME.sub('', stem)}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a command does with a run."""
@@ -330,7 +326,8 @@ def launch(
             began=began,
         )
     recipe_name, chosen = chosen_recipe(recipe, overrides, spelling=spelling)
-    layout = run_layout(runs, name or default_name(default_stem or recipe_name))
+    stem = _TIME_OF_NAME.sub("", default_stem or recipe_name)
+    layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
     print_as(log_format, layout.name)
     fork = recipe if isinstance(recipe, Fork) else None
     return layout, start(

@@ -113,7 +113,7 @@ def test_failed_fork_is_described_by_its_exit_status_and_last_output(
 FAILS_ONCE = """
 import os, socket, sys
 import numpy as np
-from areal_flow.cluster.fork_server import fork_for_requests
+from areal_flow.cluster.launchers.fork_server import fork_for_requests
 fork = os.fork
 def refuse():
     os.fork = fork

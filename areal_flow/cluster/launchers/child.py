@@ -16,12 +16,14 @@ from functools import partial
 from math import isnan
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import TYPE_CHECKING
 
-from areal_flow.cluster.fork_server import NUMBER_BYTES
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.supervisor import REPORT_END, REPORT_START
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.launchers.fork_server import ForkedWorker
 
 
 class _OnStandardError(logging.Handler):
@@ -75,38 +77,6 @@ def start_process(
         env=os.environ | PROCESS_ENVIRONMENT | placement.environment | paths,
         process_group=0,  # no Ctrl-C at a terminal reaches it
     )
-
-
-def number_in(report: IO[bytes]) -> int:
-    """Read what the fork server sends; if it has ended, the kernel has killed its forks."""
-    data = report.read(NUMBER_BYTES)
-    return int.from_bytes(data, "big", signed=True) if data else -signal.SIGKILL
-
-
-class ForkedWorker:
-    """A worker that the fork server forked, with what a `Child` needs of a `Popen`."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
-        """Take its number, its pipes, and the pipe on which its exit code will come."""
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
-        self.returncode: int | Any = None
-        self._report = report
-
-    def wait(self) -> int:
-        with self._report:
-            self.returncode = number_in(self._report)
-        return self.returncode
-
-    def terminate(self) -> None:
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
 
 class Child:

@@ -1,4 +1,4 @@
-"""Lists, adds and removes a running pool's workers from another process.
+"""What a running pool's workers do, and requests of another process to list, add and remove some.
 
 Requests go through the run's scheduler, so that the driver starts every worker and none outlives
 it. They need the scheduler's certificate, like any other connection.
@@ -7,22 +7,23 @@ it. They need the scheduler's certificate, like any other connection.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass, replace
-from itertools import count, islice
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from distributed.core import rpc
 
 from areal_flow.cluster.certificates import connection_security
-from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.worker_context import SERVED_METRIC
+from areal_flow.cluster.worker_context import ENGINE_METRIC, SERVED_METRIC
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.core.errors import EngineError, RunError
+from areal_flow.core.errors import RunError
+from areal_flow.core.pass_rates import HELD_OUT
+from areal_flow.log.ledger_row import REWARD_TASKS, SYSTEM_AREA
 
 HANDLER = "areal_flow_workers"
-ELASTIC_ROLES = ("generator", "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +46,52 @@ class WorkerStatus:
     num_deaths: int = 0
 
 
-def serve_pool(pool: WorkerPool) -> None:
-    async def answer(request: str, **arguments: Any) -> Any:
-        if request == "list":
-            return [asdict(status) for status in pool_status(pool)]
-        if request == "add":
-            return await add_to(pool, arguments["role"], arguments["num_workers"])
-        return await remove_from(pool, arguments["name"])
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """A pool at one moment, from the scheduler's memory and the workers' last heartbeats."""
 
-    pool.scheduler.handlers[HANDLER] = answer
+    workers: list[WorkerStatus]
+    num_deaths: dict[str, int]
+    """By role, of all workers that there ever were."""
+    engines: dict[str, Mapping[str, float]]
+    """By worker, what the engine of a generator reports."""
+    reward_tasks: dict[str, tuple[int, float]]
+    """By what they are for: how many have results now, and how many seconds all have taken."""
+    processes: list[tuple[str, Mapping[str, Any]]]
+    """The role and the last heartbeat of each process, the driver's included."""
 
+    @classmethod
+    def of(cls, pool: WorkerPool) -> PoolSnapshot:
+        scheduler, records = pool.scheduler, pool.registry.all()
+        listed = [r for r in records if r.address or r.is_wanted or r.is_quarantined]
+        deaths = Counter({record.role: 0 for record in records})
+        for record in records:
+            deaths[record.role] += len(record.deaths)
+        roles = {record.address: record.role for record in records}
+        beats = {address: worker.metrics for address, worker in scheduler.workers.items()}
+        prefixes = [(p.name.partition("/"), p) for p in scheduler.task_prefixes.values()]
+        return cls(
+            workers=[_status(record, pool) for record in listed],
+            num_deaths=dict(deaths),
+            engines={
+                str(worker.name): worker.metrics.get(ENGINE_METRIC) or {}
+                for worker in scheduler.workers.values()
+            },
+            reward_tasks={
+                task: (prefix.state_counts["memory"], prefix.all_durations["compute"])
+                for (role, _, task), prefix in prefixes
+                if role == "reward"
+            },
+            processes=[
+                *((roles[address], beat) for address, beat in beats.items() if address in roles),
+                ("driver", scheduler.monitor.recent()),
+            ],
+        )
 
-def pool_status(pool: WorkerPool) -> list[WorkerStatus]:
-    shown = [m for m in pool.registry.all() if m.address or m.is_wanted or m.is_quarantined]
-    return [_status(record, pool) for record in shown]
+    def usage(self) -> dict[str, float]:
+        """Return what the run's processes use, as metrics of a step's row."""
+        worked_s = sum(s for task, (_, s) in self.reward_tasks.items() if task != HELD_OUT)
+        return {**usage_by_role(self.processes), REWARD_TASKS: worked_s}
 
 
 def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
@@ -83,69 +116,51 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
     )
 
 
-async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
-    """Start workers like the first of this role; return their names once they have joined."""
-    if role not in ELASTIC_ROLES:
-        raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
-    if num_workers < 1:
-        raise RunError(f"expected to add 1 worker or more, found {num_workers}")
-    records = pool.registry.all()
-    first = next(m.placement for m in records if m.role == role)
-    placed = [m.placement for m in records if m.is_wanted or m.address]  # also a leaving one
-    taken = {m.name for m in records}
-    free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
-    added: list[WorkerPlacement] = []
-    for name in islice(free_names, num_workers):
-        like = replace(first, name=name)
-        added.append(place_beside(like, [*placed, *added], pool.machines))
-    try:
-        await pool.start_until_joined(added)
-    except (EngineError, RunError):
-        for placement in added:
-            record = pool.registry.named(placement.name)
-            if record is not None:
-                await pool.retire(record)
-        raise
-    return [placement.name for placement in added]
-
-
-async def remove_from(pool: WorkerPool, name: str, *, after_tasks: bool = False) -> None:
-    """Retire a worker: its finished results move to others, its tasks run again elsewhere.
+def usage_by_role(processes: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
+    """Return sums over the processes of each role; 100% is one core, or one GPU.
 
     Args:
-        after_tasks: let it finish the tasks that it executes, however long they take.
+        processes: the role of each, and its last heartbeat as Dask has it: `cpu` in percent,
+            `memory` in bytes, and where NVML is installed `gpu`.
     """
-    record = pool.registry.named(name)
-    if record is None:
-        known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)
-        raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
-    if record.role == "trainer":
-        raise RunError(f"{name} trains and cannot be removed; stop the run instead")
-    others = [m for m in pool.registry.present(record.role) if m is not record]
-    if record.address and not others:
-        raise RunError(
-            f"{name} is the last {record.title} of this run and cannot be removed; add "
-            "another first"
-        )
-    await pool.retire(record, after_tasks=after_tasks)
+    metrics: Counter[str] = Counter()
+    for role, beat in processes:
+        used = {"cpu_utilization_percentage": beat.get("cpu", 0.0)}
+        used["memory_usage_megabytes"] = beat.get("memory", 0) / 1e6
+        if device := beat.get("gpu"):
+            used["gpu_utilization_percentage"] = device["utilization"]
+            used["gpu_memory_usage_megabytes"] = device["memory-used"] / 1e6
+        metrics.update({f"{SYSTEM_AREA}{role}_{name}": value for name, value in used.items()})
+    return dict(metrics)
+
+
+def serve_pool(pool: WorkerPool) -> None:
+    async def answer(request: str, **arguments: Any) -> Any:
+        if request == "list":
+            return [asdict(status) for status in PoolSnapshot.of(pool).workers]
+        if request == "add":
+            return await pool.add(arguments["role"], arguments["num_workers"])
+        return await pool.remove(arguments["name"])
+
+    pool.scheduler.handlers[HANDLER] = answer
 
 
 async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:
-    return [WorkerStatus(**row) for row in await _ask(scheduler, network, "list", within_s=15)]
+    return [WorkerStatus(**row) for row in await _request(scheduler, network, "list", within_s=15)]
 
 
 async def add_workers(
     scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
     request = {"role": role, "num_workers": num_workers}
-    return list(await _ask(scheduler, network, "add", within_s=180, **request))
+    return list(await _request(scheduler, network, "add", within_s=180, **request))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:
-    await _ask(scheduler, network, "remove", within_s=90, name=name)
+    await _request(scheduler, network, "remove", within_s=90, name=name)
 
 
-async def _ask(
+async def _request(
     scheduler: str, network: NetworkSettings, request: str, *, within_s: float, **arguments: Any
 ) -> Any:
     security = connection_security(network).get_connection_args("client")

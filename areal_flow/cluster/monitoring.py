@@ -15,9 +15,8 @@ from typing import Any
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from areal_flow.cluster.control import pool_status
+from areal_flow.cluster.control import PoolSnapshot
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.worker_context import ENGINE_METRIC
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.step_metrics import TRAINED_BY_STALENESS
 from areal_flow.flow.flow import Flow
@@ -96,29 +95,25 @@ class RunMetrics(Collector):
         disk = shutil.disk_usage(self._layout.root)
         yield "disk_size_bytes", disk.total, {}
         yield "disk_free_bytes", disk.free, {}
-        yield from _of_workers(self._pool)
+        yield from _of_workers(PoolSnapshot.of(self._pool))
         if self._flow is not None:
             yield from _of_flow(self._flow)
             yield from self.ledger.samples()
 
 
-def _of_workers(pool: WorkerPool) -> Iterator[Sample]:
-    states = Counter((worker.role, worker.state) for worker in pool_status(pool))
-    records = pool.registry.all()
-    for role in {record.role for record in records}:
+def _of_workers(pool: PoolSnapshot) -> Iterator[Sample]:
+    states = Counter((worker.role, worker.state) for worker in pool.workers)
+    for role, num_deaths in pool.num_deaths.items():
         states.update({(role, state): 0 for state in ("live", "quarantined")})
-        num_deaths = sum(len(record.deaths) for record in records if record.role == role)
         yield "worker_deaths_total", num_deaths, {"role": role}
     for (role, state), number in states.items():
         yield "workers", number, {"role": role, "state": state}
-    for process in pool.scheduler.workers.values():
-        for name, value in (process.metrics.get(ENGINE_METRIC) or {}).items():
-            yield f"engine_{name}", value, {"worker": str(process.name)}
-    for prefix in pool.scheduler.task_prefixes.values():
-        role, _, task = prefix.name.partition("/")
-        if role == "reward":
-            yield "reward_tasks_total", prefix.state_counts["memory"], {"task": task}
-            yield "reward_task_seconds_total", prefix.all_durations["compute"], {"task": task}
+    for worker, engine in pool.engines.items():
+        for name, value in engine.items():
+            yield f"engine_{name}", value, {"worker": worker}
+    for task, (number, seconds) in pool.reward_tasks.items():
+        yield "reward_tasks_total", number, {"task": task}
+        yield "reward_task_seconds_total", seconds, {"task": task}
 
 
 def _of_flow(flow: Flow) -> Iterator[Sample]:

@@ -1,4 +1,6 @@
-"""Starts a run's workers, and restarts those that end unexpectedly. Runs in the driver's process.
+"""Starts a run's workers, restarts those that end unexpectedly, and changes their number.
+
+Runs in the driver's process.
 
 | what happens                       | who reports it     | what follows                        |
 |------------------------------------|--------------------|-------------------------------------|
@@ -6,7 +8,8 @@
 | a process is registered no more    | the scheduler      | its tasks run elsewhere; the        |
 |                                    |                    | trainer is restored                 |
 | a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
-| workers are added or removed       | `control`          | the launcher starts or stops some   |
+| workers are added or removed       | `control`,         | the launcher starts or stops some   |
+|                                    | `Autoscaler`       |                                     |
 | a worker hangs                     | `liveness`         | `kill`                              |
 | the last of a role is quarantined  | the registry       | `guard` raises                      |
 """
@@ -16,9 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import count, islice
+from subprocess import PIPE
 from time import monotonic, time
 from typing import Any, NoReturn, TypeVar
 
@@ -27,8 +33,9 @@ from distributed import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.launchers import Launcher
+from areal_flow.cluster.launchers.child import last_line
 from areal_flow.cluster.liveness import ProcessorUse
-from areal_flow.cluster.placement import Machines, WorkerPlacement
+from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.registry import (
     UNREACHABLE,
     Executions,
@@ -37,10 +44,16 @@ from areal_flow.cluster.registry import (
     version_conflict,
 )
 from areal_flow.cluster.worker_process import VERSIONS, software_versions
-from areal_flow.core.errors import EngineError, RunError
+from areal_flow.core.errors import ConfigError, EngineError, RunError
+from areal_flow.flow.balance import Balance
 from areal_flow.flow.schedules import run_until_first_ends
 
 logger = logging.getLogger(__name__)
+
+ELASTIC_ROLES = ("generator", "reward")
+"""Workers of these roles may be added and removed."""
+PLANNED_STEPS = 12
+"""A plan is calibrated to so many steps with one number of generators."""
 
 START_TIMEOUT_S = 120.0
 RETRY_HOST_S = 10.0
@@ -255,6 +268,53 @@ class WorkerPool(SchedulerPlugin):
         if address in self.scheduler.workers:
             await self.scheduler.remove_worker(address, stimulus_id="areal-flow")
 
+    # Adding and removing while the run goes on
+
+    async def add(self, role: str, num_workers: int) -> list[str]:
+        """Start workers like the first of this role; return their names once they have joined."""
+        if role not in ELASTIC_ROLES:
+            raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
+        if num_workers < 1:
+            raise RunError(f"expected to add 1 worker or more, found {num_workers}")
+        records = self.registry.all()
+        first = next(record.placement for record in records if record.role == role)
+        placed = [r.placement for r in records if r.is_wanted or r.address]  # also a leaving one
+        taken = {record.name for record in records}
+        free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
+        added: list[WorkerPlacement] = []
+        for name in islice(free_names, num_workers):
+            like = replace(first, name=name)
+            added.append(place_beside(like, [*placed, *added], self.machines))
+        try:
+            await self.start_until_joined(added)
+        except (EngineError, RunError):
+            for placement in added:
+                record = self.registry.named(placement.name)
+                if record is not None:
+                    await self.retire(record)
+            raise
+        return [placement.name for placement in added]
+
+    async def remove(self, name: str, *, after_tasks: bool = False) -> None:
+        """Retire a worker: its finished results move to others, its tasks run again elsewhere.
+
+        Args:
+            after_tasks: let it finish the tasks that it executes, however long they take.
+        """
+        record = self.registry.named(name)
+        if record is None:
+            names = ", ".join(each.name for each in self.registry.all() if each.is_wanted)
+            raise RunError(f"expected the name of a worker, found {name!r}; there are: {names}")
+        if record.role == "trainer":
+            raise RunError(f"{name} trains and cannot be removed; stop the run instead")
+        others = [each for each in self.registry.present(record.role) if each is not record]
+        if record.address and not others:
+            raise RunError(
+                f"{name} is the last {record.title} of this run and cannot be removed; add "
+                "another first"
+            )
+        await self.retire(record, after_tasks=after_tasks)
+
     # Hanging, dying and starting again
 
     async def replace(self, worker: str, *, why: str) -> None:
@@ -354,3 +414,76 @@ def _start_failure(record: WorkerRecord, cause: str) -> EngineError:
         f"expected {record.name} to start{where}, but its process ended first ({cause}). Nothing "
         "was trained; fix the error printed above, then start again"
     )
+
+
+class Autoscaler:
+    """Changes the number of generators within its bounds.
+
+    Decisions count the generators that have joined. One that waits in a queue delays no decision,
+    and is withdrawn when it is no longer needed. A leaving generator finishes its rollouts.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, bounds: tuple[int, int] | None, *, planner: Sequence[str] = ()
+    ) -> None:
+        """Take the bounds, without which the number stays, and the command of a planner, if one is
+        to choose it: after a step and a number, it prints how many generators there should be by
+        the steps from that one on, which had this number."""
+        self._pool, self._planner = pool, planner
+        steps = {"window_steps": PLANNED_STEPS} if planner else {}
+        self._balance = Balance(*bounds, **steps) if bounds else None
+        self._is_planning = False
+
+    def after_step(self, row: Mapping[str, Any]) -> None:
+        """Take in a step's row of the ledger; a change is made beside training."""
+        expected = self._pool.registry.expected("generator")
+        joined = [record for record in expected if record.address]
+        if self._balance is None or self._is_planning:
+            return
+        rows = self._balance.window(row, number=len(joined))
+        if rows:
+            self._is_planning = True
+            self._pool.spawn(self._change(self._balance, rows, len(joined)))
+
+    async def _change(
+        self, balance: Balance, rows: Sequence[Mapping[str, Any]], number: int
+    ) -> None:
+        try:
+            if self._planner:
+                arguments = map(str, (rows[0]["step"], number))
+                target = min(await _printed_by(*self._planner, *arguments), balance.max_number)
+            else:
+                target = balance.target_number(rows, number=number)
+            if target != number:
+                logger.info("generators: %d -> %d, for balance with the trainer", number, target)
+            expected = self._pool.registry.expected("generator")
+            expected.sort(key=lambda record: not record.address)
+            for record in expected[target:]:
+                self._pool.spawn(self._pool.remove(record.name, after_tasks=True))
+            for _ in range(target - len(expected)):
+                self._pool.spawn(self._add(balance, number))
+        except RunError as error:
+            logger.warning("the number of generators stays: %s", error)
+        finally:
+            self._is_planning = False
+
+    async def _add(self, balance: Balance, number: int) -> None:
+        try:
+            await self._pool.add("generator", 1)
+        except RunError as error:
+            logger.info("%s", error)
+        except (ConfigError, EngineError) as error:
+            balance.max_number = number
+            logger.warning("no more than %d generators: %s", number, error)
+
+
+async def _printed_by(*command: str) -> int:
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise RunError(f"the planner failed: {last_line(errors)}")
+    return int(output)

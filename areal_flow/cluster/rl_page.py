@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from time import monotonic, time
 from typing import Any
 
@@ -24,13 +25,20 @@ from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
 from tornado.ioloop import IOLoop
 
-from areal_flow.cluster import run_numbers
+from areal_flow.cluster.control import PoolSnapshot
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.core.layout import RunLayout
-from areal_flow.flow.bottleneck import find_bottleneck
+from areal_flow.core.pass_rates import PASS_RATE
+from areal_flow.flow import bottleneck
 from areal_flow.flow.flow import Flow
 from areal_flow.log.dataset import COMMIT_ORDER, read_rows
 from areal_flow.log.ledger import STEPS, LedgerTail
+
+TRAINER = "trainer"
+CURVES = ("reward_mean", PASS_RATE, "completion_tokens_mean", "staleness_mean", "staleness_max")
+TIMES = ("submitted_at", "started_at", "finished_at", "scored_at")
+_NUMBERS = ("committed_at", *CURVES, *bottleneck.COLUMNS)
+_STEP = {"step": pl.Int64, "trajectory_watermark": pl.Int64, **dict.fromkeys(_NUMBERS, pl.Float64)}
 
 PAGE = "rl"
 UPDATE_EVERY_S = 2.0
@@ -40,11 +48,11 @@ MOST_STEPS, MOST_ROWS = 2000, 16_384
 """The newest of the ledger, and of the log, are read."""
 BLUE, ORANGE = "#3b7dd8", "#e0803a"
 PALE = {BLUE: "#c4d8f3", ORANGE: "#f6d9c4"}
-_ORANGE = {run_numbers.TRAINER, "committed", "trained", "discarded"}
+_ORANGE = {TRAINER, "committed", "trained", "discarded"}
 _CURVES = {
-    "Reward and pass rate": run_numbers.CURVES[:2],
-    "Length of completions, in tokens": run_numbers.CURVES[2:3],
-    "Staleness, in versions": run_numbers.CURVES[3:],
+    "Reward and pass rate": CURVES[:2],
+    "Length of completions, in tokens": CURVES[2:3],
+    "Staleness, in versions": CURVES[3:],
 }
 _BARS = {
     "spans": "At work (pale: now); dotted: a new version",
@@ -72,7 +80,7 @@ class RunFeed:
         self.flow: Flow | None = None
         self._pool = pool
         self._ledger = LedgerTail(layout, _STEP_COLUMNS, since=1, max_rows=MOST_STEPS)
-        self._steps = run_numbers.steps_of([])
+        self._steps = steps_of([])
         self._shown: Mapping[str, pl.DataFrame] = {}
         self._read_at = 0.0
         self._reading = asyncio.Lock()
@@ -87,35 +95,121 @@ class RunFeed:
 
     def _at_work(self) -> dict[str, bool]:
         """Return of the trainer and of each generator whether it has something to do."""
-        workers = self._pool.scheduler.workers
-        generators = self._pool.registry.present("generator")
+        workers = PoolSnapshot.of(self._pool).workers
         at_work = {
-            e.name: bool(getattr(workers.get(e.address), "processing", 0)) for e in generators
+            worker.name: worker.num_assigned > 0
+            for worker in workers
+            if worker.role == "generator" and worker.address and worker.state != "leaving"
         }
-        return at_work | {run_numbers.TRAINER: bool(self.flow and self.flow.accounting.in_step)}
+        return at_work | {TRAINER: bool(self.flow and self.flow.accounting.in_step)}
 
     def _read(self, at_work: Mapping[str, bool]) -> dict[str, pl.DataFrame]:
         if rows := self._ledger.read():
-            self._steps = self._steps.vstack(run_numbers.steps_of(rows)).tail(MOST_STEPS)
+            self._steps = self._steps.vstack(steps_of(rows)).tail(MOST_STEPS)
         steps = self._steps.tail(RECENT_STEPS)
         if steps.is_empty():
             return {}
         first, last = steps["trajectory_watermark"][0], steps["trajectory_watermark"][-1]
         where = f"{COMMIT_ORDER} >= {max(first, last - MOST_ROWS)}"
-        columns = ["group_id", "generator", "version_spans", *run_numbers.TIMES]
+        columns = ["group_id", "generator", "version_spans", *TIMES]
         trajectories = read_rows(self.layout, "trajectories", columns, where)
-        groups = run_numbers.groups_of(pl.DataFrame(trajectories))
+        groups = groups_of(pl.DataFrame(trajectories))
         began, ended = steps["committed_at"][0], steps["committed_at"][-1]
         now = time() if any(at_work.values()) else ended
-        bottleneck = find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))
-        flow = {"stages": run_numbers.flow_stages(self.flow, steps, groups)} if self.flow else {}
+        limit = bottleneck.find_bottleneck(
+            steps.to_dicts(), num_generators=max(1, len(at_work) - 1)
+        )
+        flow = {"stages": flow_stages(self.flow, steps, groups)} if self.flow else {}
         return flow | {
-            "verdict": pl.DataFrame([{"step": steps["step"][-1], **bottleneck._asdict()}]),
-            "curves": self._steps.select("step", *run_numbers.CURVES),
-            "spans": run_numbers.work_spans(steps, groups, at_work=at_work, now=now),
+            "verdict": pl.DataFrame([{"step": steps["step"][-1], **limit._asdict()}]),
+            "curves": self._steps.select("step", *CURVES),
+            "spans": work_spans(steps, groups, at_work=at_work, now=now),
             "swaps": steps.select(at=pl.col("committed_at") - now),
-            "speeds": run_numbers.generator_speeds(groups, since=began, now=now),
+            "speeds": generator_speeds(groups, since=began, now=now),
         }
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]]) -> pl.DataFrame:
+    """Return those columns and metrics of the ledger's rows that the page needs."""
+    timed = ({**row, "committed_at": row["committed_at"].timestamp()} for row in rows)
+    flat = ({**row["metrics"], **row} for row in timed)
+    return pl.DataFrame([{name: row.get(name) for name in _STEP} for row in flat], _STEP)
+
+
+def groups_of(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return a row for each group of the log's rows; times are in seconds since 1970."""
+    tokens = pl.col("version_spans").list.eval(pl.element().struct.field("length")).list.sum()
+    timed = rows.with_columns(pl.col(TIMES).dt.epoch("us") / 1e6)
+    first, last = pl.col(TIMES[:2]).min(), pl.col(TIMES[2:]).max()
+    return timed.group_by("group_id", "generator").agg(first, last, num_tokens=tokens.sum())
+
+
+def work_spans(
+    steps: pl.DataFrame, groups: pl.DataFrame, *, at_work: Mapping[str, bool], now: float
+) -> pl.DataFrame:
+    """Return who (`lane`) worked from when (`left`) to when (`right`), in seconds from now.
+
+    A generator works while it has a group, the trainer while it reads, trains and stages. Who is
+    at work now has a `pale` span since its last one: what it does is not in the log yet.
+    """
+    seconds = pl.sum_horizontal("seconds_read", "seconds_train", "seconds_stage")
+    ended = pl.col("committed_at")
+    trained = steps.select(lane=pl.lit(TRAINER), left=ended - seconds, right=ended)
+    generated = groups.select(lane="generator", left=TIMES[1], right=TIMES[2])
+    is_apart = pl.col("left") > pl.col("right").cum_max().shift(1).over("lane")
+    spans = (
+        pl.concat([trained, generated])
+        .with_columns(pl.col("left", "right") - now)
+        .sort("lane", "left")
+        .group_by("lane", is_apart.fill_null(False).cum_sum().over("lane").alias("span"))
+        .agg(pl.col("left").min(), pl.col("right").max(), pale=pl.lit(False))
+        .drop("span")
+        .sort("lane", "left")
+    )
+    for lane, works in at_work.items():
+        known = spans.filter(lane=lane)["right"].max() or spans["left"].min()
+        unknown = [lane, known if works else 0.0, 0.0, True]
+        spans = spans.vstack(pl.DataFrame([unknown], spans.schema, orient="row"))
+    return spans
+
+
+def generator_speeds(groups: pl.DataFrame, *, since: float, now: float) -> pl.DataFrame:
+    """Return the tokens a second of each generator, of the groups that it finished meanwhile."""
+    finished = groups.filter(pl.col("finished_at") > since).group_by(lane="generator")
+    speeds = finished.agg(right=pl.col("num_tokens").sum() / (now - since)).sort("lane")
+    return speeds.with_columns(pl.Series("text", [f"{speed:,.0f}" for speed in speeds["right"]]))
+
+
+def flow_stages(flow: Flow, steps: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """Return the way of a trajectory through the run: how many, and how long it waits there."""
+    gate, so_far = flow.gate, flow.accounting
+    scoring = max(0, flow.num_pending_groups * gate.settings.group_size - gate.running)
+    waits: list[Any] = [(groups[end] - groups[begin]).mean() for begin, end in pairwise(TIMES)]
+    queued, generated, scored, trainer = (s or 0.0 for s in (*waits, steps["seconds_wait"].mean()))
+    max_trajectories, committed = (
+        max(1, gate.running, scoring, flow.num_ready),
+        max(1, so_far.committed),
+    )
+    rows = [
+        (
+            "running",
+            gate.running,
+            max_trajectories,
+            f"now; queued {queued:.1f} s, generated {generated:.1f} s",
+        ),
+        ("scored", scoring, max_trajectories, f"now; queued and scored {scored:.1f} s"),
+        ("committed", so_far.committed, committed, "tokens"),
+        (
+            "ready",
+            flow.num_ready,
+            max_trajectories,
+            f"now; the trainer waits {trainer:.1f} s a step",
+        ),
+        ("trained", so_far.trained, committed, "tokens"),
+        ("discarded", so_far.discarded, committed, "tokens"),
+    ]
+    shown = [(name, number / of, f"{number:,} {text}") for name, number, of, text in rows]
+    return pl.DataFrame(shown, ["lane", "right", "text"], orient="row")
 
 
 def add_page(scheduler: Any, feed: RunFeed) -> None:

@@ -14,12 +14,10 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.scoring import Scoring, ScoringBatcher, task_errors
 from areal_flow.core.errors import WorkersLost
+from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import Episode, GroupReceipt
 from areal_flow.flow.flow_setup import RetryBudget
 from areal_flow.policy.weights.channel import WeightsReader
-
-HELD_OUT = "held_out"
-"""What Dask's pages call the tasks of evaluations, after their roles."""
 
 
 class DaskRollouts:

@@ -171,7 +171,7 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
         return []
     subject = f"workflow.path = {recipe.workflow.path!r}"
     tried, ended = _trial(
-        "areal_flow.cluster.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
+        "pipelines.jobs.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
     )
     if not tried:
         raise ConfigError(f"{subject} {ended} on the first prompt row: fix it, then start again")

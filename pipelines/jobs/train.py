@@ -15,15 +15,15 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.cluster import generator_tasks
-from areal_flow.cluster.autoscale import Autoscaler
+from areal_flow.cluster.control import PoolSnapshot
 from areal_flow.cluster.generators import DaskWeights, GpuTurns
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import place_workers
+from areal_flow.cluster.pool import Autoscaler
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
-from areal_flow.cluster.usage import usage
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.core.code_version import CODE_VERSION
@@ -193,7 +193,7 @@ async def train(run: Training, start: InitialState) -> int:
             weights=run.weights,
             prompt_at=PromptTable(layout.train_prompts, seed=recipe.seed).prompt_at,
             on_step=on_step,
-            usage=partial(usage, pool),
+            usage=lambda: PoolSnapshot.of(pool).usage(),
         ),
         replace(start, engine_totals=tuple(totals.values())),
         run.provenance,

@@ -12,11 +12,11 @@ import pytest
 from distributed import Client, get_worker
 
 import areal_flow
-from areal_flow.cluster.autoscale import PLANNED_STEPS, Autoscaler
 from areal_flow.cluster.certificates import with_certificates
-from areal_flow.cluster.control import add_workers, list_workers, remove_from, remove_worker
+from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
+from areal_flow.cluster.pool import PLANNED_STEPS, Autoscaler
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError, RunError
@@ -117,7 +117,7 @@ def test_generator_that_leaves_finishes_its_rollout(tmp_path: Path) -> None:
             )
             while not notes.exists():
                 await asyncio.sleep(0.05)
-            await remove_from(cluster.pool, "generator-0", after_tasks=True)
+            await cluster.pool.remove("generator-0", after_tasks=True)
             assert not leaving.address
             assert await task == "generator-0"
 

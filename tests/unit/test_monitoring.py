@@ -59,7 +59,9 @@ def fake_pool() -> Any:
     )
     other = SimpleNamespace(name="trainer/step", state_counts={}, all_durations={})
     scheduler = SimpleNamespace(
-        workers={"tls://1": worker}, task_prefixes={"reward/score": scoring, "trainer/step": other}
+        workers={"tls://1": worker},
+        task_prefixes={"reward/score": scoring, "trainer/step": other},
+        monitor=SimpleNamespace(recent=dict),
     )
     return SimpleNamespace(registry=registry, scheduler=scheduler)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
@@ -198,7 +197,7 @@ def test_every_join_death_and_leave_of_a_worker_is_recorded(
         await pool.start_until_joined(TWO)
         launcher.end("generator-0", "killed by signal 9")
         await asyncio.sleep(1)
-        await remove_from(pool, "generator-1")
+        await pool.remove("generator-1")
 
     with_pool(test)
     assert noted[:2] == [("joined", "generator-0"), ("joined", "generator-1")]
@@ -234,7 +233,7 @@ def test_queued_worker_that_is_removed_does_not_start_afterwards(
         monkeypatch.setattr(launcher, "stop", stop)
         launcher.end("generator-0", "preempted")
         await asyncio.sleep(1)
-        await remove_from(pool, "generator-0")
+        await pool.remove("generator-0")
         await asyncio.sleep(1)
         assert noted == ["queued", "left"]
 
@@ -383,7 +382,7 @@ def test_host_that_refuses_a_connection_at_the_start_is_tried_three_times() -> N
         assert len(pool.generators()) == 2
         launcher.broken["generator-2"] = "ssh ended: Connection closed by remote host"
         with pytest.raises(EngineError, match=r"generator-2 to start.*closed by remote host"):
-            await add_to(pool, "generator", 1)
+            await pool.add("generator", 1)
         assert launcher.num_started == 3 + START_TRIES
 
     with_pool(test)
@@ -405,7 +404,7 @@ def test_added_worker_that_does_not_start_is_taken_back() -> None:
         await pool.start_until_joined(TWO)
         launcher.broken["generator-3"] = "exit status 1: no memory"
         with pytest.raises(EngineError, match="generator-3 to start"):
-            await add_to(pool, "generator", 2)
+            await pool.add("generator", 2)
         await asyncio.sleep(1)
         assert set(launcher.running) == {"generator-0", "generator-1"}
         assert len(pool.generators()) == 2
@@ -416,12 +415,12 @@ def test_added_worker_that_does_not_start_is_taken_back() -> None:
 def test_removed_worker_is_stopped_and_stays_away() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([*TWO, TRAINER])
-        await remove_from(pool, "generator-0")
+        await pool.remove("generator-0")
         await asyncio.sleep(1)
         assert set(launcher.running) == {"generator-1", "trainer-0"}
         for name in ("generator-1", "trainer-0", "generator-0"):
             with pytest.raises(RunError):
-                await remove_from(pool, name)
+                await pool.remove(name)
 
     with_pool(test)
 
@@ -432,7 +431,7 @@ def test_worker_that_leaves_may_finish_what_it_executes() -> None:
         leaving = pool.generators()[0]
         worker = launcher.scheduler.workers[leaving]
         worker.executing = {"a rollout": 1.0}
-        removal = asyncio.ensure_future(remove_from(pool, "generator-0", after_tasks=True))
+        removal = asyncio.ensure_future(pool.remove("generator-0", after_tasks=True))
         await asyncio.sleep(600)
         assert leaving not in pool.generators()
         assert leaving in launcher.scheduler.workers
@@ -518,11 +517,11 @@ def test_worker_is_added_on_a_free_gpu_or_not_at_all() -> None:
 
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([place_beside(needing, [], machines)])
-        assert await add_to(pool, "generator", 1) == ["generator-1"]
+        assert await pool.add("generator", 1) == ["generator-1"]
         with pytest.raises(ConfigError, match=r"expected 1 free GPU\(s\).* found 0 of 2"):
-            await add_to(pool, "generator", 1)
-        await remove_from(pool, "generator-0")
-        assert await add_to(pool, "generator", 1) == ["generator-2"]
+            await pool.add("generator", 1)
+        await pool.remove("generator-0")
+        assert await pool.add("generator", 1) == ["generator-2"]
         placed = {m.name: m.placement.gpus for m in pool.registry.all() if m.placement}
         assert placed == {
             "generator-0": ("0",),

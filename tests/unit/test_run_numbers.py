@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from areal_flow.cluster.run_numbers import (
+from areal_flow.cluster.rl_page import (
     TRAINER,
     flow_stages,
     generator_speeds,

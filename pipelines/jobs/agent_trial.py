@@ -3,7 +3,7 @@
 The policy always says the answer of the prompt's row, and every reward is 0, so it needs neither
 weights nor reward workers. The result is a JSON file.
 
-    python -m areal_flow.cluster.agent_trial RUN_DIRECTORY OUTPUT
+    python -m pipelines.jobs.agent_trial RUN_DIRECTORY OUTPUT
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from distributed import Future, Worker
 from areal_flow.cluster import launch
 from areal_flow.cluster.launchers.child import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.worker_process import make_worker, worker_options
+from areal_flow.cluster.worker import make_worker, worker_options
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.types import (
     Completion,

@@ -17,7 +17,7 @@ from distributed.core import rpc
 from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.worker_context import ENGINE_METRIC, SERVED_METRIC
+from areal_flow.cluster.worker import ENGINE_METRIC, SERVED_METRIC
 from areal_flow.config.cluster import NetworkSettings
 from areal_flow.core.errors import RunError
 from areal_flow.core.pass_rates import HELD_OUT

@@ -17,7 +17,7 @@ from distributed import Worker
 
 from areal_flow.cluster.reward_tasks import call_tool, checked_rewards, score_completions
 from areal_flow.cluster.scoring import on_reward_worker
-from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.core.errors import EngineError, EpisodeError
 from areal_flow.core.gpu_lock import TOGETHER, gpu_lock

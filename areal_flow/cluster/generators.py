@@ -24,7 +24,7 @@ from distributed import Client
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.worker_context import ENGINE_METRIC
+from areal_flow.cluster.worker import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.core.gpu_lock import ALONE, gpu_lock
 from areal_flow.core.types import ServedWeights

@@ -32,10 +32,11 @@ from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_wor
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
-from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
-from areal_flow.cluster.worker_process import (
+from areal_flow.cluster.worker import (
     DASHBOARD_HOST,
     DASK_SETTINGS,
+    EXECUTIONS,
+    WorkerContext,
     used_extensions,
 )
 from areal_flow.config import Recipe

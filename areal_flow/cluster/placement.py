@@ -13,7 +13,7 @@ from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
 from areal_flow.flow.flow_setup import groups_in_flight
 
-WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker_process")
+WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker")
 """Arguments of Python for a worker; its options and its parent's process number follow."""
 
 CONTROL_THREADS = 4

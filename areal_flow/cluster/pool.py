@@ -43,7 +43,7 @@ from areal_flow.cluster.registry import (
     WorkerRegistry,
     version_conflict,
 )
-from areal_flow.cluster.worker_process import VERSIONS, software_versions
+from areal_flow.cluster.worker import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
 from areal_flow.flow.balance import Balance
 from areal_flow.flow.schedules import run_until_first_ends

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.core.errors import ArealFlowError, InfrastructureError, RewardError, SchemaError
 from areal_flow.core.pass_rates import verdict_of
 from areal_flow.core.settings import import_function

@@ -31,7 +31,7 @@ from distributed.client import FutureCancelledError
 
 from areal_flow.cluster import reward_tasks
 from areal_flow.cluster.registry import Executions
-from areal_flow.cluster.worker_context import worker_context
+from areal_flow.cluster.worker import worker_context
 from areal_flow.core.errors import (
     ArealFlowError,
     EngineError,

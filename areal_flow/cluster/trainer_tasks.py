@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.core.errors import DeviceError

@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.reward_tasks import call_tool
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.core.failures import cause_of
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.settings import search_here_last

@@ -22,7 +22,7 @@ import pyarrow as pa
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.rollouts import DaskRollouts
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.core.errors import ConfigError, ModelError
 from areal_flow.core.layout import RunLayout

@@ -11,7 +11,7 @@ from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError, TrainerLost
 from areal_flow.core.layout import RunLayout

@@ -24,7 +24,7 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.pool import Autoscaler
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import RunError

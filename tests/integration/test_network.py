@@ -17,7 +17,7 @@ from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.pool import PLANNED_STEPS, Autoscaler
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS

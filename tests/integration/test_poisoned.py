@@ -13,7 +13,7 @@ from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.scoring import KillsWorkers, run_reward_task
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.flow.flow_setup import RetryBudget
 

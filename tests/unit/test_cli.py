@@ -78,7 +78,7 @@ def test_help_shows_every_setting_with_type_default_and_meaning(
 @pytest.mark.parametrize(
     ("cluster", "shown"),
     [
-        ({}, '-m areal_flow.cluster.worker_process \'{"name": "generator-0"'),
+        ({}, '-m areal_flow.cluster.worker \'{"name": "generator-0"'),
         ({"launcher": "ssh", "remote.hosts": '["127.0.0.1"]'}, "127.0.0.1 'cd "),
         ({"launcher": "slurm", "slurm": '{reward = ["--mem=2G"]}'}, "#SBATCH --mem=2G"),
         ({"launcher": "kubernetes", "kubernetes.image": "here/it:1"}, "image: here/it:1"),

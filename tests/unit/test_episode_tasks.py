@@ -22,7 +22,7 @@ import pytest
 from areal_flow.cluster import generator_tasks, reward_tasks, scoring
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.scoring import KillsWorkers
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.core.errors import EpisodeError, InfrastructureError, RewardError
 from areal_flow.core.layout import RunLayout

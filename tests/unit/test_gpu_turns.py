@@ -19,7 +19,7 @@ from areal_flow.cluster.generator_tasks import GeneratorRole, engine_settings
 from areal_flow.cluster.generators import GpuTurns
 from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.cluster.trainer_tasks import _leave_generator_memory
-from areal_flow.cluster.worker_context import PLUGIN_NAME, WorkerContext
+from areal_flow.cluster.worker import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
 from areal_flow.core.errors import EngineError, TrainerLost
 from areal_flow.core.gpu_lock import ALONE, gpu_lock

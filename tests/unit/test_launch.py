@@ -21,7 +21,7 @@ from areal_flow.cluster.certificates import with_certificates
 from areal_flow.cluster.control import list_workers
 from areal_flow.cluster.launch import check_cluster, launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import build_recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError, RunError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.cluster.worker_process import end_with_parent
+from areal_flow.cluster.worker import end_with_parent
 from areal_flow.core import lease, machine
 from areal_flow.core.errors import ConfigError
 from areal_flow.policy.weights import shared_memory

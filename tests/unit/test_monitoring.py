@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from areal_flow.cluster.monitoring import RunMetrics
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import NUM_EARLY_DEATHS, WorkerRegistry
-from areal_flow.cluster.worker_context import ENGINE_METRIC, SERVED_METRIC
+from areal_flow.cluster.worker import ENGINE_METRIC, SERVED_METRIC
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import PolicyHashes
 from areal_flow.log.ledger_row import genesis_row

@@ -16,7 +16,7 @@ from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS, Execution, Executions
-from areal_flow.cluster.worker_process import VERSIONS, software_versions
+from areal_flow.cluster.worker import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
 from areal_flow.planning.virtual_time import run_in_virtual_time
 

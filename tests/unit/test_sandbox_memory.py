@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from areal_flow.cluster import reward_tasks
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.core import machine
 from areal_flow.core.layout import RunLayout

@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.cluster.generators import REPLY_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.registry import SILENT_S
-from areal_flow.cluster.worker_context import ENGINE_METRIC
+from areal_flow.cluster.worker import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
 from areal_flow.core.errors import WeightsError
 from areal_flow.core.types import ServedWeights

@@ -16,7 +16,7 @@ import torch
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
-from areal_flow.cluster.worker_context import PLUGIN_NAME, SERVED_METRIC, WorkerContext
+from areal_flow.cluster.worker import PLUGIN_NAME, SERVED_METRIC, WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import EngineStats, GroupRequest
@@ -201,7 +201,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import pyarrow as pa
 from distributed.protocol import deserialize, serialize
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker import WorkerContext
 
 os.setpgrp = lambda: None
 state = SimpleNamespace(total_resources={})

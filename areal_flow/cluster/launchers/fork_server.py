@@ -24,7 +24,7 @@ import numpy as np
 
 from areal_flow.cluster.launchers.child import start_process
 from areal_flow.cluster.placement import THIS_MACHINE, WorkerPlacement
-from areal_flow.cluster.worker_process import end_with_parent, work
+from areal_flow.cluster.worker import end_with_parent, work
 from areal_flow.core.machine import is_linux, raise_open_files_limit
 
 MODULES = (

@@ -18,7 +18,7 @@ from areal_flow.cluster.launchers.child import (
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
-from areal_flow.cluster.worker_process import worker_options
+from areal_flow.cluster.worker import worker_options
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import EngineError
 

@@ -20,7 +20,7 @@ from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.supervisor import GRACE_S, KILL
-from areal_flow.cluster.worker_process import worker_options
+from areal_flow.cluster.worker import worker_options
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
 

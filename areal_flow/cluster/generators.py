@@ -111,7 +111,7 @@ async def reply_of(
     """Return a generator's reply; it is not done if the generator is silent, or takes too long.
 
     Args:
-        timeout_s: since it was asked, or since `progress` last grew.
+        timeout_s: since the request, or since `progress` last grew.
     """
     run = client.run(function, *arguments, workers=[record.address], on_error="return")
     reply: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(run)

@@ -76,23 +76,23 @@ class WorkerPlacement:
 def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
     """Return the trainer ranks, generators and reward workers of a run, each on its machine."""
     machines = machines or machines_of(recipe.cluster)
-    workers = _wanted_workers(recipe)
-    num_wanted = sum(worker.num_gpus for worker in workers)
-    num_found = len(machines.hosts) * len(machines.gpus)
+    workers = _requested_workers(recipe)
+    num_needed = sum(worker.num_gpus for worker in workers)
+    num_available = len(machines.hosts) * len(machines.gpus)
     roles = [worker.role for worker in workers for _ in range(worker.num_gpus)]
-    shares_gpu = recipe.cluster.num_gpus == num_found == 1 and sorted(roles) == [
+    shares_gpu = recipe.cluster.num_gpus == num_available == 1 and sorted(roles) == [
         "generator",
         "trainer",
     ]
-    if num_wanted > num_found and not machines.assign_gpus and not shares_gpu:
+    if num_needed > num_available and not machines.assign_gpus and not shares_gpu:
         roles = [worker.role for worker in workers if worker.num_gpus]
         each = recipe.generation.vllm.tensor_parallel_size
         raise ConfigError(
             f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
-            f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_wanted} in all), "
-            f"found {num_found} GPU(s) on {len(machines.hosts)} machine(s); start fewer workers, "
-            "or set cluster.num_gpus (of each machine) if they were not found; at 1 a trainer and "
-            "a generator share it"
+            f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_needed} in all), "
+            f"found {num_available} GPU(s) on {len(machines.hosts)} machine(s); start fewer "
+            "workers, or set cluster.num_gpus (of each machine) if they were not found; at 1 a "
+            "trainer and a generator share it"
         )
     placed: list[WorkerPlacement] = []
     if shares_gpu:
@@ -127,7 +127,7 @@ def place_beside(
     )
 
 
-def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
+def _requested_workers(recipe: Recipe) -> list[WorkerPlacement]:
     cluster = recipe.cluster
     generation = recipe.generation
     trainer_gpus = int(_is_gpu("trainer.device", recipe.trainer.device))

@@ -7,7 +7,7 @@ Runs in the driver's process.
 | a process registers                | the scheduler      | subscribers get the number          |
 | a process is registered no more    | the scheduler      | its tasks run elsewhere; the        |
 |                                    |                    | trainer is restored                 |
-| a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
+| a process ends unexpectedly        | its launcher       | it starts again, or is quarantined  |
 | workers are added or removed       | `control`,         | the launcher starts or stops some   |
 |                                    | `Autoscaler`       |                                     |
 | a worker hangs                     | `liveness`         | `kill`                              |

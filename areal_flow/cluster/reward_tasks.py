@@ -75,8 +75,8 @@ def num_rows(rollout: RolloutRows) -> int:
 
 async def score_row(rollout: RolloutRows, row: int, *, is_last_try: bool) -> Score:
     table, notes = rollout
-    one = replace(notes, scores=notes.scores[row : row + 1])
-    (score,) = await _scores(table.slice(row, 1), one)
+    row_notes = replace(notes, scores=notes.scores[row : row + 1])
+    (score,) = await _scores(table.slice(row, 1), row_notes)
     if not is_last_try:
         _check_infrastructure([score])
     return score
@@ -159,15 +159,15 @@ async def _scores(
 
     A workflow's reward without a verdict is judged by the recipe's `pass_threshold`.
     """
-    context, prompts, given = worker_context(), notes.prompts, known or notes.scores
+    context, prompts, scores = worker_context(), notes.prompts, known or notes.scores
     rows = array_rows(table.select(["submission_index", "output_tokens", "version_spans"]))
     unscored = [
         (prompts[row["submission_index"]], row["output_tokens"], _newest(row["version_spans"]))
-        for row, score in zip(rows, given, strict=True)
+        for row, score in zip(rows, scores, strict=True)
         if score is None
     ]
     judged = iter(await judge(context, unscored))
-    scores = [score or next(judged) for score in given]
+    scores = [score or next(judged) for score in scores]
     return [
         replace(score, verdict=verdict_of(score.reward, threshold=context.recipe.pass_threshold))
         if score.verdict is None and score.reward is not None

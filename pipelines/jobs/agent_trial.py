@@ -1,7 +1,7 @@
 """Runs one episode of a user's workflow as a generator will, in a process of its own.
 
-The policy always says the answer of the prompt's row, and every reward is 0, so it needs neither
-weights nor reward workers. The result is a JSON file.
+The policy always generates the answer of the prompt's row, and every reward is 0, so the trial
+needs neither weights nor reward workers. The result is a JSON file.
 
     python -m pipelines.jobs.agent_trial RUN_DIRECTORY OUTPUT
 """
@@ -42,7 +42,7 @@ from areal_flow.rollout.workflows.agent import CallRefused
 from areal_flow.rollout.workflows.episode import contexts_of
 
 LIMIT_S = 60.0
-"""A longer episode is given up, which is no error of the workflow."""
+"""A longer episode is cancelled, which is no error of the workflow."""
 NO_WRITER = 0
 
 
@@ -55,11 +55,11 @@ class Trial:
     seconds: float = 0.0
     error: str = ""
     is_wrong: bool = False
-    """Whether the workflow has this error whatever the policy says."""
+    """Whether the workflow has this error whatever the policy generates."""
 
 
 class StandIn(GeneratorRole):
-    """A generator whose policy always says the same."""
+    """A generator whose policy always generates the same text."""
 
     def __init__(self, context: WorkerContext, answer: str) -> None:
         super().__init__(context)
@@ -69,9 +69,9 @@ class StandIn(GeneratorRole):
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
         tokens = self._answer[: request.sampling.max_new_tokens]
         spans = (VersionSpan(0, len(tokens)),)
-        is_whole = len(tokens) == len(self._answer)
+        is_complete = len(tokens) == len(self._answer)
         logprobs = np.zeros(len(tokens), np.float32)
-        completion = Completion(tokens, logprobs, spans, "stop" if is_whole else "length")
+        completion = Completion(tokens, logprobs, spans, "stop" if is_complete else "length")
         self.num_answers += len(request.seeds)
         if request.on_token is not None:
             for index in range(len(request.seeds)):

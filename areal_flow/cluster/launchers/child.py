@@ -157,23 +157,23 @@ def import_paths() -> list[str]:
     is left out, unless areal-flow is there: every process of a run appends its own.
     """
     here, library = os.getcwd(), sysconfig.get_path("stdlib")  # noqa: PTH109 (as text)
-    own = set(sysconfig.get_paths().values())
+    excluded = set(sysconfig.get_paths().values())
     added = [path or here for path in sys.path]
     if library in added and here not in added[: added.index(library)] and here != PROJECT:
-        own.add(here)
+        excluded.add(here)
     return [
         path
         for path in added
-        if path not in own and not path.startswith(library) and not path.endswith(".zip")
+        if path not in excluded and not path.startswith(library) and not path.endswith(".zip")
     ]
 
 
-async def run_command(*command: str, given: str = "") -> str:
+async def run_command(*command: str, stdin: str = "") -> str:
     """Run a program and return what it prints; raise an `OSError` if it fails."""
     # Variables of the driver's own job, if it runs in one, do not hold for the workers' jobs.
-    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
-    outside = {name: os.environ[name] for name in os.environ.keys() - own}
-    run = partial(subprocess.run, input=given, env=outside, timeout=COMMAND_LIMIT_S, text=True)
+    job_variables = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    outside = {name: os.environ[name] for name in os.environ.keys() - job_variables}
+    run = partial(subprocess.run, input=stdin, env=outside, timeout=COMMAND_LIMIT_S, text=True)
     try:
         done = await asyncio.to_thread(run, command, capture_output=True)
     except subprocess.TimeoutExpired as error:

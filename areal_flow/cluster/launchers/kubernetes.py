@@ -69,10 +69,12 @@ class KubernetesLauncher(QueuedLauncher):
     def _sizes(self, placement: WorkerPlacement) -> Manifest:
         gpus = {"limits": {"nvidia.com/gpu": placement.num_gpus}} if placement.num_gpus else {}
         resources = {"resources": {"requests": {"cpu": placement.num_cores}, **gpus}}
-        own = self._driver_pod["spec"]["containers"][0]["image"] if self._driver_pod else ""
+        driver_image = (
+            self._driver_pod["spec"]["containers"][0]["image"] if self._driver_pod else ""
+        )
         # The user of the driver, because nobody else may read the files of its certificate.
         user = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()} if os.getuid() else {}
-        container = {"name": "worker", "image": self.settings.kubernetes.image or own}
+        container = {"name": "worker", "image": self.settings.kubernetes.image or driver_image}
         return {"spec": {"securityContext": user, "containers": [container | resources]}}
 
     def _worker(self, placement: WorkerPlacement, port: object, token: Path) -> Manifest:
@@ -87,12 +89,13 @@ class KubernetesLauncher(QueuedLauncher):
             "env": [{"name": k, "value": v} for k, v in self.variables(placement).items()],
         }
         labels |= {"driver": self._driver}
-        own = self._driver_pod.get("metadata", {})  # when that Pod is deleted, so is this one
-        owner = {"apiVersion": "v1", "kind": "Pod", "name": own.get("name"), "uid": own.get("uid")}
+        driver = self._driver_pod.get("metadata", {})  # when that Pod is deleted, so is this one
+        owner = {"apiVersion": "v1", "kind": "Pod"}
+        owner |= {"name": driver.get("name"), "uid": driver.get("uid")}
         metadata = {
             "name": name,
             "labels": {f"areal-flow/{k}": v[:63].strip("._-") for k, v in labels.items()},
-            "ownerReferences": [owner] if own else [],
+            "ownerReferences": [owner] if driver else [],
         }
         # bash, as process 1, ignores SIGTERM. So a Pod that is deleted or evicted is still listed,
         # with the reason, when Pods are listed again.
@@ -105,10 +108,10 @@ class KubernetesLauncher(QueuedLauncher):
         return f"{run or 'run'}-{token.stem}"
 
     async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
-        own = ("get", "pod", socket.gethostname(), "--ignore-not-found", "--output=json")
-        self._driver_pod = json.loads(await run_command(self.program, *own) or "{}")
+        get_driver = ("get", "pod", socket.gethostname(), "--ignore-not-found", "--output=json")
+        self._driver_pod = json.loads(await run_command(self.program, *get_driver) or "{}")
         pod = self.describe(placement, port, token)
-        await run_command(self.program, "create", "--filename=-", given=pod)
+        await run_command(self.program, "create", "--filename=-", stdin=pod)
         return self._name(token)
 
     async def list_jobs(self) -> dict[str, JobState]:
@@ -122,17 +125,17 @@ class KubernetesLauncher(QueuedLauncher):
         )
 
 
-def merged(under: Manifest, over: Manifest) -> Manifest:
-    """Return both; of two equal keys the second counts. Entries of lists are equal by name."""
-    both = {**under, **over}
-    for key in under.keys() & over.keys():
-        one, other = under[key], over[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            both[key] = merged(one, other)
-        elif isinstance(one, list) and all(
-            isinstance(e, dict) and "name" in e for e in one + other
+def merged(base: Manifest, overrides: Manifest) -> Manifest:
+    """Return both manifests; overrides win. Entries of lists are matched by name."""
+    both = {**base, **overrides}
+    for key in base.keys() & overrides.keys():
+        left, right = base[key], overrides[key]
+        if isinstance(left, dict) and isinstance(right, dict):
+            both[key] = merged(left, right)
+        elif isinstance(left, list) and all(
+            isinstance(e, dict) and "name" in e for e in left + right
         ):
-            keyed = [{(e["name"], e.get("mountPath")): e for e in each} for each in (one, other)]
+            keyed = [{(e["name"], e.get("mountPath")): e for e in each} for each in (left, right)]
             both[key] = [*merged(*keyed).values()]
     return both
 

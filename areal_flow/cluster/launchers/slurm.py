@@ -30,12 +30,12 @@ class SlurmLauncher(QueuedLauncher):
 
     def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
         jobs = ("all", placement.role)
-        given = [each for key, each in sorted(self.settings.slurm.items()) if key in jobs]
+        user_options = [each for key, each in sorted(self.settings.slurm.items()) if key in jobs]
         options = [
             *(f"--job-name={placement.name}", "--nodes=1", "--ntasks=1"),
             f"--cpus-per-task={placement.num_cores}",
             *([f"--gpus={placement.num_gpus}"] if placement.num_gpus else []),
-            *chain.from_iterable(given),
+            *chain.from_iterable(user_options),
             *(f"--chdir={Path.cwd()}", f"--output={self.log(placement.name, '%j')}"),
             "--no-requeue",  # the pool submits it again
         ]
@@ -46,7 +46,7 @@ class SlurmLauncher(QueuedLauncher):
 
     async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
         script = self.describe(placement, port, token)
-        answer = await run_command(self.program, "--parsable", given=script)
+        answer = await run_command(self.program, "--parsable", stdin=script)
         return answer.strip().partition(";")[0]
 
     async def list_jobs(self) -> dict[str, JobState]:

@@ -64,9 +64,9 @@ class SshLauncher(LocalLauncher):
                 await asyncio.wait_for(supervised.wait(), CONNECTING_LIMIT_S)
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
-        own = [f"-o{name}={value}" for name, value in OPTIONS.items()]
+        ssh_options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
         # Of two equal options ssh takes the first.
-        ssh = ["ssh", "-T", *self._remote.ssh_options, *own, placement.host]
+        ssh = ["ssh", "-T", *self._remote.ssh_options, *ssh_options, placement.host]
         # `env` because glibc reads its variables before Python starts.
         variables = PROCESS_ENVIRONMENT | placement.environment
         supervised = [

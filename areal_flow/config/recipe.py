@@ -39,7 +39,7 @@ class ControllerSettings(Settings):
     max_staleness: int = Field(2, ge=0)
     """Maximum age of a trained token, in policy versions."""
     max_attempts: int = Field(3, ge=1)
-    """Maximum attempts per group."""
+    """Maximum attempts per group, in generation and scoring together."""
     max_consecutive_failures: int = Field(4, ge=1)
     """End the run after this many failed groups in a row, in order of submission."""
 

@@ -1,7 +1,7 @@
-"""What a running pool's workers do, and requests of another process to list, add and remove some.
+"""The state of a running pool, and requests of another process to list, add and remove workers.
 
-Requests go through the run's scheduler, so that the driver starts every worker and none outlives
-it. They need the scheduler's certificate, like any other connection.
+Requests go to the run's scheduler, which is part of the driver. The driver starts the workers
+itself, so no worker outlives it. A request needs the run's certificate, like any other connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANDLER = "areal_flow_workers"
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker, as a table's row."""
+    """A row of `areal-flow workers list`."""
 
     name: str
     role: str
@@ -52,18 +52,17 @@ class PoolSnapshot:
 
     workers: list[WorkerStatus]
     num_deaths: dict[str, int]
-    """By role, of all workers that there ever were."""
+    """By role, of all workers so far."""
     engines: dict[str, Mapping[str, float]]
-    """By worker, what the engine of a generator reports."""
+    """What the engine of each generator reports, by worker; empty for other roles."""
     reward_tasks: dict[str, tuple[int, float]]
-    """By what they are for: how many have results now, and how many seconds all have taken."""
+    """By purpose: the number of tasks that hold results now, and the seconds of all so far."""
     processes: list[tuple[str, Mapping[str, Any]]]
     """The role and the last heartbeat of each process, the driver's included."""
 
     @classmethod
     def of(cls, pool: WorkerPool) -> PoolSnapshot:
         scheduler, records = pool.scheduler, pool.registry.all()
-        listed = [r for r in records if r.address or r.is_wanted or r.is_quarantined]
         deaths = Counter({record.role: 0 for record in records})
         for record in records:
             deaths[record.role] += len(record.deaths)
@@ -71,7 +70,11 @@ class PoolSnapshot:
         beats = {address: worker.metrics for address, worker in scheduler.workers.items()}
         prefixes = [(p.name.partition("/"), p) for p in scheduler.task_prefixes.values()]
         return cls(
-            workers=[_status(record, pool) for record in listed],
+            workers=[
+                _status(record, pool)
+                for record in records
+                if record.address or record.is_wanted or record.is_quarantined
+            ],
             num_deaths=dict(deaths),
             engines={
                 str(worker.name): worker.metrics.get(ENGINE_METRIC) or {}
@@ -89,9 +92,11 @@ class PoolSnapshot:
         )
 
     def usage(self) -> dict[str, float]:
-        """Return what the run's processes use, as metrics of a step's row."""
-        worked_s = sum(s for task, (_, s) in self.reward_tasks.items() if task != HELD_OUT)
-        return {**usage_by_role(self.processes), REWARD_TASKS: worked_s}
+        """Return the resource usage of the run's processes, as metrics of a step's row."""
+        reward_s = sum(
+            seconds for task, (_, seconds) in self.reward_tasks.items() if task != HELD_OUT
+        )
+        return {**usage_by_role(self.processes), REWARD_TASKS: reward_s}
 
 
 def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
@@ -135,41 +140,43 @@ def usage_by_role(processes: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[st
 
 
 def serve_pool(pool: WorkerPool) -> None:
-    async def answer(request: str, **arguments: Any) -> Any:
+    """Let other processes list, add and remove workers through the scheduler."""
+
+    async def handle(request: str, **arguments: Any) -> Any:
         if request == "list":
             return [asdict(status) for status in PoolSnapshot.of(pool).workers]
         if request == "add":
             return await pool.add(arguments["role"], arguments["num_workers"])
         return await pool.remove(arguments["name"])
 
-    pool.scheduler.handlers[HANDLER] = answer
+    pool.scheduler.handlers[HANDLER] = handle
 
 
 async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:
-    return [WorkerStatus(**row) for row in await _request(scheduler, network, "list", within_s=15)]
+    return [WorkerStatus(**row) for row in await _request(scheduler, network, "list", timeout_s=15)]
 
 
 async def add_workers(
     scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
-    request = {"role": role, "num_workers": num_workers}
-    return list(await _request(scheduler, network, "add", within_s=180, **request))
+    arguments = {"role": role, "num_workers": num_workers}
+    return list(await _request(scheduler, network, "add", timeout_s=180, **arguments))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:
-    await _request(scheduler, network, "remove", within_s=90, name=name)
+    await _request(scheduler, network, "remove", timeout_s=90, name=name)
 
 
 async def _request(
-    scheduler: str, network: NetworkSettings, request: str, *, within_s: float, **arguments: Any
+    scheduler: str, network: NetworkSettings, request: str, *, timeout_s: float, **arguments: Any
 ) -> Any:
     security = connection_security(network).get_connection_args("client")
     try:
         async with rpc(scheduler, timeout=10, connection_args=security) as remote:
-            answer = getattr(remote, HANDLER)(request=request, **arguments)
-            return await asyncio.wait_for(answer, within_s)
-    except OSError as error:  # of which TimeoutError is one
+            response = getattr(remote, HANDLER)(request=request, **arguments)
+            return await asyncio.wait_for(response, timeout_s)
+    except OSError as error:  # TimeoutError included
         raise RunError(
-            f"the driver does not answer at {scheduler} ({error or type(error).__name__}): it is "
-            "stopped, or has just ended"
+            f"the driver does not answer at {scheduler} ({error or type(error).__name__}): it has "
+            "ended or is suspended"
         ) from None

@@ -271,20 +271,21 @@ class WorkerPool(SchedulerPlugin):
     # Adding and removing while the run goes on
 
     async def add(self, role: str, num_workers: int) -> list[str]:
-        """Start workers like the first of this role; return their names once they have joined."""
+        """Start workers like the first one of a role; return their names once they have joined."""
         if role not in ELASTIC_ROLES:
             raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
         if num_workers < 1:
             raise RunError(f"expected to add 1 worker or more, found {num_workers}")
         records = self.registry.all()
-        first = next(record.placement for record in records if record.role == role)
-        placed = [r.placement for r in records if r.is_wanted or r.address]  # also a leaving one
-        taken = {record.name for record in records}
-        free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
+        template = next(record.placement for record in records if record.role == role)
+        # A worker that is leaving still holds its GPUs.
+        placed = [record.placement for record in records if record.is_wanted or record.address]
+        used_names = {record.name for record in records}
+        free_names = (name for index in count() if (name := f"{role}-{index}") not in used_names)
         added: list[WorkerPlacement] = []
         for name in islice(free_names, num_workers):
-            like = replace(first, name=name)
-            added.append(place_beside(like, [*placed, *added], self.machines))
+            worker = replace(template, name=name)
+            added.append(place_beside(worker, [*placed, *added], self.machines))
         try:
             await self.start_until_joined(added)
         except (EngineError, RunError):
@@ -296,17 +297,17 @@ class WorkerPool(SchedulerPlugin):
         return [placement.name for placement in added]
 
     async def remove(self, name: str, *, after_tasks: bool = False) -> None:
-        """Retire a worker: its finished results move to others, its tasks run again elsewhere.
+        """Retire a worker: its results move to other workers, which also rerun its unfinished tasks.
 
         Args:
-            after_tasks: let it finish the tasks that it executes, however long they take.
+            after_tasks: let the worker finish the tasks it is executing, however long they take.
         """
         record = self.registry.named(name)
         if record is None:
             names = ", ".join(each.name for each in self.registry.all() if each.is_wanted)
             raise RunError(f"expected the name of a worker, found {name!r}; there are: {names}")
         if record.role == "trainer":
-            raise RunError(f"{name} trains and cannot be removed; stop the run instead")
+            raise RunError(f"{name} is a trainer and cannot be removed; stop the run instead")
         others = [each for each in self.registry.present(record.role) if each is not record]
         if record.address and not others:
             raise RunError(

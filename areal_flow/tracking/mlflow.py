@@ -145,15 +145,15 @@ class MlflowTracker:
         versions = self._versions()
         if not versions:
             return frozenset()
-        named = self._aliases().keeping(without=self._own_alias())
+        protected = self._aliases().protected_versions(own_alias=self._own_alias())
         return frozenset(
-            source_path(version.source) for version in versions if str(version.version) in named
+            source_path(version.source) for version in versions if str(version.version) in protected
         )
 
     def remove(self) -> int:
-        database = self.uri.removeprefix("sqlite:///")
+        database = self.uri.removeprefix(SQLITE)
         if database != self.uri and not Path(database).is_file():
-            return 0  # to ask would make one
+            return 0  # a client would create it
         self._connect()
         if (known := self._known_run()) is None:
             return 0
@@ -239,7 +239,7 @@ class MlflowTracker:
         """Return the alias of this run, which never changes."""
         if known := self._client.get_run(self.run_id).data.tags.get(ALIAS_TAG):
             return str(known)
-        alias = self._aliases().free_for(self._layout, identity=self._identity)
+        alias = self._aliases().alias_for(self._layout, identity=self._identity)
         self._client.set_tag(self.run_id, ALIAS_TAG, alias)
         return alias
 

@@ -1,6 +1,6 @@
-"""MLflow's model registry: versions by reference, and their aliases.
+"""MLflow's model registry: aliases of versions, and the version that a reference names.
 
-Each run has one alias; `current` and `best` are of all runs; users have their own.
+Each run has an alias of its own, all runs share `current` and `best`, and users may add others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
 
 SQLITE = "sqlite:///"
 CURRENT = "current"
-"""The newest checkpoint of the run that was trained last, of those that finished."""
+"""The newest checkpoint of the most recently trained run among those that finished."""
 BEST = "best"
-"""The version with the highest held-out pass rate, of all runs."""
+"""The version with the highest held-out pass rate among all runs."""
 
 _ALLOWED = re.compile(r"[A-Za-z0-9_-]+")
 _RESERVED = re.compile(rf"{CURRENT}|{BEST}|latest|v\d+", re.IGNORECASE)
 
 
 def run_alias(name: str) -> str:
-    """Return a run's alias: its name, where a registry allows it.
+    """Return a run's alias: its name if MLflow accepts it, else the name made valid plus a hash.
 
-    It allows letters, digits, dashes and underscores, and reserves `latest` and `v1`. Other
-    names get underscores for dots and six digits of their hash: `sums.2` becomes
-    `sums_2-ee0c0b`.
+    MLflow accepts letters, digits, dashes and underscores, but not `latest` or names like `v1`.
+    `sums.2` becomes `sums_2-ee0c0b`.
     """
     if _ALLOWED.fullmatch(name) and not _RESERVED.fullmatch(name):
         return name
@@ -46,20 +45,26 @@ class Aliases:
         aliases = self.client.get_registered_model(self.model).aliases
         return {alias: str(version) for alias, version in aliases.items()}
 
-    def keeping(self, *, without: str) -> frozenset[str]:
-        """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases."""
-        moving = {CURRENT, without}
-        return frozenset(v for alias, v in self.versions().items() if alias not in moving)
+    def protected_versions(self, *, own_alias: str) -> frozenset[str]:
+        """Return the versions whose checkpoints are kept: those of `best` and of users' aliases.
 
-    def free_for(self, layout: RunLayout, *, identity: str) -> str:
-        """Return the alias of a run's name, with its identity where another run has that.
+        `current` and the alias of the run move on to newer checkpoints and protect none.
+        """
+        moving = {CURRENT, own_alias}
+        return frozenset(
+            version for alias, version in self.versions().items() if alias not in moving
+        )
 
-        A registry of several folders may have two runs of one name; one in the same place is gone.
+    def alias_for(self, layout: RunLayout, *, identity: str) -> str:
+        """Return an alias from a run's name; add its identity if another run has that alias.
+
+        Runs in different folders may share a registry and a name. An alias whose checkpoints are
+        in this run's own directory belongs to a deleted run, and is reused.
         """
         alias = run_alias(layout.name)
         if alias in self.versions():
-            holder = self.client.get_model_version_by_alias(self.model, alias)
-            if source_path(holder.source).parent != layout.checkpoints:
+            version = self.client.get_model_version_by_alias(self.model, alias)
+            if source_path(version.source).parent != layout.checkpoints:
                 return f"{alias}-{identity[:6]}"
         return alias
 
@@ -68,7 +73,7 @@ class Aliases:
             self.client.set_registered_model_alias(self.model, alias, version)
 
     def point_to_best(self) -> None:
-        """Have `best` point to the highest pass rate; of equals, to the version that was first."""
+        """Point `best` to the version with the highest pass rate; the oldest wins a tie."""
         versions = self.client.search_model_versions(f"name = '{self.model}'")
         rates = {
             int(version.version): float(version.tags[PASS_RATE_TAG])
@@ -79,15 +84,14 @@ class Aliases:
             self.point(BEST, str(max(sorted(rates), key=rates.__getitem__)))
 
     def point_to_current(self, version: str) -> None:
-        """Have `current` point to a version of a run that finished.
+        """Point `current` to a version of a finished run, unless `current` was trained later.
 
-        One that was trained before the version there takes nothing from it: a run may be delivered
-        late, or again.
+        Runs may be delivered late or twice, so delivery order is not training order.
         """
         if CURRENT in self.versions():
-            there = self.client.get_model_version_by_alias(self.model, CURRENT)
-            registered = self.client.get_model_version(self.model, version)
-            if there.tags.get(TRAINED_AT_TAG, "") > registered.tags.get(TRAINED_AT_TAG, ""):
+            current = self.client.get_model_version_by_alias(self.model, CURRENT)
+            candidate = self.client.get_model_version(self.model, version)
+            if current.tags.get(TRAINED_AT_TAG, "") > candidate.tags.get(TRAINED_AT_TAG, ""):
                 return
         self.point(CURRENT, version)
 
@@ -97,7 +101,7 @@ def source_path(source: str) -> Path:
 
 
 def default_tracking_uri(runs: Path) -> str:
-    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
+    return f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,13 @@ class RegisteredVersion:
 
 
 def registered_version(uri: str, reference: str) -> RegisteredVersion:
+    """Return the version that `models:/NAME@ALIAS` or `models:/NAME/VERSION` names.
+
+    Raises:
+        ModelError: there is no such registry or version.
+    """
     database = uri.removeprefix(SQLITE)
-    if database != uri and not Path(database).is_file():  # a client would make it
+    if database != uri and not Path(database).is_file():  # a client would create it
         raise ModelError(
             f"expected a registry at {uri} for {reference!r}, found none: give --runs or --registry"
         )
@@ -118,9 +127,9 @@ def registered_version(uri: str, reference: str) -> RegisteredVersion:
     from mlflow.exceptions import MlflowException
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    name, at, alias = reference.removeprefix("models:/").partition("@")
+    name, separator, alias = reference.removeprefix("models:/").partition("@")
     try:
-        if at:
+        if separator:
             version = client.get_model_version_by_alias(name, alias)
         else:
             version = client.get_model_version(*name.rsplit("/", 1))

@@ -1,14 +1,14 @@
-"""What all Lance datasets share: creation, opening, which rows count, maintenance, disk errors.
+"""What all Lance datasets share: creation, opening, fences, maintenance, disk errors.
 
-All rows count but those that a driver wrote after its run was taken over. A run that was never
-taken over from a driver that was alive has no fences and needs no condition.
+Rows count unless a driver wrote them after its run was taken over. Each takeover from a live driver
+left a fence; a run without fences needs no filter.
 
-A dataset is a directory, or in an object store, whose address a file in its place has. There, too,
-Lance commits a version only if nobody else did: a put that fails if the manifest exists.
+A dataset is a directory, or lies in an object store; then a file in place of the directory holds
+its URL. Commits are atomic there, too: Lance puts a manifest only if none of that version exists.
 
-Commits are counted; every so many, compaction is due. Nobody else commits while the result of a
-compaction is named. A writer that died before its commit leaves data files that no version names:
-the next writer removes them.
+Compaction is due after a fixed number of commits. No other commit runs while a compaction commits
+its result. A writer that died before its commit leaves data files that no version references; the
+next writer removes them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ from areal_flow.core.errors import ArealFlowError, RunError, StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import read_fences
 
-if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
+if hasattr(builtins, "__IPYTHON__"):  # IPython's `!command` forks only to run a program
     warnings.filterwarnings("ignore", "lance is not fork-safe", UserWarning)
-    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, of bars that nobody needs
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm
 
 FORMAT_VERSION = "2.2"
 COMMIT_ORDER = "_rowid"
-"""Lance's stable row id: 0, 1, 2, ... as rows were committed. A scan's order is not that: a
-compaction beside an append puts its older rows behind the newer ones."""
+"""Lance's stable row id: 0, 1, 2, ... in the order of commits. A scan may return another order: a
+compaction that runs during an append moves older rows behind the newer ones."""
 CACHE_BYTES = 16 << 20
-"""What an open dataset may remember. Lance's default is a GiB and more, and appends fill it up."""
+"""Size of each cache of an open dataset. Lance's default is over a GiB, and appends fill it."""
 Log = Literal["trajectories", "steps", "evaluations"]
 """The datasets of a run, as `RunLayout` names them."""
 
-COMMITS_BETWEEN_ROUNDS = 50
+COMMITS_BETWEEN_MAINTENANCE = 50
 ROWS_PER_FRAGMENT = 1024
-LEAST_VERSIONS = 64
-"""Versions that stay at least, for readers that are pinned to them."""
-_DATA_FILE = "data file"
+MIN_VERSIONS = 64
+"""Minimum number of versions that a cleanup keeps, for readers pinned to them."""
 
 
 def create_dataset(
@@ -61,34 +60,34 @@ def create_dataset(
     stable_row_ids: bool = False,
 ) -> lance.LanceDataset:
     if path.exists():
-        raise RunError(f"{path} exists already")
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+        raise RunError(f"{path} already exists")
+    staging = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
     batches = (batch for table in tables for batch in table.cast(schema).to_batches())
-    url = _url_of_new(path)
+    url = _object_store_url(path)
     with storage_errors(path):
         lance.write_dataset(
             pa.RecordBatchReader.from_batches(schema, batches),
-            url or str(aside),
+            url or str(staging),
             enable_stable_row_ids=stable_row_ids,
             data_storage_version=FORMAT_VERSION,
         )
         if url:
-            aside.write_text(url)
-        aside.rename(path)
+            staging.write_text(url)
+        staging.rename(path)
     dataset = open_dataset(path)
     assert dataset.has_stable_row_ids == stable_row_ids
     return dataset
 
 
-def _url_of_new(path: Path) -> str:
-    """Return where a run's dataset is to be made in an object store; "" if it is not."""
-    named = RunLayout(path.parent).datasets_url
-    return f"{named.read_text()}/{path.name}" if named.is_file() else ""
+def _object_store_url(path: Path) -> str:
+    """Return the object store URL for a new dataset of a run; empty if the run uses none."""
+    url_file = RunLayout(path.parent).datasets_url
+    return f"{url_file.read_text()}/{path.name}" if url_file.is_file() else ""
 
 
 def dataset_uri(path: Path) -> str:
-    """Return where a run's dataset is: its directory, or what the file in its place names."""
+    """Return a dataset's directory, or the URL in the file that stands in its place."""
     return path.read_text() if path.is_file() else str(path)
 
 
@@ -112,16 +111,16 @@ def has_version(path: Path, version: int) -> bool:
 def read_rows(
     layout: RunLayout, log: Log, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
-    """Return the rows of a run's dataset that count."""
+    """Return the rows of a run's dataset that fences admit."""
     names = None if columns is None else list(columns)
     condition = conjunction(where, fence_condition(layout, log))
     return open_dataset(getattr(layout, log)).to_table(columns=names, filter=condition)
 
 
 def fence_condition(layout: RunLayout, log: Log) -> str | None:
-    """Return the condition on the rows of a run's dataset; None where all count.
+    """Return the filter for the rows that a run's fences admit; None if the run has no fences.
 
-    A row counts if it is of a fence's epoch or a later one, or was there before the fence.
+    A fence admits rows of its own writer epoch, of later epochs, and all rows from before it.
     """
     conditions = []
     for fence in read_fences(layout.writers):
@@ -143,9 +142,9 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC or "No space left" in str(error)
-        advice = "free some space" if full else "check the storage and its permissions"
-        reason = "the disk is full" if full else str(error)
+        is_full = error.errno == errno.ENOSPC or "No space left" in str(error)
+        advice = "free some space" if is_full else "check the storage and its permissions"
+        reason = "the disk is full" if is_full else str(error)
         raise StorageError(
             f"could not write {path}: {reason}. Everything committed is intact: {advice}, "
             f"then continue with --resume"
@@ -154,7 +153,10 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn whatever Lance raises on damaged files into one error; a panic is no `Exception`."""
+    """Turn whatever Lance raises on damaged files into a `StorageError`.
+
+    A Rust panic in Lance arrives as a `BaseException` that is no `Exception`.
+    """
     try:
         yield
     except (ArealFlowError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -165,54 +167,55 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 class Maintenance:
-    """Keeps one dataset small, quick and durable.
+    """Keeps one dataset small, fast and durable.
 
-    Everything but `commit` may run in other threads beside commits: each opens the dataset itself,
-    since a Lance handle refuses other threads while one changes it.
+    `run` and `sync` may run in other threads during commits: `run` opens the dataset itself, since
+    a Lance handle refuses other threads while one of them changes it.
     """
 
     def __init__(self, path: Path, *, num_fragments: int) -> None:
         self._path = path
         self._num_commits = num_fragments
-        self._committing = Lock()
+        self._commit_lock = Lock()
         self._synced: set[Path] = set()
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        with self._committing, storage_errors(self._path):
+        with self._commit_lock, storage_errors(self._path):
             yield
         self._num_commits += 1
 
     @property
     def is_due(self) -> bool:
-        return self._num_commits >= COMMITS_BETWEEN_ROUNDS
+        return self._num_commits >= COMMITS_BETWEEN_MAINTENANCE
 
     def run(self) -> None:
-        """Merge small fragments and drop old versions; safe beside commits and readers.
+        """Merge small fragments and delete old versions; safe during commits and reads.
 
-        Rows are rewritten beside commits; only naming the result holds the writer's lock: Lance's
-        own retries lose against constant commits. Manifests may take a quarter of the data's bytes,
-        so that readers find the version that they opened; Lance's defaults would let them take
-        everything. A cleanup reads every manifest that stays, so it waits until a quarter more are
-        there.
+        Rows are rewritten while others commit. Only committing the result holds the lock, because
+        Lance's own retries never win against constant commits.
+
+        Old versions stay, for readers that have them open, until their manifests take a quarter of
+        the data's bytes; Lance's defaults would set no such limit. A cleanup reads every manifest
+        that it keeps, so it waits until there are a quarter more than that.
         """
         self._num_commits = 0
         dataset = open_dataset(self._path)
         plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
-        if rewritten := [task.execute(dataset) for task in plan.tasks]:
-            with self._committing:
-                Compaction.commit(dataset, rewritten)
-        if self._path.is_file():  # listing an object store takes longer than its space is worth
-            dataset.cleanup_old_versions(retain_versions=LEAST_VERSIONS)
+        if rewrites := [task.execute(dataset) for task in plan.tasks]:
+            with self._commit_lock:
+                Compaction.commit(dataset, rewrites)
+        if self._path.is_file():  # listing files in an object store is too slow
+            dataset.cleanup_old_versions(retain_versions=MIN_VERSIONS)
             return
-        manifests = list(_file_sizes(self._path / "_versions"))
-        affordable = sum(_file_sizes(self._path / "data")) // (4 * max(manifests, default=1))
-        retained = max(LEAST_VERSIONS, affordable)
-        if len(manifests) > retained * 5 // 4:
-            dataset.cleanup_old_versions(retain_versions=retained)
+        manifest_sizes = list(_file_sizes(self._path / "_versions"))
+        data_bytes = sum(_file_sizes(self._path / "data"))
+        num_retained = max(MIN_VERSIONS, data_bytes // (4 * max(manifest_sizes, default=1)))
+        if len(manifest_sizes) > num_retained * 5 // 4:
+            dataset.cleanup_old_versions(retain_versions=num_retained)
 
     def sync(self) -> None:
-        """Force every file to disk, each once; Lance itself does not."""
+        """Force every file to disk that was not forced before; Lance itself never does."""
         present = set()
         for folder, _, names in os.walk(self._path):
             for file in (Path(folder) / name for name in names):
@@ -225,31 +228,32 @@ class Maintenance:
 
 def _file_sizes(folder: Path) -> Iterator[int]:
     for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # writers rename and clean up meanwhile
+        with suppress(FileNotFoundError):  # a writer renamed or deleted it meanwhile
             yield entry.stat().st_size
 
 
 def _force_to_disk(path: Path) -> None:
-    with suppress(FileNotFoundError):  # compaction and cleanup go on meanwhile
+    with suppress(FileNotFoundError):  # a compaction or cleanup deleted it meanwhile
         force_to_disk(path)
 
 
 def unreferenced_files(path: Path) -> list[str]:
-    """Return data files that no version names; those in an object store are not looked for."""
+    """Return data files that no version references; an object store is not searched."""
     if path.is_file():
         return []
     stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
     with read_errors(path):
         for batch in open_dataset(path).tracked_files():
             rows = zip(batch["path"].to_pylist(), batch["type"].to_pylist(), strict=True)
-            stored -= {file for file, kind in rows if kind == _DATA_FILE}
+            stored -= {file for file, kind in rows if kind == "data file"}
     return sorted(stored)
 
 
 def remove_orphans(path: Path, *, written_before: float) -> int:
-    """Remove unreferenced files written before a time, in seconds since 1970; return how many.
+    """Remove unreferenced files written before a Unix time; return their number.
 
-    Nobody who wrote before it may be alive: a younger file may be in somebody's next commit.
+    Call it only when all writers from before that time are dead: an unreferenced file of a live
+    writer may belong to its next commit.
     """
     num_removed = 0
     for name in unreferenced_files(path):

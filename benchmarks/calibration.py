@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from areal_flow.log.queries import Run
-from areal_flow.planning.planner import Job, simulate_steps, steady
+from areal_flow.planning.planner import Job, simulate_steps, without_warm_up
 from benchmarks import harness, schedule, tails
 from pipelines.planning import calibrate_run, job_of_run
 
@@ -46,10 +46,10 @@ def compare(name: str, run: Run, job: Job) -> dict[str, Any]:
         ("step_s", "seconds_step", plan.step_s),
         ("staleness", "staleness_mean", plan.staleness_mean),
     ):
-        measured = fmean(row[column] for row in steady(steps))
+        measured = fmean(row[column] for row in without_warm_up(steps))
         error = f"{predicted / measured - 1:+.0%}"
         rows |= {key: measured, f"{key}_predicted": predicted, f"{key}_error": error}
-    train_s = fmean(row["seconds_train"] for row in steady(steps))
+    train_s = fmean(row["seconds_train"] for row in without_warm_up(steps))
     return rows | {"train_s": train_s, "train_s_predicted": plan.train_s}
 
 

@@ -23,8 +23,8 @@ from areal_flow.planning.planner import (
     Job,
     calibrate,
     enough_generators,
-    steady,
     with_cluster,
+    without_warm_up,
 )
 
 
@@ -53,7 +53,7 @@ def job_of_run(layout: RunLayout, *, gpu: str) -> Job:
 def calibrate_run(job: Job, layout: RunLayout, *, first_step: int = 1) -> Calibration:
     """Calibrate a run's job to its steps from `first_step` on."""
     run = Run(layout.root)
-    times = steady(run.trajectories("polars", columns=("finished_at", "scored_at")))
+    times = without_warm_up(run.trajectories("polars", columns=("finished_at", "scored_at")))
     commit_s = (times["scored_at"] - times["finished_at"]).mean().total_seconds()
     steps = run.steps(where=f"step >= {first_step}").to_dict("records")
     return calibrate(job, steps, commit_s=commit_s)

@@ -1,7 +1,7 @@
 """Plan a run on N GPUs: split, step time, staleness, cost and bottleneck.
 
-Splits and changes of the recipe are ranked by `steady_state`, in closed form; the plan itself comes
-from the simulator. `calibrate` fits the efficiencies of both to a recorded run.
+`steady_state` estimates a step analytically, to rank splits and changes of the recipe; the numbers
+of the plan come from the simulator. `calibrate` fits the efficiencies of both to a recorded run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from areal_flow.planning.simulator import Simulated, simulate
 from areal_flow.rollout.engines.torch_engine import PREFILL_TOKENS_PER_STEP
 
 MEASURED_STEPS = {"async": 12, "sync": 4}
-"""Minimum of measured steps. Asynchronous steps repeat with a period of `max_staleness` + 1,
-of which whole periods are measured."""
+"""Minimum number of measured steps. Asynchronous steps repeat with a period of `max_staleness` + 1,
+and whole periods are measured."""
 MAX_SKIPPED_STEPS = 12
-"""Simulated steps before a run counts as steady."""
+"""Maximum number of simulated steps before a run counts as steady."""
 SPEED_TOLERANCE = 0.05
-"""Share of the speed that fewer generators may lose."""
+"""Relative loss of speed that is accepted to need fewer generators."""
 FIXED_POINT_ROUNDS = 60
-"""Each round moves half of the way."""
+"""Each round moves the step time halfway to its new estimate."""
 STALL = f"{SPEED_AREA}weights_stall_s_mean"
 WARM_UP_SHARE = 0.25
 """Share of a run's steps before it counts as steady."""
@@ -45,7 +45,7 @@ BISECTION_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned."""
+    """A recipe, and the GPUs to plan it for."""
 
     recipe: Recipe
     policy: Policy
@@ -63,14 +63,14 @@ class Job:
     def splits(self) -> Iterator[Recipe]:
         """Yield the recipe with each possible split of the GPUs; a single GPU is shared."""
         recipe = self.recipe
-        parts = recipe.generation.vllm.tensor_parallel_size
-        ranks = recipe.trainer.parallel.context_ranks
-        if self.num_gpus == parts == ranks == 1:
+        tensor_parallel = recipe.generation.vllm.tensor_parallel_size
+        context_ranks = recipe.trainer.parallel.context_ranks
+        if self.num_gpus == tensor_parallel == context_ranks == 1:
             yield with_cluster(recipe, num_generators=1, num_trainers=1, num_gpus=1)
-        for trainers in range(ranks, self.num_gpus, ranks):
-            left = self.num_gpus - trainers
-            if left >= parts and left % parts == 0:
-                split = {"num_generators": left // parts, "num_trainers": trainers}
+        for num_trainers in range(context_ranks, self.num_gpus, context_ranks):
+            num_generators, num_idle = divmod(self.num_gpus - num_trainers, tensor_parallel)
+            if num_generators and not num_idle:
+                split = {"num_generators": num_generators, "num_trainers": num_trainers}
                 yield with_cluster(recipe, num_gpus=None, **split)  # nothing shares a GPU
 
 
@@ -84,7 +84,7 @@ class Plan:
     best: Recipe
     """The recipe with the fastest split."""
     changes: dict[str, float]
-    """Ratio of step times, changed to unchanged, by change of the recipe."""
+    """For each change of the recipe, its step time divided by that of the unchanged recipe."""
 
     @property
     def num_generator_gpus(self) -> int:
@@ -105,8 +105,8 @@ class Plan:
         if self.recipe.schedule == "sync" or not self.recipe.controller.max_staleness:
             share = steady.generate_s / simulated.step_s
             return Bottleneck(
-                f"Generation is waited for {share:.0%} of a step: {steady.generate_s:,.0f} s until "
-                "the longest completion of a batch ends"
+                f"The trainer waits for generation {share:.0%} of a step: {steady.generate_s:,.0f} "
+                "s until the longest completion of a batch ends"
             )
         if steady.reward_s > max(steady.generate_s, steady.train_s):
             description = f"Scoring is the bottleneck: {steady.reward_s:,.0f} s a batch"
@@ -135,11 +135,11 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
     recipe = job.recipe
     splits = list(job.splits())
     if not splits:
-        parts = recipe.generation.vllm.tensor_parallel_size
-        ranks = recipe.trainer.parallel.context_ranks
         raise ConfigError(
-            f"--gpus {job.num_gpus}: expected at least {parts} for a generator "
-            f"(generation.vllm.tensor_parallel_size) and {ranks} for trainers "
+            f"--gpus {job.num_gpus}: expected at least "
+            f"{recipe.generation.vllm.tensor_parallel_size} for a generator "
+            "(generation.vllm.tensor_parallel_size) and "
+            f"{recipe.trainer.parallel.context_ranks} for trainers "
             "(trainer.parallel.context_ranks), in multiples of each"
         )
     fastest = fastest_split(job, splits)
@@ -157,9 +157,10 @@ def make_plan(job: Job, *, best: bool = False) -> Plan:
 
 
 def fastest_split(job: Job, splits: Sequence[Recipe]) -> Recipe:
-    """Return the split with the shortest step: step time falls, then rises along the splits.
+    """Return the split with the shortest step.
 
-    So every split is tried only around the best of a coarse grid.
+    Step time first falls and then rises along the splits, so this tries a coarse grid, then every
+    split near the best of the grid.
     """
     stride = ceil(len(splits) / 16)
     grid = range(0, len(splits), stride)
@@ -168,20 +169,19 @@ def fastest_split(job: Job, splits: Sequence[Recipe]) -> Recipe:
     return min(neighbours, key=lambda recipe: job.steady(recipe).step_s)
 
 
-def enough_generators(job: Job, between: tuple[int, int]) -> int:
+def enough_generators(job: Job, bounds: tuple[int, int]) -> int:
     """Return the smallest number of generators that is about as fast as the upper bound.
 
-    Any more would mostly wait for the trainer.
+    More generators would mostly wait for the trainer.
     """
 
-    def speed(number: int) -> float:
-        recipe = with_cluster(job.recipe, num_generators=number)
+    def speed(num_generators: int) -> float:
+        recipe = with_cluster(job.recipe, num_generators=num_generators)
         return 1 / simulated_run(recipe, job.costs(recipe), job.lengths).step_s
 
-    min_number, max_number = between
-    return bisect_left(
-        range(max_number), (1 - SPEED_TOLERANCE) * speed(max_number), lo=min_number, key=speed
-    )
+    lower, upper = bounds
+    target = (1 - SPEED_TOLERANCE) * speed(upper)
+    return bisect_left(range(upper), target, lo=lower, key=speed)
 
 
 def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
@@ -190,34 +190,38 @@ def simulated_run(recipe: Recipe, costs: Costs, lengths: Lengths) -> Simulated:
     skipped = 1 if recipe.schedule == "sync" else min(MAX_SKIPPED_STEPS, period + 3)
     if recipe.schedule == "async" and period <= 2 * measured:
         measured = period * ceil(measured / period)
-    steps = recipe.model_copy(update={"num_steps": skipped + measured})
-    return simulate(steps, costs, lengths, num_skipped=skipped)
+    recipe = recipe.model_copy(update={"num_steps": skipped + measured})
+    return simulate(recipe, costs, lengths, num_skipped=skipped)
 
 
 def changes_of(job: Job, recipe: Recipe, fastest: Recipe) -> dict[str, float]:
-    """Return step times after single changes of a recipe, relative to the recipe's, below 1."""
+    """Return `Plan.changes`: the single changes of a recipe that shorten its step.
+
+    Args:
+        fastest: the recipe with the fastest split.
+    """
     unchanged_s = job.steady(recipe).step_s
     variants = {
-        f"{generator_gpus(fastest)} GPUs that generate and {fastest.cluster.num_trainers} that "
-        "train": fastest,
+        f"{generator_gpus(fastest)} generator GPUs and {fastest.cluster.num_trainers} trainer "
+        "GPUs": fastest,
         "schedule = async": recipe.model_copy(update={"schedule": "async"}),
         "twice the reward workers": with_cluster(
             recipe, num_reward_workers=2 * recipe.cluster.num_reward_workers
         ),
-        **_setting(recipe, "controller", "max_staleness", 2 * recipe.controller.max_staleness or 1),
-        **_setting(recipe, "generation", "max_num_seqs", 2 * recipe.generation.max_num_seqs),
-        **_setting(recipe, "generation", "interruption", "keep"),
-        **_setting(recipe, "trainer", "activations", "keep"),
+        **_changed(recipe, "controller", "max_staleness", 2 * recipe.controller.max_staleness or 1),
+        **_changed(recipe, "generation", "max_num_seqs", 2 * recipe.generation.max_num_seqs),
+        **_changed(recipe, "generation", "interruption", "keep"),
+        **_changed(recipe, "trainer", "activations", "keep"),
     }
-    ratios = {name: job.steady(each).step_s / unchanged_s for name, each in variants.items()}
+    ratios = {name: job.steady(variant).step_s / unchanged_s for name, variant in variants.items()}
     doubled = replace(job, num_gpus=2 * job.num_gpus)
     best = fastest_split(doubled, list(doubled.splits()))
-    ratios["twice the GPUs, split best"] = doubled.steady(best).step_s / unchanged_s
+    ratios["twice the GPUs, with the fastest split"] = doubled.steady(best).step_s / unchanged_s
     by_ratio = sorted(ratios.items(), key=lambda item: item[1])
     return {name: ratio for name, ratio in by_ratio if ratio < 0.99}
 
 
-def _setting(recipe: Recipe, section: str, name: str, value: Any) -> dict[str, Recipe]:
+def _changed(recipe: Recipe, section: str, name: str, value: Any) -> dict[str, Recipe]:
     changed = getattr(recipe, section).model_copy(update={name: value})
     return {f"{section}.{name} = {value}": recipe.model_copy(update={section: changed})}
 
@@ -229,10 +233,10 @@ class SteadyState:
     step_s: float
     generate_s: float
     train_s: float
-    """Publication included."""
+    """Including publication."""
     reward_s: float
     num_rows: float
-    """Rows that a generator decodes together."""
+    """Rows that a generator decodes at the same time."""
 
 
 def steady_state(recipe: Recipe, costs: Costs, lengths: Lengths) -> SteadyState:
@@ -251,37 +255,45 @@ def steady_state(recipe: Recipe, costs: Costs, lengths: Lengths) -> SteadyState:
 
 
 def batch_generation_s(costs: Costs, lengths: Lengths, num_rows: float, batch_size: int) -> float:
-    """Return the time from the start of all rows of each generator to the end of the longest."""
+    """Return the time a generator needs for `num_rows` rows that all arrive at the start."""
     concurrent = min(num_rows, costs.max_rows)
-    full_s = (num_rows - concurrent) * lengths.mean / costs.tokens_per_s(concurrent, lengths)
-    steps = np.linspace(0.0, lengths.longest_of(batch_size), 513)
-    ended = np.searchsorted(np.sort(lengths.completion_tokens), steps, side="left")
-    rows = concurrent * (1 - ended / len(lengths.completion_tokens))
-    seconds = costs.decode_step_s + rows * costs.row_s
-    seconds = seconds + rows * (steps + lengths.prompt_tokens) * costs.cached_token_s
-    return full_s + float(np.trapezoid(seconds, steps))
+    queue_s = (num_rows - concurrent) * lengths.mean / costs.tokens_per_s(concurrent, lengths)
+    positions = np.linspace(0.0, lengths.longest_of(batch_size), 513)
+    num_ended = np.searchsorted(np.sort(lengths.completion_tokens), positions, side="left")
+    rows = concurrent * (1 - num_ended / len(lengths.completion_tokens))
+    seconds_per_token = costs.decode_step_s + rows * costs.row_s
+    seconds_per_token += rows * (positions + lengths.prompt_tokens) * costs.cached_token_s
+    return queue_s + float(np.trapezoid(seconds_per_token, positions))
 
 
 def _overlapped(
-    recipe: Recipe, costs: Costs, lengths: Lengths, other_s: float
+    recipe: Recipe, costs: Costs, lengths: Lengths, train_or_reward_s: float
 ) -> tuple[float, float, float]:
-    """Return step time, generation time and rows: what is not in training is on the generators."""
-    controller, generators = recipe.controller, recipe.cluster.num_generators
+    """Return step time, generation time and rows per generator of an asynchronous run.
+
+    The gate is full: of the (max_staleness + 1) * batch_size trajectories that it admits, those
+    that are not in training are on the generators. Their number depends on the step time and the
+    step time on them, so this iterates to the fixed point.
+
+    Args:
+        train_or_reward_s: seconds per batch of the slower of training and scoring.
+    """
+    controller, num_generators = recipe.controller, recipe.cluster.num_generators
     decoding_share = lengths.mean / lengths.mean_longest_of(controller.group_size)
-    step_s, generate_s, num_rows = other_s, inf, 1.0
+    step_s, generate_s, num_rows = train_or_reward_s, inf, 1.0
     for _ in range(FIXED_POINT_ROUNDS):
-        in_training = min(1.0, (other_s + costs.load_s) / step_s) * controller.batch_size
+        training_share = min(1.0, (train_or_reward_s + costs.load_s) / step_s)
+        in_training = training_share * controller.batch_size
         running = (controller.max_staleness + 1) * controller.batch_size - in_training
         # A group keeps its slot until its longest member ends.
         slots = groups_in_flight(recipe) * controller.group_size
-        max_rows = min(running / generators, slots) * decoding_share
+        max_rows = min(running / num_generators, slots) * decoding_share
         num_rows = max(1.0, min(costs.max_rows, max_rows))
-        decoding_s = controller.batch_size * lengths.mean / generators
-        decoding_s /= costs.tokens_per_s(num_rows, lengths)
-        generate_s = decoding_s
+        tokens_per_generator = controller.batch_size * lengths.mean / num_generators
+        generate_s = tokens_per_generator / costs.tokens_per_s(num_rows, lengths)
         if recipe.generation.interruption == "interrupt":  # new weights recompute the cache
             generate_s += num_rows * lengths.decoding_tokens * costs.prefill_token_s
-        step_s = (step_s + max(generate_s, other_s)) / 2
+        step_s = (step_s + max(generate_s, train_or_reward_s)) / 2
     return step_s, generate_s, num_rows
 
 
@@ -297,19 +309,19 @@ class Calibration:
     def sentence(self) -> str:
         error = self.predicted_step_s / self.measured_step_s - 1
         return (
-            f"Calibrated: a step of that run took {self.measured_step_s:.3g} s, its plan has "
-            f"{self.predicted_step_s:.3g} s ({error:+.0%}); staleness "
-            f"{self.measured_staleness:.2f} and {self.predicted_staleness:.2f}"
+            f"Calibrated: a step of that run took {self.measured_step_s:.3g} s, the plan predicts "
+            f"{self.predicted_step_s:.3g} s ({error:+.0%}); mean staleness was "
+            f"{self.measured_staleness:.2f}, predicted {self.predicted_staleness:.2f}"
         )
 
 
-def steady(rows: Any) -> Any:
-    """Return a run's steps, or trajectories, without those of its warm-up."""
+def without_warm_up(rows: Any) -> Any:
+    """Return a run's steps or trajectories without those of its warm-up."""
     return rows[int(WARM_UP_SHARE * len(rows)) :]
 
 
 def simulate_steps(recipe: Recipe, costs: Costs, lengths: Lengths, num_steps: int) -> Simulated:
-    """Simulate a run's first steps, and measure those that are steady."""
+    """Simulate a run's first steps, and measure those after its warm-up."""
     num_steps = min(num_steps, MAX_CALIBRATION_STEPS)
     recipe = recipe.model_copy(update={"num_steps": num_steps})
     return simulate(recipe, costs, lengths, num_skipped=int(WARM_UP_SHARE * num_steps))
@@ -318,19 +330,19 @@ def simulate_steps(recipe: Recipe, costs: Costs, lengths: Lengths, num_steps: in
 def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) -> Calibration:
     """Fit efficiencies to a run: training, prefill, and the time of a decode step.
 
-    Training is fitted to the trainer's seconds, prefill to the time for which new weights stop a
-    generator, and decoding to the generators' seconds per token. Step time and staleness are not
-    fitted, but follow from the simulated controller.
+    Training is fitted to the trainer's seconds, prefill to a generator's stalls for new weights,
+    and decoding to the generators' seconds per token. Step time and staleness are not fitted: they
+    follow from the simulated controller, and show how good the fit is.
 
     Args:
         job: the run's recipe, and the GPU of each of its workers.
         steps: rows of its ledger, without version 0.
-        commit_s: seconds from the end of a group to its place in the log, scoring included.
+        commit_s: seconds from the end of a group to its commit, including scoring.
 
     Raises:
         RunError: there are too few steps.
     """
-    rows = steady(steps)
+    rows = without_warm_up(steps)
     if len(rows) < MIN_CALIBRATION_STEPS:
         raise RunError(
             f"expected {MIN_CALIBRATION_STEPS} steady steps to calibrate to, found {len(rows)}"
@@ -353,7 +365,8 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     at_peak = replace(job, efficiency=efficiency).costs(recipe)
     training = prefill = at_peak.mean_train_s(recipe.controller.batch_size, lengths) / training_s
     if stalls := [row[STALL] for row in rows if isinstance(row.get(STALL), float)]:
-        # At most this much is prefilled before the next token; a stall includes some decode time.
+        # The engine prefills at most this many tokens before the next decode step. A stall also
+        # includes some decode time.
         tokens = min(PREFILL_TOKENS_PER_STEP, at_peak.max_rows * lengths.decoding_tokens)
         prefill = max(training, tokens * at_peak.prefill_token_s / fmean(stalls))
     efficiency = replace(efficiency, training=training, prefill=prefill)

@@ -297,7 +297,7 @@ class WorkerPool(SchedulerPlugin):
         return [placement.name for placement in added]
 
     async def remove(self, name: str, *, after_tasks: bool = False) -> None:
-        """Retire a worker: its results move to other workers, which also rerun its unfinished tasks.
+        """Retire a worker: its results move to other workers, which rerun its unfinished tasks.
 
         Args:
             after_tasks: let the worker finish the tasks it is executing, however long they take.

@@ -1,6 +1,6 @@
-"""Reads the fields of a row: question, reference answer, difficulty, columns for verifiers.
+"""Reads the fields of a prompt's row: question, reference answer, difficulty, verifier columns.
 
-Values keep their JSON types; others, such as a date in Parquet, become text.
+Values keep their JSON types; other types, such as dates in Parquet, become text.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ MAX_DIFFICULTY = 2**31 - 1
 QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
 """Common names of these fields in data sets, the most common first."""
-RIGHT_ANSWER = "areal_flow.answer"
-"""The reference answer in stored columns whose `answer` is something else."""
+REFERENCE_ANSWER = "areal_flow.answer"
+"""The key of the reference answer in stored columns if the row has a different `answer`."""
 
 
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
     """Return the columns of a prompt table that depend on the row alone.
 
     `metadata` is JSON of all fields of the row, of the fields nested in its `metadata` (the row's
-    own take precedence), and of the answer with its own type, which `take_right_answer` removes.
+    own take precedence), and of the reference answer, which `pop_reference_answer` removes again.
     """
     answer = answer_of(row, settings, needs_answer=needs_answer)
     nested = row.get("metadata")
     columns = {**(nested if isinstance(nested, Mapping) else {}), "answer": answer, **row}
     if columns["answer"] != answer:
-        columns[RIGHT_ANSWER] = answer
+        columns[REFERENCE_ANSWER] = answer
     return {
         "prompt_id": given_id(row),
         "answer": answer_text(answer),
@@ -44,7 +44,7 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
 
 
 def given_id(row: Row) -> str:
-    """Return the row's own id as text; empty without one."""
+    """Return the row's own id as text; empty if it has none."""
     for field in ("id", "prompt_id"):
         if not _is_unset(value := row.get(field)) and value != "":
             return checked_text(str(value), field)
@@ -55,7 +55,7 @@ def _difficulty_of(row: Row) -> int:
     value = row.get("difficulty")
     if _is_unset(value) or isinstance(value, str):
         return 0
-    if isinstance(value, float) and value.is_integer():  # pandas: integers in a column with nulls
+    if isinstance(value, float) and value.is_integer():  # pandas: integers beside nulls
         value = int(value)
     if type(value) is not int or not 0 <= value <= MAX_DIFFICULTY:
         raise ValueError(
@@ -65,11 +65,11 @@ def _difficulty_of(row: Row) -> int:
 
 
 def _is_unset(value: Any) -> bool:
-    return value is None or value != value
+    return value is None or value != value  # NaN
 
 
 def _as_json(columns: Row) -> str:
-    """Return columns as JSON; NaN becomes null, infinities are refused."""
+    """Return columns as JSON; NaN becomes null, infinities are errors."""
     try:
         return json.dumps(columns, default=str, allow_nan=False)
     except ValueError:
@@ -81,22 +81,22 @@ def _as_json(columns: Row) -> str:
 def _without_nan(value: Any, name: str) -> Any:
     match value:
         case Mapping():
-            return {key: _without_nan(each, f"{name}.{key}") for key, each in value.items()}
+            return {key: _without_nan(item, f"{name}.{key}") for key, item in value.items()}
         case list() | tuple():
-            return [_without_nan(each, name) for each in value]
+            return [_without_nan(item, name) for item in value]
         case float() if isinf(value):
             raise ValueError(f"field {name!r}: expected a finite number, got {value}")
         case _:
             return None if _is_unset(value) else value
 
 
-def take_right_answer(columns: Row) -> Any:
+def pop_reference_answer(columns: Row) -> Any:
     """Remove the reference answer from stored columns and return it; a different `answer` stays."""
-    return columns.pop(RIGHT_ANSWER if RIGHT_ANSWER in columns else "answer", None)
+    return columns.pop(REFERENCE_ANSWER if REFERENCE_ANSWER in columns else "answer", None)
 
 
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
-    """Return the question as messages, the last of them the user's; a text is one message."""
+    """Return the question as messages that end with the user's; a text becomes one message."""
     _require_fields(row, settings, needs_answer=False)
     field = settings.question_field
     value = row[field]
@@ -118,10 +118,11 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
 
 
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
+    """Return the messages in a field; empty if it holds anything else."""
     value = row.get(field)
-    messages = value if isinstance(value, list) else []
-    is_chat = all(isinstance(each, Mapping) and _is_message(each) for each in messages)
-    return [*map(_as_rendered, messages)] if is_chat else []
+    items = value if isinstance(value, list) else []
+    is_chat = all(isinstance(item, Mapping) and _is_message(item) for item in items)
+    return [*map(_normalized, items)] if is_chat else []
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:
@@ -129,7 +130,7 @@ def _is_message(value: Mapping[str, Any]) -> bool:
 
 
 def checked_message(value: Any, field: str) -> Message:
-    message = _as_rendered(value) if isinstance(value, Mapping) else {}
+    message = _normalized(value) if isinstance(value, Mapping) else {}
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise ValueError(
             f"field {field!r}: expected messages with role and content as text, found {value!r:.60}"
@@ -137,10 +138,10 @@ def checked_message(value: Any, field: str) -> Message:
     return message
 
 
-def _as_rendered(message: Message) -> Message:
-    """Return a message without nulls, which columnar files hold for every key of other rows.
+def _normalized(message: Message) -> Message:
+    """Return a message without nulls, which columnar files store for keys that only other rows use.
 
-    The content of a message with tool calls may be null.
+    Content stays a text if a message with tool calls has none.
     """
     content = {"content": ""} if message.get("tool_calls") else {}
     return {**content, **_without_nulls(message)}
@@ -148,7 +149,7 @@ def _as_rendered(message: Message) -> Message:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
@@ -176,7 +177,7 @@ def text_of(row: Row, field: str) -> str:
 
 
 def texts_of_turns(row: Row, field: str) -> list[str]:
-    """Return the text in a field, or its list of texts: policy and environment alternate."""
+    """Return the texts in a field: one, or a list in which policy and environment alternate."""
     turns = row.get(field)
     if not isinstance(turns, list):
         return [text_of(row, field)]
@@ -204,13 +205,15 @@ def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -
     if needs_answer:
         fields["answer_field"] = settings.answer_field, ANSWER_FIELDS
     missing, advice = [], []
-    for setting, (field, usual) in fields.items():
+    for setting, (field, common_names) in fields.items():
         if field not in row:
             missing.append(f"field {field!r} is missing")
-            if guess := next((name for name in usual if name in row), ""):
+            if guess := next((name for name in common_names if name in row), ""):
                 advice.append(f'prompts.{setting} = "{guess}"')
-            is_off = settings.chat_template is False and setting == "question_field"
-            if is_off and isinstance(row.get(guess), list):
+            is_question_without_chat = (
+                setting == "question_field" and settings.chat_template is False
+            )
+            if is_question_without_chat and isinstance(row.get(guess), list):
                 advice.append("prompts.chat_template = true")
     if missing:
         hint = f"; set {' and '.join(advice)}" if advice else ""

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from areal_flow.core.errors import PromptError
 from areal_flow.core.types import Prompt
-from areal_flow.rollout.prompts.rows import take_right_answer
+from areal_flow.rollout.prompts.rows import pop_reference_answer
 
 BLOCK = 100
 CYCLE = 100_000
@@ -64,7 +64,7 @@ class RowColumns(Mapping[str, Any]):
     def _columns(self) -> dict[str, Any]:
         path, index = self._place
         columns: dict[str, Any] = json.loads(_open(path)["metadata"][index].as_py())
-        take_right_answer(columns)
+        pop_reference_answer(columns)
         return columns
 
     def __getitem__(self, name: str) -> Any:
@@ -158,7 +158,7 @@ class PromptTable:
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            answer=take_right_answer(json.loads(row["metadata"])),
+            answer=pop_reference_answer(json.loads(row["metadata"])),
             difficulty=row["difficulty"],
             tokens=self._table["prompt_tokens"][index].values.to_numpy(),
             metadata=RowColumns(self.path.resolve(), index),

@@ -1,4 +1,4 @@
-"""All settings of a recipe with type, rule, default and meaning, read from its JSON schema."""
+"""Lists all settings of a recipe with type, bounds, default and meaning, from its JSON schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_flow.config.recipe import Recipe
 
-_KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
+_TYPES = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
 _SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
@@ -17,23 +17,24 @@ _SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "ma
 class Setting:
     name: str
     kind: str
-    """`int`, `float`, `bool`, `text`, `path`, `choice` or, of anything nested, `TOML`."""
+    """`int`, `float`, `bool`, `text`, `path` or `choice`; `TOML` for lists, tables and the like."""
     rule: str
+    """Bounds of a number, such as `>= 0, < 1`."""
     choices: tuple[str, ...]
     default: str
     meaning: str
     """Empty in an array of tables, for a setting with the same meaning as in `[prompts]`."""
 
-    def kind_and_rule(self, choice: str = "{}") -> str:
-        kind = " or ".join(map(choice.format, self.choices)) or self.kind
+    def kind_and_rule(self, choice_format: str = "{}") -> str:
+        kind = " or ".join(map(choice_format.format, self.choices)) or self.kind
         return f"{kind}, {self.rule}" if self.rule else kind
 
 
 @cache
 def all_settings() -> tuple[tuple[str, str, list[Setting]], ...]:
-    """Return each section's name, meaning and settings; the first, unnamed, is the recipe.
+    """Return name, meaning and settings of each section; the first, unnamed, is the top level.
 
-    The name of an array of tables has brackets, as in TOML.
+    The name of an array of tables is in double brackets, as in TOML.
     """
     schema = Recipe.model_json_schema()
     return tuple(_sections("", {"description": "The run"}, [schema], schema["$defs"]))
@@ -41,45 +42,51 @@ def all_settings() -> tuple[tuple[str, str, list[Setting]], ...]:
 
 @cache
 def setting_names(*, in_arrays: bool = True) -> tuple[str, ...]:
-    """Return the dotted names of sections and settings; `in_arrays`: also those in `[[...]]`."""
-    chosen = [of for of in all_settings() if in_arrays or not of[0].startswith("[[")]
-    names = (name for section, _, of in chosen for name in (section, *(each.name for each in of)))
-    return tuple(dict.fromkeys(name.strip("[]") for name in names if name))
+    """Return the dotted names of sections and settings, of arrays of tables only if `in_arrays`."""
+    names = []
+    for section, _, settings in all_settings():
+        if in_arrays or not section.startswith("[["):
+            names += [section.strip("[]"), *(setting.name for setting in settings)]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _sections(
     name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield a section, which has one of several models, and its subsections."""
+    """Yield a section and its subsections.
+
+    Args:
+        models: the schema of the section, or those of its alternatives (algorithms, workflows).
+    """
     settings: dict[str, dict[str, Setting]] = {}
-    within: list[tuple[str, Any, list[Any]]] = []
+    subsections: list[tuple[str, Any, list[Any]]] = []
     for model in models:
         owner = model["properties"].get("name", {}).get("const", "")
         for key, field in model["properties"].items():
             dotted = f"{name}.{key}".lstrip(".")
             parts = (field, *field.get("oneOf", ()), field.get("items", {}))
             references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
-            if held := [definitions[reference] for reference in references]:
-                within.append((dotted, {**held[0], **field}, held))
-            if not held or "items" in field:
+            if submodels := [definitions[reference] for reference in references]:
+                subsections.append((dotted, {**submodels[0], **field}, submodels))
+            if not submodels or "items" in field:
                 settings.setdefault(dotted, {})[owner] = _setting(dotted, field)
     heading = f"[[{name}]]" if "items" in section else name
     yield (
         heading,
         " ".join(section["description"].split()),
-        [_of_several(by_owner, len(models)) for by_owner in settings.values()],
+        [_merged(by_owner, len(models)) for by_owner in settings.values()],
     )
-    for each in within:
-        yield from _sections(*each, definitions)
+    for subsection in subsections:
+        yield from _sections(*subsection, definitions)
 
 
-def _of_several(by_owner: Mapping[str, Setting], num_models: int) -> Setting:
-    """Merge the setting of several algorithms or workflows, with the default of each."""
+def _merged(by_owner: Mapping[str, Setting], num_models: int) -> Setting:
+    """Merge a setting of several algorithms or workflows, with the default of each owner."""
     first = next(iter(by_owner.values()))
-    choices = dict.fromkeys(choice for each in by_owner.values() for choice in each.choices)
+    choices = dict.fromkeys(choice for setting in by_owner.values() for choice in setting.choices)
     owners: dict[str, list[str]] = {}
-    for owner, each in by_owner.items():
-        owners.setdefault(each.default, []).append(owner)
+    for owner, setting in by_owner.items():
+        owners.setdefault(setting.default, []).append(owner)
     default = first.default
     if not first.name.endswith(".name") and (len(owners) > 1 or len(by_owner) < num_models):
         default = "; ".join(f"{value} ({', '.join(names)})" for value, names in owners.items())
@@ -87,9 +94,10 @@ def _of_several(by_owner: Mapping[str, Setting], num_models: int) -> Setting:
 
 
 def _setting(name: str, field: Mapping[str, Any]) -> Setting:
+    # An optional setting has its type in the first alternative.
     plain = {**field, **next(iter(field.get("anyOf", ())), {})}
     choices = plain.get("enum", [plain["const"]] if "const" in plain else ())
-    kind = "path" if plain.get("format") == "path" else _KINDS.get(plain.get("type", ""), "TOML")
+    kind = "path" if plain.get("format") == "path" else _TYPES.get(plain.get("type", ""), "TOML")
     default = field.get("default")
     text = str(default).lower() if isinstance(default, bool) else str(default)
     return Setting(

@@ -1,35 +1,37 @@
-"""Says where things lie in a run directory. It refuses to read and to write them.
+"""Paths in a run directory. This module neither reads nor writes the files.
 
 runs/NAME/
-    run.json               schema version, identity, the recipe's name, the steps at first and, of a
-                           fork, its parent
-    config.toml            the whole recipe, defaults written out
-    inputs.json            what it was prepared with: the verifier's identity, hashes of files
+    run.json               schema version, identity, the recipe's name, the initial number of steps,
+                           and the parent of a fork
+    config.toml            the complete recipe, including defaults
+    inputs.json            what the run was prepared with: the verifier's identity, hashes of files
     model/                 config.json and tokenizer of the policy, no weights
-    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too;
-                           chat_template.json: the template in use, of model/, and its hash;
-                           difficulty.parquet: the pass rates that prompts were chosen by
+    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; generated prompts also as
+                           JSONL; chat_template.json: the template in use and its hash;
+                           difficulty.parquet: the pass rates that prompts were selected by
     rewards/               reward functions that were shipped, with their source
-    trajectories.lance     the events
-    steps.lance            their order
+    trajectories.lance     the log: every trajectory
+    steps.lance            the ledger: one row per training step
     evaluations.lance      held-out answers
-    datasets.url           of a run with datasets in an object store: where they are; then the three
-                           above are files that name theirs
-    checkpoints/           snapshots
-    weights/00000002/      what the generators of one driver's life load: files, or a link into
-                           shared memory
-    rendezvous/00000002/   where the trainer ranks of one driver's life find each other
-    sft/                   rows, checkpoints and metrics by step of supervised fine-tuning
-    forks.jsonl            replayed steps that differed, where replay does not repeat bits
-    tracking.json          which checkpoints a registry wants kept, as last heard
-    tensorboard/, wandb/   what those sinks show, where the recipe names them
-    train.log              what its drivers said, and their warnings
-    jobs/                  with Slurm or Kubernetes: what each worker's job printed
+    datasets.url           only with datasets in an object store: their folder's URL; the three
+                           above are then files, each with the URL of its dataset
+    checkpoints/           policy and optimizer, by step
+    weights/00000002/      weights that generators load, by driver (writer epoch): files, or a link
+                           into shared memory
+    rendezvous/00000002/   where trainer ranks find each other, by driver
+    processes/00000002/    what a driver's processes share while it runs: certificates, locks,
+                           executions of tasks
+    sft/                   supervised fine-tuning: rows, checkpoints, metrics by step
+    forks.jsonl            replayed steps that differed, where replay is not bitwise reproducible
+    tracking.json          the checkpoints that the model registry protects, as last read
+    tensorboard/, wandb/   files of these sinks, if the recipe enables them
+    train.log              messages and warnings of the drivers
+    jobs/                  with Slurm or Kubernetes: the output of each worker's job
     summary.json           written at the end
     report.html            the run on one page, written at the end
-    writers/               who may write: one lease a driver's life
-    state.json             how it last ended
-    cluster.json           where its scheduler is, while it runs
+    writers/               leases and fences: which driver may write
+    state.json             how the run last ended
+    cluster.json           the address of the scheduler, while it runs
     workers.jsonl          when each worker joined, died and left
 """
 
@@ -42,12 +44,14 @@ from pathlib import Path
 from areal_flow.core.errors import RunError
 
 SCHEMA_VERSION = 7
-"""Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
+"""Version of the paths above and of the datasets' columns. Version 1 recorded no number."""
 _URL = re.compile(r"[a-z][a-z0-9]+:/")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
-class _Within:
+class _Path:
+    """A path relative to the run directory."""
+
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
@@ -59,39 +63,39 @@ class _Within:
 class RunLayout:
     root: Path
 
-    identity = _Within("run.json")
-    config = _Within("config.toml")
-    inputs = _Within("inputs.json")
-    model = _Within("model")
-    train_prompts = _Within("prompts", "train.arrow")
-    held_out_prompts = _Within("prompts", "held_out.arrow")
-    sft_rows = _Within("sft", "rows.npz")
-    sft_checkpoints = _Within("sft", "checkpoints")
-    difficulty = _Within("prompts", "difficulty.parquet")
-    sft_metrics = _Within("sft", "metrics.jsonl")
-    bad_rows = _Within("prompts", "bad_rows.jsonl")
-    chat_template = _Within("prompts", "chat_template.json")
-    rewards = _Within("rewards")
-    trajectories = _Within("trajectories.lance")
-    steps = _Within("steps.lance")
-    evaluations = _Within("evaluations.lance")
-    datasets_url = _Within("datasets.url")
-    checkpoints = _Within("checkpoints")
-    weights = _Within("weights")
-    rendezvous = _Within("rendezvous")
-    processes = _Within("processes")
-    forks = _Within("forks.jsonl")
-    tracking = _Within("tracking.json")
-    tensorboard = _Within("tensorboard")
-    wandb = _Within("wandb")
-    log = _Within("train.log")
-    jobs = _Within("jobs")
-    summary = _Within("summary.json")
-    report = _Within("report.html")
-    writers = _Within("writers")
-    state = _Within("state.json")
-    cluster = _Within("cluster.json")
-    workers = _Within("workers.jsonl")
+    identity = _Path("run.json")
+    config = _Path("config.toml")
+    inputs = _Path("inputs.json")
+    model = _Path("model")
+    train_prompts = _Path("prompts", "train.arrow")
+    held_out_prompts = _Path("prompts", "held_out.arrow")
+    bad_rows = _Path("prompts", "bad_rows.jsonl")
+    chat_template = _Path("prompts", "chat_template.json")
+    difficulty = _Path("prompts", "difficulty.parquet")
+    sft_rows = _Path("sft", "rows.npz")
+    sft_checkpoints = _Path("sft", "checkpoints")
+    sft_metrics = _Path("sft", "metrics.jsonl")
+    rewards = _Path("rewards")
+    trajectories = _Path("trajectories.lance")
+    steps = _Path("steps.lance")
+    evaluations = _Path("evaluations.lance")
+    datasets_url = _Path("datasets.url")
+    checkpoints = _Path("checkpoints")
+    weights = _Path("weights")
+    rendezvous = _Path("rendezvous")
+    processes = _Path("processes")
+    forks = _Path("forks.jsonl")
+    tracking = _Path("tracking.json")
+    tensorboard = _Path("tensorboard")
+    wandb = _Path("wandb")
+    log = _Path("train.log")
+    jobs = _Path("jobs")
+    summary = _Path("summary.json")
+    report = _Path("report.html")
+    writers = _Path("writers")
+    state = _Path("state.json")
+    cluster = _Path("cluster.json")
+    workers = _Path("workers.jsonl")
 
     @property
     def name(self) -> str:
@@ -99,7 +103,7 @@ class RunLayout:
 
     @property
     def prometheus_target(self) -> Path:
-        """Beside the runs: the address of the run's driver while it lives, for Prometheus."""
+        """The address that Prometheus scrapes while the run lives; a file beside the runs."""
         return self.root.parent / "prometheus" / f"{self.name}.json"
 
     def weights_of(self, writer_epoch: int) -> Path:

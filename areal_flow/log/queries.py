@@ -1,4 +1,4 @@
-"""Reads a run directory as tables: pandas, polars, Arrow or DuckDB, also while the run goes on."""
+"""Reads a run directory as pandas, polars, Arrow or DuckDB tables, even while the run goes on."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-_BY_LANCE = "Invalid user input: "
-_PLACE_IN_LANCE = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
+_LANCE_PREFIX = "Invalid user input: "
+_LANCE_LOCATION = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
 PROMPT_COLUMN = "metadata."
-"""The prefix of a column of the prompt's row."""
+"""Prefix of the columns that come from the prompt's row."""
 _PASS_RATES = """
 SELECT sha256(sampled.prompt) AS prompt_hash, avg(passed::DOUBLE) AS pass_rate,
     count(*) AS num_samples
@@ -86,12 +86,12 @@ class Run:
                 lazy relation that pushes filters and projections down into the dataset).
             columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
-            at: time travel: only what was in the log when this step's row was written.
+            at: time travel: only trajectories that were in the log when this step was recorded.
             text: add prompt and completion as text, `status`, `step`, `reason` and the other
-                columns of `database`'s view; DuckDB then evaluates `columns` and `where`.
+                columns of the view in `database`; DuckDB then evaluates `columns` and `where`.
 
         Raises:
-            RunError: there is no step `at`, or with `text` no such column.
+            RunError: there is no step `at`, or a column or condition is invalid.
         """
         if _names_prompt_columns(columns):
             read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
@@ -111,11 +111,11 @@ class Run:
         columns: Sequence[str] | None = None,
         where: str | None = None,
     ) -> Any:
-        """Return the step ledger, row 0 the genesis; arguments as `trajectories`.
+        """Return the step ledger, whose row 0 is the initial policy; arguments as `trajectories`.
 
         Each metric of the algorithm is a column too, but `where` cannot name it.
         """
-        with _explained("steps", columns, where, STEPS.names):
+        with _explained_errors("steps", columns, where, STEPS.names):
             steps = read_steps(self.layout, columns, where)
         return convert(steps, format)
 
@@ -137,11 +137,11 @@ class Run:
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return the status of every trajectory: trained, discarded or waiting.
 
-        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (that trained or discarded
-        it), `policy_version` (that the step started from) and `reason` (of a discard).
+        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (which trained or discarded
+        it), `policy_version` (which that step started from) and `reason` (of a discard).
 
         Args:
-            at: time travel: the status when this step's row was written.
+            at: time travel: the status when this step was recorded.
 
         Raises:
             RunError: there is no step `at`.
@@ -151,7 +151,7 @@ class Run:
         return convert(consumption_table(steps, log), format)
 
     def trajectory(self, trajectory_id: str) -> dict[str, Any]:
-        """Return one trajectory, with every column of `database`'s view.
+        """Return one trajectory, with every column of the view in `database`.
 
         Raises:
             RunError: the log has no such trajectory.
@@ -160,7 +160,7 @@ class Run:
             return self.find_row(database, trajectory_id)
 
     def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
-        """Return one trajectory, using a connection returned by `database`."""
+        """Return one trajectory, read over a connection from `database`."""
         result = database.sql(
             "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[str(trajectory_id)]
         )
@@ -184,7 +184,7 @@ class Run:
         `areal_flow.log.database` lists the columns; `docs/cookbook.md` has examples.
 
         Args:
-            at: time travel, as in `trajectories`; of the ledger, rows up to this step.
+            at: time travel, as in `trajectories`; the ledger ends with this step.
         """
         tables = {
             "stored": open_dataset(self.layout.trajectories),
@@ -197,7 +197,7 @@ class Run:
         return self.connect(tables)
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
-        """Return a DuckDB connection over these tables; with `stored` alone only `logged`."""
+        """Return a DuckDB connection over tables; with only `stored`, its one view is `logged`."""
         recipe = self.recipe
         return connect(
             tables,
@@ -207,7 +207,7 @@ class Run:
         )
 
     def prompts(self) -> pa.Table:
-        """Return the training prompts, memory-mapped; an empty table if the file is missing."""
+        """Return the training prompts, memory-mapped; an empty table if there is no file."""
         if not self.layout.train_prompts.is_file():
             names = ("source", "prompt_id", "prompt", "answer")
             return pa.table(dict.fromkeys(names, pa.array([], "str")))
@@ -215,12 +215,12 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The current recipe; a resumed run may have changed it."""
+        """The current recipe, which a resume may have changed."""
         return load_recipe(self.layout.config)
 
     @property
     def pass_threshold(self) -> float:
-        """A completion passes if its reward is above it."""
+        """The reward above which a completion passes."""
         return self.recipe.pass_threshold
 
     @cached_property
@@ -258,10 +258,10 @@ class Run:
                 f"where: {match[0]} is no stored column; expected it in `columns`, to filter the "
                 "table by it then"
             )
-        by_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
+        needs_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
         stored = open_dataset(getattr(self.layout, log))
-        with _explained(log, columns, where, stored.schema.names):
-            if format == "duckdb" and not by_lance:
+        with _explained_errors(log, columns, where, stored.schema.names):
+            if format == "duckdb" and not needs_lance:
                 relation = empty_database().from_arrow(stored)
                 relation = relation.filter(where) if where else relation
                 return relation.select(*columns) if columns else relation
@@ -276,27 +276,27 @@ class Run:
         at: int | None,
     ) -> Any:
         relation = self.database(at=at).table("trajectories")
-        with _explained("", columns, where, sorted(relation.columns)):
-            selected = relation.filter(where) if where else relation
-            selected = selected.select(*columns) if columns else selected
+        with _explained_errors("", columns, where, sorted(relation.columns)):
+            relation = relation.filter(where) if where else relation
+            relation = relation.select(*columns) if columns else relation
             if format == "duckdb":
-                return selected
-            rows = selected.to_arrow_table()
+                return relation
+            rows = relation.to_arrow_table()
         return convert(rows, format)
 
 
 @contextmanager
-def _explained(
+def _explained_errors(
     log: str, columns: Sequence[str] | None, where: str | None, column_names: Sequence[str]
 ) -> Iterator[None]:
-    """Explain a wrong column or condition; `log` is "" for the view of trajectories."""
+    """Turn errors in columns or conditions into a `RunError`; `log` is "" for the view."""
     try:
         yield
     except (duckdb.Error, ValueError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith(_BY_LANCE):
+        if isinstance(error, ValueError) and not str(error).startswith(_LANCE_PREFIX):
             raise
-        reason = str(error).splitlines()[0].removeprefix(_BY_LANCE)
-        reason = _PLACE_IN_LANCE.sub("", reason.removeprefix("Schema error: "))
+        reason = str(error).splitlines()[0].removeprefix(_LANCE_PREFIX)
+        reason = _LANCE_LOCATION.sub("", reason.removeprefix("Schema error: "))
         hint = "; text=True adds status, step, prompt and others" if log == "trajectories" else ""
         raise RunError(
             f"expected columns and a condition over {log or 'trajectories'}, found {columns} and "
@@ -315,36 +315,38 @@ def _names_prompt_columns(columns: Sequence[str] | None) -> bool:
 def _with_prompt_columns(
     read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path, *, source: str
 ) -> pa.Table:
-    """Return what `read` gives with columns of the prompts' rows, null where a row lacks one.
+    """Add columns of the prompts' rows to the table that `read` returns; null where there is none.
 
     Args:
-        source: the column with the name of the prompt's source.
+        prompts: the file of prompts.
+        source: the column of the table with the name of the prompt's source.
     """
     names = [name for name in columns if name.startswith(PROMPT_COLUMN)]
-    table = read(columns=[*({*columns, source, "prompt_id"} - {*names})])
+    table = read(columns=[*{*columns, source, "prompt_id"}.difference(names)])
     with pa.memory_map(str(prompts)) as file:
         prompt_rows = pa.ipc.open_file(file).read_all()
-        places = pc.index_in(_prompt_keys(table, source), _prompt_keys(prompt_rows, "source"))
+        keys, prompt_keys = _prompt_keys(table, source), _prompt_keys(prompt_rows, "source")
+        indices = pc.index_in(keys, prompt_keys).to_pylist()
         rows = {
-            place: json.loads(prompt_rows["metadata"][place].as_py())
-            for place in {*places.to_pylist()} - {None}
+            index: json.loads(prompt_rows["metadata"][index].as_py())
+            for index in {*indices} - {None}
         }
     for name in names:
-        values = {at: row.get(name.removeprefix(PROMPT_COLUMN)) for at, row in rows.items()}
-        column = _json_column([values.get(place) for place in places.to_pylist()])
-        table = table.append_column(name, column)
+        field = name.removeprefix(PROMPT_COLUMN)
+        values = {index: row.get(field) for index, row in rows.items()}
+        table = table.append_column(name, _json_column([values.get(index) for index in indices]))
     return table.select(columns)
 
 
 def _prompt_keys(table: pa.Table, source: str) -> pa.Array:
-    """Return a unique key per prompt, also in runs whose ids are unique only within a source."""
+    """Return a unique key per prompt, even if ids are unique only within a source."""
     is_main_set = pc.equal(table[source], HELD_OUT)
     sources = pc.if_else(is_main_set, "", table[source])
     return pc.binary_join_element_wise(sources, table["prompt_id"], "\n").combine_chunks()
 
 
 def _json_column(values: list[Any]) -> pa.Array:
-    """Return JSON values as a column; as text if they are of several types or too large."""
+    """Return JSON values as a column, as text if their types differ or a number is too large."""
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -352,14 +354,14 @@ def _json_column(values: list[Any]) -> pa.Array:
 
 
 def prompt_pass_rates(run: Run) -> pa.Table:
-    """Return how often a run passed each prompt, by the hash of the prompt's text."""
+    """Return the pass rate of each prompt of a run, by the hash of the prompt's text."""
     with closing(run.database()) as database:
         rates: pa.Table = database.sql(_PASS_RATES).to_arrow_table()
     return rates
 
 
 def record_pass_rates(layout: RunLayout, earlier: str) -> None:
-    """Write an earlier run's pass rates into a run whose prompts are chosen by them.
+    """Write an earlier run's pass rates into a run that selects its prompts by them.
 
     Args:
         earlier: the name or directory of that run.

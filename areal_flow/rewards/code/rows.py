@@ -1,4 +1,4 @@
-"""Reads how a program is tested from rows of HumanEval, MBPP, LiveCodeBench and this project.
+"""Reads a program's tests from rows of HumanEval, MBPP, LiveCodeBench, DeepCoder and our format.
 
 | rows of            | recognised by                        | mode                          |
 |--------------------|--------------------------------------|-------------------------------|
@@ -8,7 +8,7 @@
 | LiveCodeBench      | `public_test_cases`, `starter_code`  | `stdin`, or `call`            |
 | DeepCoder          | `tests`, and no `mode`               | `stdin`, or `call`            |
 
-Rows are trusted; the program of a completion is extracted here, but never parsed.
+Rows are trusted. The completion's program is not: it is extracted as text, and never parsed here.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Mode = Literal["stdin", "call", "assert"]
 
 MAX_SOURCE_CHARS = 2**20
 MAX_PRIVATE_BYTES = 2**28
-"""Unpacked size of LiveCodeBench's hidden tests of one row."""
+"""Maximum unpacked size of the hidden tests of a LiveCodeBench row."""
 MAX_CACHED_BYTES = 2**26
-"""Unpacked size of cached tests; those of the last row are cached at any size."""
+"""Maximum unpacked size of all cached tests; those of the last row always stay."""
 _FENCE = re.compile(
     r"^([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?+)(?:[^`\n]*+(?=```py|`{3,}+[ \t\r]*+$))?+"
     r"(`{3,}+|~{3,}+)[ \t]*+\{?\.?(\w*+)[^`\n]*+$",
     re.MULTILINE,
 )
-"""Indentation (possibly of a list item), fence, language. A fence may end a line of text if it
-names Python or no language, see `_is_doubtful`."""
+"""Groups: indentation (or list marker), fence, language. Text may precede the fence on its line if
+it names Python or no language, see `_is_doubtful`."""
 _FENCED = re.compile(r"^(.*?)(`{3,}+|~{3,}+)(.*)$", re.MULTILINE)
 _LANGUAGES = ("python", "python3", "py")
 _METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
@@ -58,29 +58,33 @@ _cache_lock = Lock()
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """A program and how it is tested."""
+    """A program and its tests."""
 
     source: str
     mode: Mode
     tests: Sequence[tuple[Any, Any]] = ()
     """Pairs of input and output, or of arguments and return value."""
     test_source: str = ""
-    """The tests of the mode `assert`."""
+    """The tests in mode `assert`."""
     entry_point: str = ""
     setup: str = ""
     """Trusted code that runs before the tests."""
     borrowed: tuple[str, ...] = ()
-    """Names of the program that tests of the mode `assert` use."""
+    """Names of the program that tests in mode `assert` use."""
     imports: bool = False
     """Whether common names of the standard library are predefined."""
 
 
 class NoTests(RewardError):
-    """A row does not define how a program is tested."""
+    """A row has no usable tests."""
 
 
 def code_task(row: Row, completion: str, prompt: str = "") -> CodeTask | None:
-    """Return the task of a completion of a rendered prompt; None if it holds no code."""
+    """Return the program of a completion with its row's tests; None if it has no code, or too much.
+
+    Args:
+        prompt: the rendered prompt.
+    """
     source = extract_code(completion, prompt)
     if not source.strip() or len(source) > MAX_SOURCE_CHARS:
         return None
@@ -95,10 +99,10 @@ def code_task(row: Row, completion: str, prompt: str = "") -> CodeTask | None:
 
 
 def extract_code(completion: str, prompt: str = "") -> str:
-    """Return the last block of Python after the thinking, else the last of no language, else all.
+    """Return the last Python block after the thinking, else the last unlabelled one, else all text.
 
-    Fences stand on their own lines. A fence after code, or before text, closes a block only if no
-    other fence does before the next block starts; an unclosed block ends with the text.
+    A fence usually has a line of its own. One after code, or before text, closes a block only if no
+    other fence does before the next block starts. An unclosed block ends with the text.
     """
     text = after_thinking(completion[-4 * MAX_SOURCE_CHARS :], prompt)
     codes: dict[bool, str] = {}
@@ -117,15 +121,15 @@ def _blocks(text: str) -> Iterator[tuple[re.Match[str], int]]:
     for line in _FENCED.finditer(text):
         begins = _FENCE.match(text, line.start())
         if opening:
-            place, is_sure = _closing(line, opening)
+            end, is_certain = _closing(line, opening)
             is_doubtful = _is_doubtful(opening)
-            if is_sure and not (is_doubtful and text[opening.end() : place].isspace()):
-                yield opening, place
+            if is_certain and not (is_doubtful and text[opening.end() : end].isspace()):
+                yield opening, end
                 opening = None
                 continue
             if not is_doubtful:
                 if stop < 0 or not (begins and begins[3] and begins[3] == line[3].rstrip()):
-                    stop = place if stop < 0 else stop
+                    stop = end if stop < 0 else stop
                     continue
                 yield opening, stop
         opening, stop = begins, -1
@@ -139,7 +143,7 @@ def _is_doubtful(opening: re.Match[str]) -> bool:
 
 
 def _closing(line: re.Match[str], opening: re.Match[str]) -> tuple[int, bool]:
-    """Return where code ends if a line closes its block, else -1; and whether this is certain."""
+    """Return where the code ends if a line closes the block, else -1, and if that is certain."""
     (indent, fence, _), (before, run, after) = opening.groups(), line.groups()
     is_last = not after.strip()
     if not run.startswith(fence) or (before.isspace() and len(before) > len(indent) + 3):
@@ -149,7 +153,7 @@ def _closing(line: re.Match[str], opening: re.Match[str]) -> tuple[int, bool]:
     return line.start(), is_last
 
 
-def _own(row: Row, source: str) -> CodeTask:
+def _own_format(row: Row, source: str) -> CodeTask:
     mode, tests, entry_point = row["mode"], row["tests"], str(row.get("entry_point") or "")
     if mode not in get_args(Mode):
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -161,36 +165,40 @@ def _own(row: Row, source: str) -> CodeTask:
         return CodeTask(
             source, mode, test_source=tests, entry_point=entry_point, setup=setup, borrowed=borrowed
         )
-    listed = json.loads(tests) if isinstance(tests, str) else tests
+    cases = json.loads(tests) if isinstance(tests, str) else tests
     if mode == "stdin":
-        return CodeTask(source, mode, [(test["input"], test["output"]) for test in listed])
+        return CodeTask(source, mode, [(case["input"], case["output"]) for case in cases])
     if not entry_point:
         raise ValueError("mode 'call' needs an entry_point")
-    pairs = [(list(test["args"]), test["expected"]) for test in listed]
+    pairs = [(list(case["args"]), case["expected"]) for case in cases]
     return CodeTask(source, mode, pairs, entry_point=entry_point)
 
 
 def _human_eval(row: Row, source: str) -> CodeTask:
-    """A completion is a whole function, or continues the prompt."""
+    """Read a HumanEval row; a completion is a complete function, or continues the prompt's."""
     prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
     head = re.escape(f"def {entry_point}")
     if re.search(rf"^{head}\b", source, re.MULTILINE):
         source = re.split(rf"^{head}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0] + source
     else:
         source = prompt + source
-    test_source, borrowed = str(row["test"]), (entry_point,)
     return CodeTask(
-        source, "assert", test_source=test_source, entry_point=entry_point, setup=prompt,
-        borrowed=borrowed,
-    )  # fmt: skip
+        source,
+        "assert",
+        test_source=str(row["test"]),
+        entry_point=entry_point,
+        setup=prompt,
+        borrowed=(entry_point,),
+    )
 
 
 def _mbpp(row: Row, source: str) -> CodeTask:
     tests = "\n".join(row["test_list"])
     imports = "\n".join(row.get("test_imports") or [])
     setup = f"{imports}\n{row.get('test_setup_code') or ''}".strip()
-    own = _free_names(f"{setup}\n{tests}") & _defined(str(row.get("code") or ""))
-    borrowed = tuple(sorted(own)) or _borrowed_names(f"{setup}\n{tests}")
+    # Names that the reference solution defines; without one, names that the tests leave undefined.
+    defined = _free_names(f"{setup}\n{tests}") & _defined(str(row.get("code") or ""))
+    borrowed = tuple(sorted(defined)) or _borrowed_names(f"{setup}\n{tests}")
     return CodeTask(source, "assert", test_source=tests, setup=setup, borrowed=borrowed)
 
 
@@ -200,10 +208,11 @@ def _defined(reference: str) -> set[str]:
 
 
 def _borrowed_names(source: str) -> tuple[str, ...]:
-    """Return the names that tests without an entry point use of the program.
+    """Return the names of the program that tests without an entry point use.
 
-    These are their imports from it, or their only undefined name: of several, one may be a judge
-    that they forgot to import, and that a program could define.
+    These are the names imported from `solution`, or the only undefined name. Several undefined
+    names are an error: one may be a checker that the tests forgot to import, and a program that
+    defines it would judge itself.
     """
     imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -214,20 +223,22 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
             if node.module == MODULE:
                 imported |= names - {"*"}
             elif "*" in names:
-                raise ValueError(f"`from {node.module} import *` hides what they borrow: "
-                                 "name an entry_point")  # fmt: skip
+                raise ValueError(f"`from {node.module} import *` hides which names the "
+                                 "tests use of the program: name an entry_point")  # fmt: skip
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             imported |= {node.attr} if node.value.id in modules else set()
     free = _free_names(source)
     if len(free) != (not imported):
-        listed = ", ".join(sorted(free)) or "nothing"
-        raise ValueError(f"they use {listed} from nowhere: name an entry_point, or import from "
-                         f"`{MODULE}` what the program is to bring")  # fmt: skip
+        undefined = ", ".join(sorted(free)) or "none"
+        raise ValueError(
+            f"undefined names in the tests: {undefined}; name an entry_point, or import the "
+            f"program's names from `{MODULE}`"
+        )
     return tuple(sorted(imported | free))
 
 
 def _free_names(source: str) -> set[str]:
-    """Return the global names that a source reads but does not define, built-in names excluded."""
+    """Return the global names that a source reads but does not define, except built-in names."""
     top = symtable.symtable(source, MODULE, "exec")
     tables, read, known = [top], set[str](), {*dir(builtins)}
     for table in tables:
@@ -259,7 +270,7 @@ def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
 
 
 def _deep_coder(row: Row, source: str) -> CodeTask:
-    """Read tests in the formats of its parts: LiveCodeBench (`lcbv5`), PrimeIntellect, TACO."""
+    """Read a DeepCoder row, in the format of its source: LiveCodeBench, PrimeIntellect or TACO."""
     if not isinstance(row["tests"], str):
         raise ValueError(
             "field 'tests': expected JSON as text, as DeepCoder has it, or a field 'mode' beside "
@@ -279,7 +290,7 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
 
 
 def _live_cases(text: str | None) -> Any:
-    """Return test cases, cached: the completions of a prompt are judged together."""
+    """Return test cases, cached because the completions of a prompt are judged together."""
     if not text:
         return []
     with _cache_lock:
@@ -293,23 +304,23 @@ def _live_cases(text: str | None) -> Any:
 
 
 def _unpacked(text: str) -> str:
-    """Return JSON, which hidden tests encode as base64 of zlib of a pickled text."""
+    """Return the JSON of test cases; hidden ones are pickled, compressed and base64-encoded."""
     if not text.lstrip().startswith(("[", "{")):
         unpacker = zlib.decompressobj()
-        packed = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)
+        pickled = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)
         if unpacker.unconsumed_tail:
             raise ValueError(f"hidden tests are larger than {MAX_PRIVATE_BYTES} bytes")
-        return str(_TextUnpickler(io.BytesIO(packed)).load())
+        return str(_TextUnpickler(io.BytesIO(pickled)).load())
     return text
 
 
 class _TextUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"hidden tests hold {module}.{name}, expected text")
+        raise ValueError(f"hidden tests: expected text, found {module}.{name}")
 
 
 _READERS = {
-    "mode": _own,
+    "mode": _own_format,
     "tests": _deep_coder,
     "test_list": _mbpp,
     "public_test_cases": _live_code_bench,

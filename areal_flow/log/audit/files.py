@@ -1,8 +1,8 @@
-"""Reads a run directory for an audit: what cannot be read becomes a finding.
+"""Reads a run directory for an audit; whatever cannot be read becomes a finding.
 
-Files come first, then rows of datasets, which are read a bounded number at a time and judged by
-their schema. Directories that a running run prunes meanwhile are left out. `rules` decides which
-values are right.
+Functions that read files come first, then those that read rows of datasets, in bounded batches, and
+check their schema. Directories that a live run prunes during the audit are skipped. `rules` decides
+which values are correct.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from schemas import arrow_schema, violations
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 16 * 2**20
-"""Size of the batches that are validated; validating one row costs as much as many."""
+"""Target size of a validated batch: validating one row costs as much as validating many."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
 
@@ -77,7 +77,7 @@ def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
 
 
 def read_parents(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
-    """Yield what a fork was made from, beside the weights hash that its parent's ledger has."""
+    """Yield the parent that a fork recorded, and the weights hash in that parent's ledger."""
     try:
         parent = read_parent(layout)
     except _UNREADABLE as error:
@@ -89,19 +89,23 @@ def read_parents(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
     if cause:
         what = (layout.identity.name, f"{parent}, to compare weights", cause)
         yield Finding("parent-not-compared", *what, ADVICE["orphan"], "note")
-    of = {"name": parent.name, "step": parent.step, "weights_hash": parent.weights_hash}
-    yield {**of, "ledger_hash": ledger_hash}
+    yield {
+        "name": parent.name,
+        "step": parent.step,
+        "weights_hash": parent.weights_hash,
+        "ledger_hash": ledger_hash,
+    }
 
 
 def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]:
-    """Return the weights hash of the parent's step by its ledger, or why there is none."""
-    place = find_parent(layout, parent)
-    if place is None:
-        return None, f"no run of its identity in {layout.root.parent}"
+    """Return the weights hash of the fork's step in its parent's ledger, or why there is none."""
+    parent_layout = find_parent(layout, parent)
+    if parent_layout is None:
+        return None, f"no run with its identity in {layout.root.parent}"
     try:
-        with read_errors(place.steps):
-            rows = LedgerReader(place).rows(["weights_hash"])
-        if is_recorded(parent.step, parent.weights_hash, rows[parent.step], place.forks):
+        with read_errors(parent_layout.steps):
+            rows = LedgerReader(parent_layout).rows(["weights_hash"])
+        if is_recorded(parent.step, parent.weights_hash, rows[parent.step], parent_layout.forks):
             return parent.weights_hash, ""
         return str(rows[parent.step]["weights_hash"]), ""
     except (ArealFlowError, IndexError) as error:
@@ -122,7 +126,7 @@ def listed_checkpoints(layout: RunLayout) -> list[Path]:
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
-    """Return the newest writer's published versions."""
+    """Return the directories of the versions that the newest writer published."""
     root = _weights_root(layout)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     directories = {file.parent for file in files if file.parent.name.isdigit()}
@@ -145,17 +149,17 @@ def read_directories(
         except (*_UNREADABLE, WeightsError) as error:
             cause = f"{type(error).__name__}: {error}"[:300]
             row = Finding(f"{kind}-unreadable", place, expected, cause, _advice(kind, path))
-        if kind == "checkpoint" and _fails_for_its_base(path, row):
-            what = (place, "sound weights in checkpoint 0, which it adapts", "damaged ones")
+        if kind == "checkpoint" and _has_damaged_base(path, row):
+            what = (place, "intact base weights in checkpoint 0", "damaged weights")
             row = Finding("not-judged", *what, ADVICE["unjudged"], "note")
-        if path.exists():
+        if path.exists():  # not pruned meanwhile
             yield row
 
 
 def _advice(kind: str, path: Path) -> str:
-    """Return what to do about a directory that cannot be read: one that is closed may be sound.
+    """Return what to do about an unreadable directory; without read permission it may be intact.
 
-    The error does not tell: safetensors says of a file that it may not open that there is none.
+    The error does not tell, since safetensors reports a file without permission as missing.
     """
     try:
         with suppress(FileNotFoundError):  # pruned meanwhile
@@ -167,10 +171,11 @@ def _advice(kind: str, path: Path) -> str:
     return ADVICE[kind]
 
 
-def _fails_for_its_base(path: Path, row: dict[str, Any] | Finding) -> bool:
+def _has_damaged_base(path: Path, row: dict[str, Any] | Finding) -> bool:
+    """Return whether an adapter's checkpoint is wrong because its base weights are damaged."""
     base = weight_files(path)[0].parent
-    is_sound = isinstance(row, dict) and row["found_weights_hash"] == row["weights_hash"]
-    if base == path or is_sound:
+    is_intact = isinstance(row, dict) and row["found_weights_hash"] == row["weights_hash"]
+    if base == path or is_intact:
         return False
     from areal_flow.policy.models.hashing import hash_files
 
@@ -181,15 +186,14 @@ def _fails_for_its_base(path: Path, row: dict[str, Any] | Finding) -> bool:
 
 
 def not_prepared(layout: RunLayout) -> bool:
-    made = (layout.inputs, layout.steps, layout.weights)
-    return not any(path.exists() for path in made)
+    return not any(path.exists() for path in (layout.inputs, layout.steps, layout.weights))
 
 
 def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
     description = "not begun to train" if layout.steps.exists() else ""
     if layout.sft_rows.is_file():
-        taken = max(list_checkpoints(layout.sft_checkpoints), default=0)
-        fine_tuning = f"fine-tuning at step {taken:,} of {recipe.sft.num_steps:,}"
+        step = max(list_checkpoints(layout.sft_checkpoints), default=0)
+        fine_tuning = f"fine-tuning at step {step:,} of {recipe.sft.num_steps:,}"
         description = "; ".join(filter(None, (fine_tuning, description)))
     what = (layout.steps.name, "a policy", description)
     return Finding("before-training", *what, ADVICE["before"], "note")
@@ -224,10 +228,10 @@ def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
 
 
 def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
-    for name, known in recorded.files.items():
+    for name, recorded_hash in recorded.files.items():
         path = layout.root / name
-        if path.is_file() and (current := file_hash(path)) != known:
-            expected = f"the content {known}, by {layout.inputs.name}"
+        if path.is_file() and (current := file_hash(path)) != recorded_hash:
+            expected = f"the hash {recorded_hash}, as recorded in {layout.inputs.name}"
             yield Finding("input-changed", name, expected, current, ADVICE["file"])
 
 
@@ -238,7 +242,7 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
         ("partial-checkpoint", "checkpoints/.partial-*"),
         ("pruned-checkpoint", "checkpoints/.pruned-*"),
     ):
-        # Not `Path.glob`, which ends with an error where a directory goes while it is listed.
+        # `Path.glob` raises if a directory is removed while it is listed.
         for where in sorted(glob(pattern, root_dir=layout.root)):  # noqa: PTH207
             yield Finding(
                 rule, where, "a finished directory", description, ADVICE["harmless"], "note"
@@ -255,7 +259,7 @@ def _weights_root(layout: RunLayout) -> Path:
 def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
     from areal_flow.policy.models.hashing import hash_files
 
-    names = [file.name for file in _intact(layout)]
+    names = [file.name for file in _unchanged_model_files(layout)]
     _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
     return {
         "listed_step": int(path.name),
@@ -266,18 +270,18 @@ def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
     }
 
 
-def _intact(layout: RunLayout) -> list[Path]:
-    """Return the run's model files that are as prepared; a changed one is a finding of its own."""
+def _unchanged_model_files(layout: RunLayout) -> list[Path]:
+    """Return the run's model files that are as prepared; `changed_inputs` reports the others."""
     try:
         recorded = read_inputs(layout).files
     except RunError:
         return []
-    known = {
-        layout.root / name: content
-        for name, content in recorded.items()
+    hashes = {
+        layout.root / name: recorded_hash
+        for name, recorded_hash in recorded.items()
         if name.startswith(f"{layout.model.name}/")
     }
-    return [file for file in known if file.is_file() and file_hash(file) == known[file]]
+    return [file for file in hashes if file.is_file() and file_hash(file) == hashes[file]]
 
 
 def _weights(reader: DirectoryReader, path: Path) -> dict[str, Any]:
@@ -313,18 +317,18 @@ class Batch(NamedTuple):
 
 
 def scan(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
-    """Yield rows of the newest version, about `BYTES_AT_ONCE` together, or findings."""
-    read: list[Batch] = []
+    """Yield rows of the newest version in batches of about `BYTES_AT_ONCE`, or findings."""
+    pending: list[Batch] = []
     for batch in _batches(path, where):
         if isinstance(batch, Finding):
             yield batch
             continue
-        read.append(batch)
-        if sum(batch.rows.nbytes for batch in read) >= BYTES_AT_ONCE:
-            yield _joined(read)
-            read = []
-    if read:
-        yield _joined(read)
+        pending.append(batch)
+        if sum(batch.rows.nbytes for batch in pending) >= BYTES_AT_ONCE:
+            yield _joined(pending)
+            pending = []
+    if pending:
+        yield _joined(pending)
 
 
 def _batches(path: Path, where: str | None) -> Iterator[Batch | Finding]:
@@ -350,16 +354,16 @@ def _batches(path: Path, where: str | None) -> Iterator[Batch | Finding]:
             yield unreadable(source, error)
 
 
-def _joined(read: list[Batch]) -> Batch:
-    first, last = read[0].source, read[-1].source
+def _joined(batches: list[Batch]) -> Batch:
+    first, last = batches[0].source, batches[-1].source
     source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
-    return Batch(source, pa.concat_tables([batch.rows for batch in read]))
+    return Batch(source, pa.concat_tables([batch.rows for batch in batches]))
 
 
 def check_schema(
     batch: Batch, model: type[pa_polars.DataFrameModel], *, kind: str
 ) -> tuple[list[Finding], pa.Table | None]:
-    """Return findings of broken rules, and the rows if rules over them can be computed."""
+    """Return a finding per broken rule, and the rows unless they are too broken for more checks."""
     stored, schema = batch.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
     if unexpected := sorted(set(schema.names) ^ set(stored.schema.names)):
         broken = [f"missing or unknown columns: {', '.join(unexpected)}"]
@@ -371,12 +375,12 @@ def check_schema(
         rows = stored.select(schema.names).cast(schema)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, KeyError):
         return findings, None
-    if unexpected or any(_has_holes(rows[field.name], field) for field in schema):
+    if unexpected or any(_has_forbidden_nulls(rows[field.name], field) for field in schema):
         return findings, None
     return findings, rows.append_column(COMMIT_ORDER, batch.rows[COMMIT_ORDER])
 
 
-def _has_holes(column: pa.ChunkedArray, field: pa.Field) -> bool:
+def _has_forbidden_nulls(column: pa.ChunkedArray, field: pa.Field) -> bool:
     if not field.nullable and column.null_count:
         return True
     return pa.types.is_list(field.type) and bool(pc.list_flatten(column).null_count)

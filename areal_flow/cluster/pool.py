@@ -45,7 +45,7 @@ from areal_flow.cluster.registry import (
 )
 from areal_flow.cluster.worker import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
-from areal_flow.flow.balance import Balance
+from areal_flow.flow.diagnosis import Balance
 from areal_flow.flow.schedules import run_until_first_ends
 
 logger = logging.getLogger(__name__)

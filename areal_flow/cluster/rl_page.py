@@ -29,7 +29,7 @@ from areal_flow.cluster.control import PoolSnapshot
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import PASS_RATE
-from areal_flow.flow import bottleneck
+from areal_flow.flow import diagnosis
 from areal_flow.flow.flow import Flow
 from areal_flow.log.dataset import COMMIT_ORDER, read_rows
 from areal_flow.log.ledger import STEPS, LedgerTail
@@ -37,7 +37,7 @@ from areal_flow.log.ledger import STEPS, LedgerTail
 TRAINER = "trainer"
 CURVES = ("reward_mean", PASS_RATE, "completion_tokens_mean", "staleness_mean", "staleness_max")
 TIMES = ("submitted_at", "started_at", "finished_at", "scored_at")
-_NUMBERS = ("committed_at", *CURVES, *bottleneck.COLUMNS)
+_NUMBERS = ("committed_at", *CURVES, *diagnosis.COLUMNS)
 _STEP = {"step": pl.Int64, "trajectory_watermark": pl.Int64, **dict.fromkeys(_NUMBERS, pl.Float64)}
 
 PAGE = "rl"
@@ -116,9 +116,7 @@ class RunFeed:
         groups = groups_of(pl.DataFrame(trajectories))
         began, ended = steps["committed_at"][0], steps["committed_at"][-1]
         now = time() if any(at_work.values()) else ended
-        limit = bottleneck.find_bottleneck(
-            steps.to_dicts(), num_generators=max(1, len(at_work) - 1)
-        )
+        limit = diagnosis.find_bottleneck(steps.to_dicts(), num_generators=max(1, len(at_work) - 1))
         flow = {"stages": flow_stages(self.flow, steps, groups)} if self.flow else {}
         return flow | {
             "verdict": pl.DataFrame([{"step": steps["step"][-1], **limit._asdict()}]),

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -37,7 +38,6 @@ from areal_flow.core.errors import (
 from areal_flow.core.step_metrics import SkippedSteps
 from areal_flow.core.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.flow.buffer import Batch, Buffer
-from areal_flow.flow.changes import Changes
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget
 from areal_flow.flow.gate import Gate
 from areal_flow.log.ledger_row import Provenance, batch_digest, group_seeds, step_row
@@ -48,7 +48,7 @@ RETRY_DELAY_S = 0.5
 """Before the second attempt at a group; each further attempt waits that much longer."""
 
 
-class Flow(Changes):
+class Flow:
     """The state of a run and its stages. One event loop, no threads."""
 
     def __init__(
@@ -60,7 +60,6 @@ class Flow(Changes):
         *,
         max_running: int,
     ) -> None:
-        super().__init__()
         self.recipe = recipe
         self.backends = backends
         self.provenance = provenance
@@ -70,6 +69,9 @@ class Flow(Changes):
         self.watermark = initial.watermark
         self.policy_version = initial.policy_version
         self.parent_hash = initial.weights_hash
+        self.num_changes = 0
+        self._next_change = asyncio.Event()
+        self._fatal: ArealFlowError | None = None
         self.stop_requested = False
         self.next_submission_index = initial.next_submission_index
         self._resubmit = deque(initial.resubmit)
@@ -115,6 +117,39 @@ class Flow(Changes):
         """Set how many trajectories may be on the cluster, after generators joined or ended."""
         self.gate.max_running = num_trajectories
         self.notify()
+
+    # Changes, which stages wait for
+
+    def notify(self) -> None:
+        self.num_changes += 1
+        self._next_change.set()
+        self._next_change = asyncio.Event()
+
+    async def wait_for_change(self, seen: int) -> None:
+        """Return once `num_changes` exceeds `seen`; raise the error that ended the run.
+
+        A caller reads `num_changes` before the state, so that it misses no change in between.
+        """
+        while self.num_changes <= seen:
+            await self._next_change.wait()
+        if self._fatal:
+            raise self._fatal
+
+    def _start(
+        self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]], failure: str
+    ) -> None:
+        """Start a task beside the stages; an unexpected error in it ends the run."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            self.notify()
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("%s", failure, exc_info=error)
+                self._fatal = ArealFlowError(f"{failure}: {error!r}")
+
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(on_end)
 
     # Admission
 

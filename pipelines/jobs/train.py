@@ -30,7 +30,7 @@ from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.flow.engine_gap import GapWatch
+from areal_flow.flow.diagnosis import GapWatch
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories
 from areal_flow.flow.recovery.bootstrap import restore_policy, take_over

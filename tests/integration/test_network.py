@@ -20,7 +20,7 @@ from areal_flow.cluster.pool import PLANNED_STEPS, Autoscaler
 from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError, RunError
-from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS
+from areal_flow.flow.diagnosis import SETTLING_STEPS, WINDOW_STEPS
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd
 from tests.unit.test_balance import row

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from areal_flow.cluster.pool import Autoscaler, WorkerPool
-from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS
+from areal_flow.flow.diagnosis import SETTLING_STEPS, WINDOW_STEPS
 from tests.unit.test_balance import row
 from tests.unit.test_pool import TWO, FakeLauncher, with_pool
 

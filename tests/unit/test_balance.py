@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_flow.flow.balance import SETTLING_STEPS, WINDOW_STEPS, Balance
+from areal_flow.flow.diagnosis import SETTLING_STEPS, WINDOW_STEPS, Balance
 from areal_flow.log.ledger_row import OBSERVED
 
 

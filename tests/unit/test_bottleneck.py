@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_flow.flow.bottleneck import find_bottleneck, judge_speed
+from areal_flow.flow.diagnosis import find_bottleneck, judge_speed
 
 
 @pytest.mark.parametrize(

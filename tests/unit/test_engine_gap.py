@@ -14,7 +14,7 @@ from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.engine_gap import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
 from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import VersionSpan
-from areal_flow.flow.engine_gap import GapWatch, is_wide
+from areal_flow.flow.diagnosis import GapWatch, is_wide
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence

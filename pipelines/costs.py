@@ -11,8 +11,15 @@ import polars as pl
 
 from areal_flow.config.cluster import Priced
 from areal_flow.core.errors import ConfigError, RunError
-from areal_flow.core.workers_file import ROLES, read_workers
-from areal_flow.flow.costs import COLUMNS, USES, CostAccounting, StepCost, by_use
+from areal_flow.flow.costs import (
+    COLUMNS,
+    ROLES,
+    USES,
+    CostAccounting,
+    StepCost,
+    by_use,
+    read_workers,
+)
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.queries import Run
 from areal_flow.planning.gpus import GPUS

@@ -43,7 +43,7 @@ from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import raise_open_files_limit
-from areal_flow.core.workers_file import record_worker_event
+from areal_flow.flow.costs import record_worker_event
 from areal_flow.flow.flow import Flow
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.planning.gpus import gpu_named

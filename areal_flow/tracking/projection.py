@@ -17,9 +17,8 @@ from areal_flow.config import load_recipe
 from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, tabulate
-from areal_flow.core.workers_file import Workers, read_workers
 from areal_flow.flow.costs import COLUMNS as COST_COLUMNS
-from areal_flow.flow.costs import CostAccounting, by_use
+from areal_flow.flow.costs import CostAccounting, Workers, by_use, read_workers
 from areal_flow.log.dataset import open_dataset, read_rows
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail

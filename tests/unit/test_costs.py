@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.workers_file import Tenure, Workers, read_workers, record_worker_event
-from areal_flow.flow.costs import CostAccounting
+from areal_flow.flow.costs import CostAccounting, Tenure, Workers, read_workers, record_worker_event
 from areal_flow.log.ledger_row import OBSERVED, REWARD_TASKS
 from pipelines.costs import parse_prices
 
@@ -129,7 +128,7 @@ def test_events_become_tenures_with_outages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, clock = tmp_path / "workers.jsonl", iter(range(100))
-    monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: float(next(clock)))
+    monkeypatch.setattr("areal_flow.flow.costs.time", lambda: float(next(clock)))
     note = partial(record_worker_event, path, 3, worker="generator-0", role="generator")
     placed = {"num_devices": 0.5, "is_gpu": True}
     for event in ("joined", "died", "joined", "died"):
@@ -152,7 +151,7 @@ def test_time_in_the_queue_costs_nothing_and_the_start_after_it_is_lost(
 ) -> None:
     """A generator at 2 $ an hour is preempted after an hour and queued for six."""
     hours = iter((0.0, 1.0, 7.0, 7.5, 9.0))
-    monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: 3600 * next(hours))
+    monkeypatch.setattr("areal_flow.flow.costs.time", lambda: 3600 * next(hours))
     path, worker = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "started", "joined", "left"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **worker)
@@ -166,7 +165,7 @@ def test_outage_ends_when_its_worker_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moments = iter((0.0, 10.0, 20.0, 20.0))
-    monkeypatch.setattr("areal_flow.core.workers_file.time", lambda: next(moments))
+    monkeypatch.setattr("areal_flow.flow.costs.time", lambda: next(moments))
     path, worker = tmp_path / "workers.jsonl", {"worker": "generator-0", "role": "generator"}
     for event in ("joined", "queued", "left", "started"):
         record_worker_event(path, 1, event, num_devices=1, is_gpu=True, **worker)

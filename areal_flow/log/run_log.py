@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from lance.fragment import FragmentMetadata
 
 from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.lease import Writer
+from areal_flow.core.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.core.types import GroupReceipt, TrajectoryReceipt
 from areal_flow.log.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
 from areal_flow.log.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
@@ -29,10 +30,12 @@ from areal_flow.log.dataset import (
     dataset_uri,
     open_dataset,
     read_rows,
+    remove_orphans,
     storage_errors,
 )
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups
+from areal_flow.policy.weights.shared_memory import free_segments
 from schemas import EvaluationRow, arrow_schema, validate
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,41 @@ EVALUATIONS = arrow_schema(EvaluationRow)
 def create_logs(layout: RunLayout) -> None:
     create_dataset(layout.trajectories, TRAJECTORIES, stable_row_ids=True)
     create_dataset(layout.steps, STEPS)
+
+
+def take_over(layout: RunLayout, writer: Writer) -> None:
+    """Make a run directory this writer's.
+
+    While an earlier driver is alive, a fence records where the logs end: rows that it still writes
+    are not visible. Once all are dead, their unfinished writes are removed, which are older than
+    this writer's lease.
+    """
+    writer.check_current()
+    if not is_sole_writer(writer):
+        evaluations = layout.evaluations
+        fence = Fence(
+            writer.writer_epoch,
+            trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
+            step=LedgerReader(layout).head,
+            evaluation_watermark=open_dataset(evaluations).count_rows()
+            if evaluations.exists()
+            else 0,
+        )
+        record_fence(layout.writers, fence)
+        return
+    for dataset in (layout.trajectories, layout.steps):
+        if num_removed := remove_orphans(dataset, written_before=writer.began_at):
+            logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
+    leftovers = [
+        *layout.weights.glob("[0-9]*"),
+        *layout.rendezvous.glob("[0-9]*"),
+        *layout.processes.glob("[0-9]*"),
+        *layout.checkpoints.glob(".partial-*"),
+    ]
+    for leftover in leftovers:
+        if int(leftover.name.rpartition("-")[2]) < writer.writer_epoch:
+            free_segments(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 class RunLog(LedgerReader):

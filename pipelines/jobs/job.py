@@ -113,7 +113,7 @@ class Fork:
 
     def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:
         """Write the new run's checkpoint 0; return the recipe with that as its model."""
-        from areal_flow.flow.recovery.fork import write_version_0  # torch
+        from areal_flow.flow.recovery.replay import write_version_0  # torch
 
         own = {each.verifier for each in load_recipe(self.parent.config).rewards}
         kept = (each.verifier for each in recipe.rewards if each.verifier in own)

@@ -33,14 +33,14 @@ from areal_flow.core.lease import Writer
 from areal_flow.flow.diagnosis import GapWatch
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories
-from areal_flow.flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.flow.recovery.checkpointing import Checkpoints
 from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
+from areal_flow.flow.recovery.restore import restore_policy
 from areal_flow.flow.schedules import SCHEDULES, run_until_first_ends
 from areal_flow.log.directory import read_state
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger_row import Provenance, genesis_row
-from areal_flow.log.run_log import RunLog
+from areal_flow.log.run_log import RunLog, take_over
 from areal_flow.policy.checkpoints import list_checkpoints
 from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.prompts.table import PromptTable

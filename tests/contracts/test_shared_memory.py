@@ -17,8 +17,7 @@ from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError, StorageError, WeightsError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease
-from areal_flow.flow.recovery.bootstrap import take_over
-from areal_flow.log.run_log import create_logs
+from areal_flow.log.run_log import create_logs, take_over
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.weights import shared_memory
 from areal_flow.policy.weights.directory import KEEP_VERSIONS, DirectoryReader

@@ -13,8 +13,7 @@ from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.step_metrics import NOTHING_TRAINED
 from areal_flow.core.types import PolicyHashes, StepResult
-from areal_flow.flow.recovery.bootstrap import note_fork
-from areal_flow.flow.recovery.restore import ComparedStep
+from areal_flow.flow.recovery.restore import ComparedStep, note_fork
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 

@@ -34,7 +34,6 @@ from areal_flow.core.lease import (
     record_fence,
 )
 from areal_flow.core.types import PolicyHashes
-from areal_flow.flow.recovery.bootstrap import take_over
 from areal_flow.log.audit.files import Batch, scan
 from areal_flow.log.codec import TRAJECTORIES
 from areal_flow.log.dataset import fence_condition, open_dataset
@@ -45,6 +44,7 @@ from areal_flow.log.run_log import (
     append_evaluation,
     create_logs,
     read_evaluation,
+    take_over,
 )
 from areal_flow.log.trajectories import TrainingRows
 from tests.rows import append, commit, written_group

@@ -7,18 +7,30 @@ where the trainer runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from math import isclose
 from typing import Any, Protocol
 
-from areal_flow.core.errors import TrainerLost, TrainingError
+from areal_flow.config import Recipe
+from areal_flow.core.errors import RunError, TrainerLost, TrainingError
+from areal_flow.core.layout import RunLayout
 from areal_flow.core.step_metrics import ENGINE_GAP, StepMetrics
 from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.ledger_row import MEASURED_AREAS
+from areal_flow.policy.checkpoints import (
+    checkpoint_hashes,
+    checkpoint_path,
+    forked_policies,
+    move_damaged_checkpoint,
+    record_fork,
+)
+from areal_flow.policy.weights.channel import WeightsWriter
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
 """What a replay must find again besides all in the `metrics` map that is no speed."""
@@ -220,3 +232,61 @@ async def restore_newest(
             "checkpoint %d was restored to %s, expected %s", checkpoint, restored, expected
         )
     return None
+
+
+async def restore_policy(
+    trainer: RestorableTrainer,
+    layout: RunLayout,
+    recipe: Recipe,
+    ledger: LedgerReader,
+    channel: WeightsWriter,
+    *,
+    on_replayed: Callable[[int, int], None],
+) -> tuple[PolicyHashes, int]:
+    """Restore the ledger's head; return the policy and how many steps were replayed."""
+    replay = await restore_newest(
+        trainer,
+        ledger,
+        checkpoint_hashes(layout.checkpoints),
+        forks=forked_policies(layout.forks),
+        at_most=ledger.head,
+        max_staleness=recipe.controller.max_staleness,
+        on_damaged=lambda step, e: move_damaged_checkpoint(
+            checkpoint_path(layout.checkpoints, step), e
+        ),
+    )
+    if replay is None:
+        raise RunError(
+            f"{layout.name} has no complete checkpoint that its ledger knows: it stopped before "
+            "training began. Remove it and start again"
+        )
+    num_steps = ledger.head - replay.checkpoint
+    while replay.step < ledger.head:
+        note_fork(layout, await replay.advance())
+        on_replayed(replay.step - replay.checkpoint, num_steps)
+    await asyncio.to_thread(channel.publish, ledger.head)
+    return replay.hashes, num_steps
+
+
+def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
+    """Record a replayed step that made another policy than the ledger has, or refuse it.
+
+    In the same numeric environment of a CPU hashes must be equal. Elsewhere the run goes on
+    from the fork, which is appended to forks.jsonl.
+    """
+    if not compared.forked:
+        return
+    fork = {
+        "step": compared.step,
+        "recorded": asdict(compared.recorded.hashes),
+        "replayed": asdict(compared.replayed.hashes),
+        "recorded_on": json.loads(compared.recorded.numeric_environment),
+        "replayed_on": json.loads(compared.replayed.numeric_environment),
+        "at": datetime.now(UTC).isoformat(),
+    }
+    message = "step {step} replayed to {replayed}, the ledger has {recorded}".format(**fork)
+    if compared.refused:
+        raise TrainingError(f"{message}, in the same numeric environment")
+    where = "recorded on {recorded_on}, replayed on {replayed_on}".format(**fork)
+    logger.warning("fork: %s; %s", message, where)
+    record_fork(layout.forks, fork)

@@ -1,7 +1,7 @@
-"""Computes recorded steps again in this process, and what they would have been with other settings.
+"""Recomputes recorded steps in this process: to compare them, to try other settings, or to fork.
 
-Nothing is written: a run that is being trained can be replayed, too. How a replay is shown is left
-to the command line.
+Nothing is written into the replayed run, which may be running. How a replay is shown is left to the
+command line.
 """
 
 from __future__ import annotations
@@ -241,13 +241,14 @@ async def write_version_0(
     fresh_optimizer: str,
     on_replayed: Callable[[int, int], None],
 ) -> None:
-    """Write checkpoint 0 of a new run from a parent's step, by default its newest checkpoint's."""
+    """Write checkpoint 0 of a fork from a step of its parent, by default its newest checkpoint's.
+
+    The step is loaded from its checkpoint, or replayed from the nearest earlier one.
+    """
     checkpoints = checkpoint_hashes(parent.checkpoints)
     parent_recipe = on_this_machine(load_recipe(parent.config))
-    if step is None or step in checkpoints:
-        parent_recipe = on_device(
-            parent_recipe, "cpu"
-        )  # only copied: the run's own workers need the GPUs
+    if step is None or step in checkpoints:  # only copied: the run's own workers need the GPUs
+        parent_recipe = on_device(parent_recipe, "cpu")
     local = LocalTrainer(parent, parent_recipe)
     last = local.ledger.head if step is None else step
     with threads_kept():
@@ -258,8 +259,16 @@ async def write_version_0(
                 "can be read and holds the weights of its ledger row, found checkpoints of steps "
                 f"{', '.join(map(str, checkpoints)) or 'none'}"
             )
-        if step is not None:
-            await _replay(replay, parent, step=step, on_replayed=on_replayed)
+        while step is not None and replay.step < step:
+            on_replayed(replay.step + 1, step)
+            compared = await replay.advance()
+            if compared.forked:
+                raise RunError(
+                    f"step {compared.step} of run {parent.name} was replayed to weights "
+                    f"{compared.replayed.hashes.weights_hash}, its ledger has "
+                    f"{compared.recorded.hashes.weights_hash}: expected the same; fork from a step "
+                    f"with a checkpoint, {', '.join(map(str, checkpoints))}"
+                )
     weights_hash = replay.hashes.weights_hash
     description = CheckpointState(0, weights_hash, 0, recipe.digest())
     snapshot = take_snapshot(local.rank.backend, description, recipe.trainer.lora)
@@ -268,19 +277,3 @@ async def write_version_0(
     write_checkpoint(layout.checkpoints, parent.model, snapshot, writer)
     run_id, optimizer = check_schema_version(parent), fresh_optimizer or "kept"
     record_parent(layout, Parent(run_id, parent.name, replay.step, weights_hash, optimizer))
-
-
-async def _replay(
-    replay: LedgerReplay, parent: RunLayout, *, step: int, on_replayed: Callable[[int, int], None]
-) -> None:
-    while replay.step < step:
-        on_replayed(replay.step + 1, step)
-        compared = await replay.advance()
-        if compared.forked:
-            raise RunError(
-                f"step {compared.step} of run {parent.name} was replayed to weights "
-                f"{compared.replayed.hashes.weights_hash}, its ledger has "
-                f"{compared.recorded.hashes.weights_hash}: expected the same; fork from a step "
-                "with a checkpoint, "
-                f"{', '.join(map(str, checkpoint_hashes(parent.checkpoints)))}"
-            )

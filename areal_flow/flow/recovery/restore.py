@@ -1,8 +1,7 @@
-"""The one way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
+"""The way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
 
-A resumed run restores its trainer ranks like this, and a replay its rank in this process. Each step
-comes back beside its record; what to do about one that differs is left to the caller, and so is
-where the trainer runs.
+A resumed run restores its trainer ranks this way, and a replay its rank in this process. The trainer
+may run anywhere. Each step is returned beside its record; the caller decides about one that differs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from areal_flow.policy.tokenizer.directory import refuse_gguf
 
 if TYPE_CHECKING:
     from areal_flow.log.lineage import HashCheck, Lineage
-    from areal_flow.tracking.model_registry import RegisteredVersion
+    from areal_flow.tracking.mlflow import RegisteredVersion
 
 _TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json", "MLmodel")
 
@@ -93,7 +93,7 @@ class Reference:
 def find_reference(runs: Path, text: str, *, registry: str | None = None) -> Reference:
     """Resolve a reference; `registry` is MLflow's address, by default the one beside the runs."""
     if text.startswith("models:/"):
-        from areal_flow.tracking.model_registry import default_tracking_uri, registered_version
+        from areal_flow.tracking.mlflow import default_tracking_uri, registered_version
 
         version = registered_version(registry or default_tracking_uri(runs), text)
         return _of_model(text, version.source, version)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from areal_flow.core.errors import WeightsError
 from areal_flow.core.types import Completion, GroupRequest, Sampling
 from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler
-from areal_flow.tracking.model_registry import BEST, CURRENT
+from areal_flow.tracking.mlflow import BEST, CURRENT
 from areal_flow.tracking.protocol import PASS_RATE_TAG, RunDescription
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from wandb.proto.wandb_internal_pb2 import Record
 
+from areal_flow.tracking.folder_sinks import _OPEN, TensorboardTracker, WandbTracker
 from areal_flow.tracking.mlflow import MlflowTracker
-from areal_flow.tracking.tensorboard import TensorboardTracker
-from areal_flow.tracking.wandb import _OPEN, WandbTracker
 from tests.fakes import MemoryTracker
 
 

@@ -1,14 +1,14 @@
 """Fills one sink from a run directory, from the last step that the sink has.
 
-Everything that is delivered is in the run: ledger rows, evaluations, checkpoints, the recipe. A
-sink that was away, or that is new, is filled in the same way.
+Everything delivered is in the run: ledger rows, evaluations with sample answers, checkpoints, the
+recipe. A sink that was unreachable, or is new, is filled in the same way.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from areal_flow.config import load_recipe
 from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, tabulate
+from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, passes, tabulate
 from areal_flow.flow.costs import COLUMNS as COST_COLUMNS
 from areal_flow.flow.costs import CostAccounting, Workers, by_use, read_workers
 from areal_flow.log.dataset import open_dataset, read_rows
@@ -24,7 +24,6 @@ from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail
 from areal_flow.log.queries import Run
 from areal_flow.policy.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
-from areal_flow.tracking.examples import answers_of, evenly_spaced, read_examples
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
     PASS_RATE_TAG,
@@ -57,8 +56,9 @@ METRICS = {
 }
 """The ledger's fixed columns by the names that sinks show."""
 
+MAX_EXAMPLE_VERSIONS, MAX_EXAMPLE_PROMPTS = 10, 8
 MAX_FINE_TUNING_POINTS = 200
-"""So many steps are shown of a long run of fine-tuning, evenly spaced, and the last."""
+"""A longer run of fine-tuning shows that many steps, evenly spaced, and the last."""
 
 STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", *COST_COLUMNS}
@@ -68,6 +68,7 @@ _SCORE_COLUMNS = [
     *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
     "reward_detail",
 ]
+_EXAMPLE_COLUMNS = ["policy_version", "difficulty", "prompt", "answer", "completion", "reward"]
 
 
 def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -161,26 +162,26 @@ class Projection:
         if version == self._evaluations_version:
             return
         run = Run(self._layout.root)
-        made = _evaluations_made(run)
-        if not made:  # they are being written, or a driver died over them
+        evaluations = _list_evaluations(run)
+        if not evaluations:  # they are being written, or a driver died over them
             return
-        for evaluation in made:
+        for evaluation in evaluations:
             self._deliver_evaluation(run, evaluation)
-        samples = read_examples(run, made)
+        samples = read_examples(run, evaluations)
         self._attempt("the sample answers", self._sink.show_samples, samples)
         self._evaluations_version = version
 
-    def _deliver_evaluation(self, run: Run, made: Mapping[str, Any]) -> None:
-        name, version = made["evaluation"], made["policy_version"]
-        if self._num_answers.get((name, version)) == made["count_all"]:
+    def _deliver_evaluation(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        name, version = evaluation["evaluation"], evaluation["policy_version"]
+        num_answers, at = evaluation["count_all"], _milliseconds(evaluation["evaluated_at_max"])
+        if self._num_answers.get((name, version)) == num_answers:
             return
-        answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=answers_of(made))
+        answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=answers_of(evaluation))
         table = tabulate(answers.to_pylist(), threshold=run.pass_threshold)
         self._pass_rates[version] = table.overall.passed.pass_rate
-        at, log = _milliseconds(made["evaluated_at_max"]), self._sink.log_evaluation
-        metrics = held_out_metrics(table)
+        metrics, log = held_out_metrics(table), self._sink.log_evaluation
         self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
-        self._num_answers[name, version] = made["count_all"]
+        self._num_answers[name, version] = num_answers
 
     def _deliver_checkpoints(self) -> None:
         hashes = checkpoint_hashes(self._layout.checkpoints)
@@ -247,11 +248,11 @@ class FineTuningProjection:
         self.sink.register_checkpoints(present)
 
 
-def _evaluations_made(run: Run) -> list[dict[str, Any]]:
+def _list_evaluations(run: Run) -> list[dict[str, Any]]:
     keys = ["evaluation", "policy_version", "verifier"]
     answers = run.evaluations("arrow", columns=[*keys, "evaluated_at"])
-    made = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])
-    return made.sort_by("evaluated_at_max").to_pylist()  # type: ignore[no-any-return]
+    evaluations = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])
+    return evaluations.sort_by("evaluated_at_max").to_pylist()  # type: ignore[no-any-return]
 
 
 def _rate_tag(name: str, rate: float | None) -> dict[str, str]:
@@ -260,3 +261,51 @@ def _rate_tag(name: str, rate: float | None) -> dict[str, str]:
 
 def _milliseconds(moment: Any) -> int:
     return int(moment.timestamp() * 1000)
+
+
+def read_examples(run: Run, evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first answers of evenly spaced policies to one prompt of each difficulty.
+
+    Args:
+        evaluations: `evaluation`, `policy_version` and `verifier` of each, in order; only those
+            with the last one's verifier are shown.
+    """
+    alike = [each for each in evaluations if each["verifier"] == evaluations[-1]["verifier"]]
+    by_difficulty = ["held_out", "difficulty"]
+    prompts_of_version = run.evaluations(
+        "arrow", columns=[*by_difficulty, "prompt_id"], where=_first_answers(evaluations[-1:])
+    )
+    prompts = prompts_of_version.group_by(by_difficulty).aggregate([("prompt_id", "min")])
+    prompts = prompts.sort_by([(name, "ascending") for name in by_difficulty])[:MAX_EXAMPLE_PROMPTS]
+    ids = ", ".join(
+        "'{}'".format(prompt_id.replace("'", "''"))
+        for prompt_id in prompts["prompt_id_min"].to_pylist()
+    )
+    answers = run.evaluations(
+        "arrow",
+        columns=[*_EXAMPLE_COLUMNS, "held_out", "prompt_id", "evaluated_at"],
+        where=f"{_first_answers(evenly_spaced(alike, MAX_EXAMPLE_VERSIONS))} AND prompt_id IN ({ids})",
+    )
+    order = [*by_difficulty, "prompt_id", "evaluated_at"]
+    rows = (
+        answers.sort_by([(name, "ascending") for name in order])
+        .select(_EXAMPLE_COLUMNS)
+        .to_pylist()
+    )
+    threshold = run.pass_threshold
+    return [{**row, "passed": passes(row["reward"], threshold=threshold)} for row in rows]
+
+
+def evenly_spaced(rows: Sequence[Any], max_rows: int) -> list[Any]:
+    """Return about `max_rows` rows, evenly spaced, with the first and the last."""
+    spacing = -(-len(rows) // max_rows) or 1
+    return [*rows[:-1:spacing], *rows[-1:]]
+
+
+def answers_of(evaluation: Mapping[str, Any]) -> str:
+    name, version = evaluation["evaluation"], evaluation["policy_version"]
+    return f"evaluation = '{name}' AND policy_version = {version}"
+
+
+def _first_answers(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    return f"sample = 0 AND ({' OR '.join(map(answers_of, evaluations))})"

@@ -28,11 +28,10 @@ from areal_flow.core.errors import ConfigError, StorageError
 from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import check_schema_version, observed_state
+from areal_flow.tracking.folder_sinks import TensorboardTracker, WandbTracker
 from areal_flow.tracking.mlflow import MlflowTracker
 from areal_flow.tracking.projection import FineTuningProjection, Projection
 from areal_flow.tracking.protocol import Tracker
-from areal_flow.tracking.tensorboard import TensorboardTracker
-from areal_flow.tracking.wandb import WandbTracker
 from areal_flow.training.supervised import OBJECTIVES
 
 logger = logging.getLogger(__name__)

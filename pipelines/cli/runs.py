@@ -130,8 +130,8 @@ def ui(
     Args:
         port: Port to listen on.
     """
+    from areal_flow.tracking.mlflow import default_tracking_uri
     from areal_flow.tracking.mlflow_pages import serve
-    from areal_flow.tracking.model_registry import default_tracking_uri
 
     if not (database := folders.runs / "mlflow.db").is_file():
         raise RunError(

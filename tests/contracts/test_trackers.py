@@ -30,9 +30,8 @@ from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run
 from areal_flow.policy.checkpoints import checkpoint_path, record_fork
 from areal_flow.tracking import track
-from areal_flow.tracking.folder import FolderTracker
-from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker
-from areal_flow.tracking.model_registry import registered_version
+from areal_flow.tracking.folder_sinks import FolderTracker
+from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import RunTracking, make_trackers, start_tracking, untrack

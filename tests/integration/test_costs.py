@@ -11,8 +11,7 @@ from mlflow.tracking import MlflowClient
 import areal_flow
 from areal_flow.core.layout import RunLayout
 from areal_flow.flow.costs import by_use
-from areal_flow.tracking.mlflow import IDENTITY_TAG
-from areal_flow.tracking.model_registry import default_tracking_uri
+from areal_flow.tracking.mlflow import IDENTITY_TAG, default_tracking_uri
 from tests.integration.conftest import Typed
 from tests.integration.runs import check_costs
 

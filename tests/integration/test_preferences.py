@@ -16,7 +16,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.log.inputs import read_inputs
 from areal_flow.policy.checkpoints import list_checkpoints, read_checkpoint_state
 from areal_flow.policy.tokenizer.directory import tokenizer_of
-from areal_flow.tracking.model_registry import default_tracking_uri, registered_version
+from areal_flow.tracking.mlflow import default_tracking_uri, registered_version
 from areal_flow.training.supervised import read_metrics
 from tests.integration.runs import cli, started_cli
 

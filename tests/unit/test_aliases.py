@@ -8,7 +8,7 @@ from mlflow.utils.validation import (
     _validate_model_alias_name_reserved,
 )
 
-from areal_flow.tracking.model_registry import BEST, CURRENT, run_alias
+from areal_flow.tracking.mlflow import BEST, CURRENT, run_alias
 
 AWKWARD = ("a.b", "a_b", "a-b", "latest", "LATEST", "v1", "V12", "v1.5", "current", "best", "...")
 

@@ -15,8 +15,8 @@ from urllib.request import urlopen
 import pytest
 from mlflow import MlflowClient
 
+from areal_flow.tracking.mlflow import default_tracking_uri
 from areal_flow.tracking.mlflow_pages import first_page, interval_view
-from areal_flow.tracking.model_registry import default_tracking_uri
 
 
 def test_a_value_and_its_bounds_are_one_chart_and_no_bound_has_its_own() -> None:

@@ -13,7 +13,7 @@ import pytest
 from areal_flow.core.errors import ArealFlowError
 from areal_flow.core.layout import RunLayout
 from areal_flow.policy.checkpoints import checkpoint_path, read_checkpoint_state
-from areal_flow.tracking import model_registry
+from areal_flow.tracking import mlflow
 from pipelines.cli.main import main
 from pipelines.models import find_reference
 from tests.recorded_runs import make_recorded_run
@@ -36,7 +36,7 @@ def layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLayout]
     source = checkpoint_path(layout.checkpoints, 0)
     tags = {"weights_hash": read_checkpoint_state(source).weights_hash}
     version = SimpleNamespace(name="m", version="1", source=source, tags=tags)
-    monkeypatch.setattr(model_registry, "registered_version", lambda *_: version)
+    monkeypatch.setattr(mlflow, "registered_version", lambda *_: version)
     monkeypatch.chdir(folder)
     yield layout
     shutil.rmtree(folder / "out", ignore_errors=True)

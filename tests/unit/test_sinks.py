@@ -10,8 +10,8 @@ from areal_flow.config import Recipe, TrackingSettings, build_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.layout import RunLayout
 from areal_flow.tracking import registry, track
+from areal_flow.tracking.folder_sinks import TensorboardTracker
 from areal_flow.tracking.registry import RunTracking, make_trackers, start_tracking, untrack
-from areal_flow.tracking.tensorboard import TensorboardTracker
 from tests.fakes import MemoryTracker
 from tests.kept import Kept
 from tests.tracked_runs import append_steps, make_run

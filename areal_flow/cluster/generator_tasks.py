@@ -20,7 +20,7 @@ from areal_flow.cluster.scoring import on_reward_worker
 from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.config import Recipe
 from areal_flow.core.errors import EngineError, EpisodeError
-from areal_flow.core.gpu_lock import TOGETHER, gpu_lock
+from areal_flow.core.machine import TOGETHER, gpu_lock
 from areal_flow.core.types import (
     Completion,
     EngineStats,

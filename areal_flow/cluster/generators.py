@@ -26,7 +26,7 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
-from areal_flow.core.gpu_lock import ALONE, gpu_lock
+from areal_flow.core.machine import ALONE, gpu_lock
 from areal_flow.core.types import ServedWeights
 
 REPLY_TIMEOUT_S = 30.0

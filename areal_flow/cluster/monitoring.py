@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from areal_flow.cluster.control import PoolSnapshot
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.step_metrics import TRAINED_BY_STALENESS
+from areal_flow.core.types import TRAINED_BY_STALENESS
 from areal_flow.flow.flow import Flow
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.tracking.projection import STEP_COLUMNS, step_metrics

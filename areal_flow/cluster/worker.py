@@ -38,9 +38,9 @@ from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import Execution, Executions
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.config.cluster import NetworkSettings
-from areal_flow.core.code_version import VERSION
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.machine import is_linux, raise_open_files_limit
+from areal_flow.core.program import VERSION
 from areal_flow.core.settings import search_here_last
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 

@@ -1,6 +1,7 @@
-"""Users' code: how it is called in a thread of its own, and what becomes of the errors it raises.
+"""Repeated failures: of users' code, and of updates.
 
-A failure is logged once a process with the user's own frames, and from then on only counted.
+Users' code runs in a thread of its own. A failure of it is logged once a process with the user's
+own frames, and from then on only counted.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Thread
 from traceback import FrameSummary, StackSummary
 from typing import TypeVar
 
-from areal_flow.core.errors import ArealFlowError
-from areal_flow.core.frames import is_users, place, users_frames
+from areal_flow.core.errors import ArealFlowError, TrainingError, is_users, place, users_frames
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +101,23 @@ def _formatted(error: BaseException, frames: list[FrameSummary]) -> str:
 def first_line(error: BaseException) -> str:
     """Return what went wrong; a database adds its statement with hundreds of parameters."""
     return str(error).strip().partition("\n")[0]
+
+
+MAX_SKIPPED_STEPS = 5
+"""After so many in a row a run ends: the policy will not recover by itself."""
+
+
+@dataclass
+class SkippedSteps:
+    """Ends a run in which too many steps in a row skipped an update."""
+
+    _num_in_a_row: int = 0
+
+    def count(self, step: int, *, skipped: bool) -> None:
+        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+        if self._num_in_a_row >= MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
+                f"the last one {step}, with an update that was skipped because loss or gradient "
+                "was not finite: start a new run with a lower learning rate"
+            )

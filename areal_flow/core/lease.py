@@ -25,9 +25,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from areal_flow.core.code_version import CODE_VERSION, git_commit
 from areal_flow.core.durable import force_to_disk, replace_file_durably
 from areal_flow.core.errors import RunError
+from areal_flow.core.program import CODE_VERSION, git_commit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
-"""What this machine gives a process: cores and memory, whatever its system is."""
+"""What this machine gives a process: cores, memory, open files, and the one GPU by turns."""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import platform
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -60,3 +63,25 @@ def raise_open_files_limit() -> int:
     except (OSError, ValueError):  # macOS has a lower limit, which it does not say
         return soft
     return target
+
+
+ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH
+POLL_S = 0.05
+
+
+@asynccontextmanager
+async def gpu_lock(processes: Path, kind: int) -> AsyncIterator[None]:
+    """Hold the lock of the one GPU of a run whose trainer and generators take turns.
+
+    It stands in the folder of a driver's processes. The driver holds it `ALONE` for the trainer's
+    turn, so that its death ends the turn. Generators hold it `TOGETHER`, each while it allocates
+    memory of the GPU: a new one waits without being told to.
+    """
+    with (processes / "gpu").open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(POLL_S)
+        yield

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_flow.core.digests import seed_of
-from areal_flow.core.step_metrics import StepMetrics
 
 Tokens = NDArray[np.int32]
 """Token ids of one sequence. Join sequences with `np.concatenate`: `+` adds ids."""
@@ -30,6 +29,17 @@ Verdict = Literal[
     "correct", "incorrect", "timeout", "bad_reference", "parse_error", "runtime_error",
     "output_limit", "memory_limit", "infrastructure_error", "error", "no_reward",
 ]  # fmt: skip
+
+SKIPPED_UPDATES = "skipped_updates_fraction"
+"""The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
+CRITIC_SKIPPED_UPDATES = "critic_skipped_updates_fraction"
+"""The same, of a critic's."""
+TRAINED_BY_STALENESS = "staleness/trained_tokens_"
+"""The prefix of a metric's name; the staleness of these tokens, in versions, follows."""
+SPEED_AREA = "speed/"
+"""The same, of metrics of throughput and utilization, which depend on the machine."""
+ENGINE_GAP = "engine_gap/"
+"""The same, of metrics that compare a rollout engine with the trainer at the same weights."""
 
 
 class VersionSpan(NamedTuple):
@@ -253,6 +263,37 @@ class PolicyHashes:
 
     weights_hash: str
     served_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Numbers of one step that every algorithm has; tokens are completion tokens, seconds are wall
+    time. `metrics` holds what the step's algorithm computes besides, by name."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    reward_mean: float
+    completion_tokens_mean: float
+    num_trained_tokens: int
+    num_masked_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    masked_fraction_by_decile: tuple[float, ...]
+    seconds_read: float
+    seconds_train: float
+    seconds_stage: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped_an_update(self) -> bool:
+        """Whether an update of the policy or of a critic changed nothing."""
+        names = (SKIPPED_UPDATES, CRITIC_SKIPPED_UPDATES)
+        return any(self.metrics.get(name, 0.0) > 0 for name in names)
+
+
+NOTHING_TRAINED = StepMetrics(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0, (), 0.0, 0.0, 0.0)
+"""The metrics of the genesis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-from areal_flow.core.step_metrics import ENGINE_GAP, SPEED_AREA
+from areal_flow.core.types import ENGINE_GAP, SPEED_AREA
 from areal_flow.log.ledger_row import OBSERVED, SPEED_COLUMNS, speed_metrics
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from areal_flow.core.errors import (
     SchemaError,
     WeightsError,
 )
-from areal_flow.core.step_metrics import SkippedSteps
+from areal_flow.core.failures import SkippedSteps
 from areal_flow.core.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.flow.buffer import Batch, Buffer
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, RetryBudget

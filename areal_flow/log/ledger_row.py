@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.core.digests import sha256_hex
-from areal_flow.core.step_metrics import NOTHING_TRAINED, SPEED_AREA
 from areal_flow.core.types import (
+    NOTHING_TRAINED,
+    SPEED_AREA,
     Discard,
     EngineStats,
     GroupReceipt,

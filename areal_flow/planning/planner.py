@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_flow.config import Recipe
 from areal_flow.core.errors import ConfigError, RunError
-from areal_flow.core.step_metrics import SPEED_AREA
+from areal_flow.core.types import SPEED_AREA
 from areal_flow.flow.diagnosis import Bottleneck, judge_speed
 from areal_flow.flow.flow_setup import groups_in_flight
 from areal_flow.planning.costs import ASSUMED, Costs, Efficiencies, Lengths, Policy, costs_of

@@ -16,8 +16,8 @@ from typing import Any
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.core.errors import EngineError
-from areal_flow.core.step_metrics import NOTHING_TRAINED
 from areal_flow.core.types import (
+    NOTHING_TRAINED,
     Episode,
     GroupReceipt,
     PolicyHashes,

@@ -37,9 +37,8 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from areal_flow.core.errors import RewardError
+from areal_flow.core.errors import RewardError, place, users_frames
 from areal_flow.core.failures import FailureCounts, cause_of, in_own_thread
-from areal_flow.core.frames import place, users_frames
 from areal_flow.core.types import RewardPart, Score
 from areal_flow.rewards.protocol import (
     COMPLETION_ARGUMENTS,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.core import thinking
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import RewardError
+from areal_flow.core.program import how_to_install
 from areal_flow.core.thinking import after_thinking
 from areal_flow.core.types import Score
 from areal_flow.rewards.math import text as math_text

@@ -281,17 +281,15 @@ def read_examples(run: Run, evaluations: Sequence[Mapping[str, Any]]) -> list[di
         "'{}'".format(prompt_id.replace("'", "''"))
         for prompt_id in prompts["prompt_id_min"].to_pylist()
     )
+    shown = _first_answers(evenly_spaced(alike, MAX_EXAMPLE_VERSIONS))
     answers = run.evaluations(
         "arrow",
         columns=[*_EXAMPLE_COLUMNS, "held_out", "prompt_id", "evaluated_at"],
-        where=f"{_first_answers(evenly_spaced(alike, MAX_EXAMPLE_VERSIONS))} AND prompt_id IN ({ids})",
+        where=f"{shown} AND prompt_id IN ({ids})",
     )
     order = [*by_difficulty, "prompt_id", "evaluated_at"]
-    rows = (
-        answers.sort_by([(name, "ascending") for name in order])
-        .select(_EXAMPLE_COLUMNS)
-        .to_pylist()
-    )
+    answers = answers.sort_by([(name, "ascending") for name in order])
+    rows = answers.select(_EXAMPLE_COLUMNS).to_pylist()
     threshold = run.pass_threshold
     return [{**row, "passed": passes(row["reward"], threshold=threshold)} for row in rows]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.core.command import command
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Lease, newest_lease
+from areal_flow.core.program import command
 from areal_flow.core.settings import flatten
 from areal_flow.log.directory import recipe_name_of
 from areal_flow.log.inputs import read_inputs

@@ -21,12 +21,11 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.config import Recipe, TrackingSettings, load_recipe
-from areal_flow.core.code_version import how_to_install
-from areal_flow.core.command import command
 from areal_flow.core.durable import replace_file
 from areal_flow.core.errors import ConfigError, StorageError
 from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.program import command, how_to_install
 from areal_flow.log.directory import check_schema_version, observed_state
 from areal_flow.tracking.folder_sinks import TensorboardTracker, WandbTracker
 from areal_flow.tracking.mlflow import MlflowTracker

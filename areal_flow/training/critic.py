@@ -26,7 +26,7 @@ from areal_flow.algorithms.protocol import (
     pad_rows,
 )
 from areal_flow.algorithms.registry import ActorCriticPPO
-from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES
+from areal_flow.core.types import CRITIC_SKIPPED_UPDATES
 from areal_flow.policy.models.reward_model import critic_of, scores_at
 from areal_flow.training.ranked_model import Minibatch, TrainedModel
 from areal_flow.training.replicas import ReplicaGroup

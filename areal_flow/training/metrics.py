@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from areal_flow.algorithms.advantages import rewards_are_equal
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.core.pass_rates import PASS_RATE, passes
-from areal_flow.core.step_metrics import TRAINED_BY_STALENESS, StepMetrics
-from areal_flow.core.types import StepRequest
+from areal_flow.core.types import TRAINED_BY_STALENESS, StepMetrics, StepRequest
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import RankSettings

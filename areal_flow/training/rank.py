@@ -19,8 +19,7 @@ from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.errors import TrainerLost
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.core.step_metrics import SPEED_AREA
-from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.core.types import SPEED_AREA, PolicyHashes, StepRequest, StepResult
 from areal_flow.policy.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.policy.models.lora import add_adapter, drawn_adapter
 from areal_flow.policy.models.policy import DTYPES

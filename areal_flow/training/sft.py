@@ -22,9 +22,9 @@ from areal_flow.algorithms.protocol import MinibatchSize
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.durable import replace_file_durably
 from areal_flow.core.errors import TrainingError
+from areal_flow.core.failures import SkippedSteps
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.core.step_metrics import SkippedSteps
 from areal_flow.policy.checkpoints import (
     CheckpointState,
     checkpoint_path,

@@ -28,7 +28,7 @@ from areal_flow.algorithms.protocol import (
     mean,
     read_from_device,
 )
-from areal_flow.core.step_metrics import SKIPPED_UPDATES
+from areal_flow.core.types import SKIPPED_UPDATES
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.critic import Critic
 from areal_flow.training.head import token_logprobs_and_entropies, top_logprobs

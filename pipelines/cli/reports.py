@@ -16,8 +16,7 @@ from rich.text import Text
 
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import newest_lease
-from areal_flow.core.paired import PairedComparison
-from areal_flow.core.pass_rates import EvaluationScores
+from areal_flow.core.pass_rates import EvaluationScores, PairedComparison
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.directory import list_runs, observed_state
 from areal_flow.log.lineage import HashCheck, Lineage

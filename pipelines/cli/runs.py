@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter, validators
 
 from areal_flow.config import load_recipe
-from areal_flow.core.code_version import how_to_install
-from areal_flow.core.command import command
 from areal_flow.core.errors import ConfigError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease, is_held, newest_lease
+from areal_flow.core.program import command, how_to_install
 from areal_flow.log.directory import find_run, list_runs, observed_state
 from pipelines.cli.settings import Flag, Given, Prices
 from pipelines.console.run_log import logged_lines

@@ -24,7 +24,7 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 
 from areal_flow.core.pass_rates import PASS_RATE
-from areal_flow.core.step_metrics import SKIPPED_UPDATES, SPEED_AREA
+from areal_flow.core.types import SKIPPED_UPDATES, SPEED_AREA
 from areal_flow.flow.diagnosis import speed_of
 from pipelines.console.run_log import log
 from pipelines.console.tables import PLAIN

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 from rich.console import RenderableType
 
-from areal_flow.core.command import command, from_here, python
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import EvaluationTable
+from areal_flow.core.program import command, from_here, python
 from pipelines.console.run_log import say
 from pipelines.console.tables import Table, samples_text, with_interval
 

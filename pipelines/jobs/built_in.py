@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import ConfigError, ModelError, PromptError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.program import how_to_install
 from areal_flow.policy.tokenizer.auto_tokenizer import auto_tokenizer, write_tokenizer
 from areal_flow.policy.tokenizer.directory import (
     check_model_directory,

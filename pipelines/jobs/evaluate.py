@@ -26,8 +26,14 @@ from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.core.errors import ConfigError, ModelError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.paired import PairedComparison, compare_answers
-from areal_flow.core.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
+from areal_flow.core.pass_rates import (
+    PASS_THRESHOLD,
+    EvaluationTable,
+    PairedComparison,
+    compare_answers,
+    rows_by_set,
+    tabulate,
+)
 from areal_flow.core.settings import flatten, merge
 from areal_flow.core.types import Prompt
 from areal_flow.flow.answers import answer_held_out

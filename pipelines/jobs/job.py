@@ -24,7 +24,6 @@ from areal_flow.cluster.launchers.fork_server import ForkServer, start_fork_serv
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.config.messages import spell
-from areal_flow.core.command import command, from_here
 from areal_flow.core.durable import replace_file
 from areal_flow.core.errors import ConfigError, EpisodeError, RewardError, RunError
 from areal_flow.core.failures import first_line

@@ -18,9 +18,9 @@ from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.program import how_to_install
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
 from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier

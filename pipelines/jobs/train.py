@@ -26,10 +26,10 @@ from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe
-from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
+from areal_flow.core.program import CODE_VERSION
 from areal_flow.flow.diagnosis import GapWatch
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable
-from areal_flow.core.step_metrics import ENGINE_GAP
+from areal_flow.core.types import ENGINE_GAP
 from areal_flow.log.ledger import STEPS
 
 Evaluation = tuple[int, EvaluationTable]

@@ -25,7 +25,7 @@ from areal_flow.core.errors import RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import leases
 from areal_flow.core.pass_rates import PASS_RATE, PassRate, tabulate, wilson_interval
-from areal_flow.core.step_metrics import ENGINE_GAP
+from areal_flow.core.types import ENGINE_GAP
 from areal_flow.flow.diagnosis import REMEDIES, find_bottleneck, is_wide
 from areal_flow.log.database import compared_answers
 from areal_flow.log.directory import observed_state

@@ -20,11 +20,11 @@ import pytest
 from mlflow import MlflowClient
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease
 from areal_flow.core.pass_rates import HELD_OUT
+from areal_flow.core.program import CODE_VERSION
 from areal_flow.log.inputs import Verifier, accept
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.core.code_version import git_commit
+from areal_flow.core.program import git_commit
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import pytest
 import pipelines.jobs.job
 import pipelines.pages.report
 from areal_flow.config import Recipe, TrackingSettings, build_recipe, dump_recipe
-from areal_flow.core.command import command
 from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.program import command
 from areal_flow.log.directory import hold_run
 from areal_flow.log.run_log import RunLog
 from areal_flow.tracking.protocol import describe_run
@@ -172,7 +172,7 @@ def test_printed_command_runs_in_a_shell_that_does_not_find_it(
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     if not name:  # an environment without the script
-        monkeypatch.setattr("areal_flow.core.command.NAME", "no-such-script")
+        monkeypatch.setattr("areal_flow.core.program.NAME", "no-such-script")
     opened = next_commands(layout, "x@0", evaluated=False)[-1].splitlines()[0]
     for line, output in (
         (opened, "completion"),

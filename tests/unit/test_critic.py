@@ -12,7 +12,7 @@ import torch
 from areal_flow.algorithms.protocol import AdvantageInputs, PolicyLoss
 from areal_flow.algorithms.registry import ActorCriticPPO, CriticSettings, DecoupledPPO
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
+from areal_flow.core.types import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.reward_model import critic_of
 from areal_flow.training.backend import TrainerBackend

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.core.errors import ArealFlowError, TrainingError
-from areal_flow.core.step_metrics import SKIPPED_UPDATES
 from areal_flow.core.types import (
+    SKIPPED_UPDATES,
     GroupReceipt,
     StepRequest,
     StepResult,

@@ -11,8 +11,7 @@ import pytest
 
 from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.step_metrics import NOTHING_TRAINED
-from areal_flow.core.types import PolicyHashes, StepResult
+from areal_flow.core.types import NOTHING_TRAINED, PolicyHashes, StepResult
 from areal_flow.flow.recovery.restore import ComparedStep, note_fork
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}

@@ -22,8 +22,8 @@ from areal_flow.cluster.trainer_tasks import _leave_generator_memory
 from areal_flow.cluster.worker import PLUGIN_NAME, WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe
 from areal_flow.core.errors import EngineError, TrainerLost
-from areal_flow.core.gpu_lock import ALONE, gpu_lock
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.machine import ALONE, gpu_lock
 from areal_flow.core.types import EngineStats, StepRequest
 from areal_flow.planning.gpus import GIB
 from areal_flow.planning.memory import generator_memory
@@ -288,7 +288,7 @@ def test_turn_of_a_killed_driver_ends_and_its_run_resumes_with_generators_awake(
 ) -> None:
     program = (
         "import asyncio, pathlib, sys\n"
-        "from areal_flow.core.gpu_lock import ALONE, gpu_lock\n"
+        "from areal_flow.core.machine import ALONE, gpu_lock\n"
         "async def hold():\n"
         "    async with gpu_lock(pathlib.Path(sys.argv[1]), ALONE):\n"
         "        print('held', flush=True)\n"

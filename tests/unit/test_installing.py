@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.core.code_version import how_to_install
+from areal_flow.core.program import how_to_install
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -21,7 +21,6 @@ import pytest
 import areal_flow
 from areal_flow.config import Recipe
 from areal_flow.core.errors import RunError
-from areal_flow.core.gpu_lock import ALONE, TOGETHER, gpu_lock
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import (
     Fence,
@@ -33,6 +32,7 @@ from areal_flow.core.lease import (
     read_fences,
     record_fence,
 )
+from areal_flow.core.machine import ALONE, TOGETHER, gpu_lock
 from areal_flow.core.types import PolicyHashes
 from areal_flow.log.audit.files import Batch, scan
 from areal_flow.log.codec import TRAJECTORIES

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from areal_flow.core.errors import ModelError
-from areal_flow.core.paired import compare_answers, sign_test
+from areal_flow.core.pass_rates import compare_answers, sign_test
 
 
 def answers(*rewards: float | None, samples: int = 1) -> list[dict[str, Any]]:

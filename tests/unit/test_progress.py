@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_flow.core.pass_rates import PASS_RATE
-from areal_flow.core.step_metrics import SKIPPED_UPDATES
+from areal_flow.core.types import SKIPPED_UPDATES
 from pipelines.console import progress as shown
 from pipelines.console.progress import (
     Lines,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from areal_flow.core.errors import TrainerLost, TrainingError
-from areal_flow.core.step_metrics import NOTHING_TRAINED
-from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.core.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 from areal_flow.flow.recovery.restore import LedgerReplay, restore_newest
 from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row, step_row
 

@@ -13,8 +13,13 @@ from areal_flow.algorithms import logprobs
 from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.control import usage_by_role
-from areal_flow.core.step_metrics import NOTHING_TRAINED, TRAINED_BY_STALENESS
-from areal_flow.core.types import PolicyHashes, ServedWeights, StepResult
+from areal_flow.core.types import (
+    NOTHING_TRAINED,
+    TRAINED_BY_STALENESS,
+    PolicyHashes,
+    ServedWeights,
+    StepResult,
+)
 from areal_flow.flow.recovery.restore import ComparedStep
 from areal_flow.log.ledger_row import (
     SPEED_COLUMNS,

@@ -21,8 +21,14 @@ from areal_flow.config import Recipe
 from areal_flow.core.errors import RunError, SchemaError, StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
-from areal_flow.core.step_metrics import StepMetrics
-from areal_flow.core.types import Discard, GroupReceipt, PolicyHashes, StepRequest, StepResult
+from areal_flow.core.types import (
+    Discard,
+    GroupReceipt,
+    PolicyHashes,
+    StepMetrics,
+    StepRequest,
+    StepResult,
+)
 from areal_flow.log import trajectories
 from areal_flow.log.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.log.database import empty_database

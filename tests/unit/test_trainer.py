@@ -13,8 +13,7 @@ import torch
 from areal_flow.algorithms.registry import ALGORITHMS, ActorCriticPPO, DecoupledPPO
 from areal_flow.core.errors import StorageError, TrainingError
 from areal_flow.core.lease import Writer
-from areal_flow.core.step_metrics import SKIPPED_UPDATES
-from areal_flow.core.types import Tokens, VersionSpan, as_tokens
+from areal_flow.core.types import SKIPPED_UPDATES, Tokens, VersionSpan, as_tokens
 from areal_flow.policy.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.training import kernels

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from areal_flow.config import Recipe
 from areal_flow.core.errors import RunError, TrainerLost, TrainingError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.step_metrics import ENGINE_GAP, StepMetrics
-from areal_flow.core.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.core.types import ENGINE_GAP, PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.ledger_row import MEASURED_AREAS
 from areal_flow.policy.checkpoints import (

@@ -18,9 +18,9 @@ import pandera.polars as pa_polars
 import pyarrow as pa
 
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.core.code_version import CODE_VERSION
 from areal_flow.core.errors import ArealFlowError, RunError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.program import CODE_VERSION
 from areal_flow.log.audit import files
 from areal_flow.log.audit.files import VersionGone, check_schema, scan
 from areal_flow.log.audit.rules import ADVICE, AuditDatabase, Finding, Report, unreadable

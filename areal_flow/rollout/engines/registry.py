@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import ConfigError
+from areal_flow.core.program import how_to_install
 from areal_flow.core.settings import import_function
 from areal_flow.rollout.engines.protocol import EngineFactory, GenerationSettings
 from areal_flow.rollout.engines.vllm.support import (

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from areal_flow.core.code_version import how_to_install
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import is_linux, system_name
+from areal_flow.core.program import how_to_install
 from areal_flow.rollout.engines.protocol import GenerationSettings
 
 VERSION = "0.32.0"

@@ -1,9 +1,7 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
 from schemas.arrow import arrow_schema, validate, violations
-from schemas.prompts import EvaluationRow, PromptRow
-from schemas.steps import StepRow
-from schemas.trajectories import TrajectoryRow
+from schemas.rows import EvaluationRow, PromptRow, StepRow, TrajectoryRow
 
 __all__ = [
     "EvaluationRow",

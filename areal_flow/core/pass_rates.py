@@ -1,4 +1,4 @@
-"""Pass rates: what passes, the means of an evaluation with 95% intervals, and the comparison of two.
+"""Pass rates: what passes, means of an evaluation with 95% intervals, comparisons of two models.
 
 The rule of what passes stands here and in SQL in `log/sql/passing.sql`; a test holds both equal.
 """

@@ -96,7 +96,7 @@ def trajectories(
 ) -> Report:
     """List a run's trajectories, show one, or write them to a file.
 
-    Columns for --where and --sort: those of schemas/trajectories.py and prompt, completion (text),
+    Columns for --where and --sort: those of schemas/rows.py and prompt, completion (text),
     status, step, reason, policy_version, verdict, passed, num_tokens, num_trained_tokens,
     num_masked_tokens, staleness, token_versions.
 

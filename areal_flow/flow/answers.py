@@ -62,8 +62,8 @@ async def answer_held_out(
         episodes.append(Episode(*given))
     tasks = _tasks(episodes)
     tables = await all_of(answer(task, name=name) for task in tasks)
-    made = {"evaluation": name, "writer_epoch": writer_epoch}
-    return await asyncio.to_thread(_all_rows, tasks, tables, decode, made)
+    columns = {"evaluation": name, "writer_epoch": writer_epoch}
+    return await asyncio.to_thread(_all_rows, tasks, tables, decode, columns)
 
 
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -82,7 +82,7 @@ def _all_rows(
     tasks: Sequence[Sequence[Episode]],
     tables: Sequence[pa.Table],
     decode: Decode,
-    made: Mapping[str, Any],
+    columns: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     answered = zip(tasks, tables, strict=True)
     rows = [row for task, table in answered for row in _rows(task, table, decode)]
@@ -92,10 +92,10 @@ def _all_rows(
             raise EpisodeError(cause)
         logger.warning(
             "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
-            *(made["evaluation"], len(failed), len(rows), cause),
+            *(columns["evaluation"], len(failed), len(rows), cause),
         )
     oldest = min(span["version"] for row in rows for span in row["version_spans"])
-    return [{**made, "policy_version": oldest, **row} for row in rows]
+    return [{**columns, "policy_version": oldest, **row} for row in rows]
 
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> Iterator[dict[str, Any]]:

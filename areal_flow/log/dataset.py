@@ -124,12 +124,12 @@ def fence_condition(layout: RunLayout, log: Log) -> str | None:
     """
     conditions = []
     for fence in read_fences(layout.writers):
-        before = {
+        is_earlier = {
             "trajectories": f"{COMMIT_ORDER} < {fence.trajectory_watermark}",
             "steps": f"step <= {fence.step}",
             "evaluations": f"{COMMIT_ORDER} < {fence.evaluation_watermark}",
         }
-        conditions.append(f"writer_epoch >= {fence.writer_epoch} OR {before[log]}")
+        conditions.append(f"writer_epoch >= {fence.writer_epoch} OR {is_earlier[log]}")
     return conjunction(*conditions)
 
 

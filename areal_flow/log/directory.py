@@ -1,6 +1,6 @@
-"""A run directory's life: made or resumed, held by one driver, left with a state.
+"""The life of a run directory: created or resumed, held by one driver, left with a state.
 
-It checks the datasets' schema version and does not read their rows.
+The datasets' schema version is checked here; their rows are not read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def recipe_name_of(layout: RunLayout) -> str:
 
 
 def first_num_steps(layout: RunLayout) -> int:
-    """Return the steps that a run was made with, which a resume may change; 0 if not recorded."""
+    """Return the `num_steps` a run was created with, which a resume may change; 0 if unrecorded."""
     return int(json.loads(layout.identity.read_text()).get("first_num_steps", 0))
 
 
@@ -99,8 +99,8 @@ def find_run(runs: Path, reference: str) -> RunLayout:
         if layout.config.is_file() or layout.steps.exists():
             check_schema_version(layout)
             return layout
-    known = ", ".join(run.name for run in list_runs(runs)) or "none"
-    raise RunError(f"expected a run named {reference!r} in {runs}, found: {known}")
+    names = ", ".join(run.name for run in list_runs(runs)) or "none"
+    raise RunError(f"expected a run named {reference!r} in {runs}, found: {names}")
 
 
 @contextmanager
@@ -159,12 +159,12 @@ def list_runs(runs: Path) -> list[RunLayout]:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The step whose policy is version 0 of a fork, which needs nothing of its parent any more."""
+    """The step whose policy is version 0 of a fork. The fork does not need its parent any more."""
 
     run_id: str
     """The parent's identity, which outlives its name."""
     name: str
-    """What the parent was called then."""
+    """The parent's name when it was forked."""
     step: int
     weights_hash: str
     optimizer: str
@@ -185,7 +185,7 @@ def read_parent(layout: RunLayout) -> Parent | None:
 
 
 def find_parent(layout: RunLayout, parent: Parent) -> RunLayout | None:
-    """Return where the parent is now among the child's neighbours, whatever it is called."""
+    """Return the parent if it is beside the child, under any name."""
     for identity in sorted(layout.root.parent.glob(f"*/{layout.identity.name}")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             if json.loads(identity.read_text())["run_id"] == parent.run_id:

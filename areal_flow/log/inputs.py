@@ -1,9 +1,9 @@
-"""What a run is made of beside its recipe: recorded once it is prepared, compared at each resume.
+"""The inputs of a run beside its recipe: recorded once prepared, compared at each resume.
 
-A run reads its own copies of prompts, rows of fine-tuning, configuration and tokenizer, and refuses
-changed ones. The files that they were copied from may change. The model directory counts until
-version 0 is made of it, that of a reference for good. A verifier is not copied, because its code
-may import anything: a changed one is refused, or accepted for what follows.
+A run reads its own copies of prompts, fine-tuning rows, configuration and tokenizer, and refuses
+changed ones. The files that they were copied from may change. The model directory must not change
+until version 0 is made from it, that of a reference never. A verifier is not copied, because its
+code may import anything: a changed one is refused, or accepted for what follows.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def reference_directory(layout: RunLayout) -> Path | None:
 
 
 def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool) -> list[str]:
-    """Refuse changed inputs; return what there is to say of changes that do not matter."""
+    """Refuse changed inputs; return notes on changes that do not matter."""
     recorded = read_inputs(layout)
     changed = [*changed_files(layout, recorded)]
     changed += [
@@ -122,18 +122,18 @@ def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool
         raise RunError(f"run {layout.name} cannot resume: its inputs changed\n  {listed}")
     return [
         f"{path} changed since run {layout.name} was prepared; the run goes on with its own copy"
-        for path, known in recorded.sources.items()
-        if Path(path).is_file() and file_hash(Path(path)) != known
+        for path, recorded_hash in recorded.sources.items()
+        if Path(path).is_file() and file_hash(Path(path)) != recorded_hash
     ]
 
 
 def changed_files(layout: RunLayout, recorded: RunInputs) -> Iterator[str]:
-    files = {str(layout.root / name): known for name, known in recorded.files.items()}
+    files = {str(layout.root / name): content for name, content in recorded.files.items()}
     yield from (f"{change}; restore it from a copy" for change in _changes(files))
 
 
 def accept(layout: RunLayout, verifier: Verifier, writer: Writer) -> None:
-    """Record that a verifier scores what this driver and later ones write."""
+    """Record the verifier of what this driver and later ones write."""
     recorded = read_inputs(layout)
     if verifier.identity != recorded.verifier:
         named = [*recorded.verifiers, (writer.writer_epoch, verifier.identity)]
@@ -141,10 +141,10 @@ def accept(layout: RunLayout, verifier: Verifier, writer: Writer) -> None:
 
 
 def check_verifier(layout: RunLayout, identity: str) -> None:
-    """Refuse code that was edited meanwhile; a directory that is no run's takes any."""
-    if layout.inputs.is_file() and identity != (known := read_inputs(layout).verifier):
+    """Refuse code that was edited while the run goes on; outside a run any is accepted."""
+    if layout.inputs.is_file() and identity != (current := read_inputs(layout).verifier):
         raise RewardError(
-            f"expected the verifier {known}, found {identity} while run {layout.name} goes on: "
+            f"expected the verifier {current}, found {identity} while run {layout.name} goes on: "
             "restore it, or stop the run and resume it with --accept-verifier"
         )
 

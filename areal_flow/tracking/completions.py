@@ -74,11 +74,11 @@ class Completions:
             prompt = self._chat.render([{"role": "user", "content": prompt}])
         tokens = prompt_tokens(self._tokenizer, prompt)
         with torch.inference_mode():
-            made = self._policy.generate(
+            generated = self._policy.generate(
                 torch.tensor([tokens]),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=self._stop,
             )
-        (completion,) = texts_of(self._tokenizer, [made[0, len(tokens) :]])
+        (completion,) = texts_of(self._tokenizer, [generated[0, len(tokens) :]])
         return completion

@@ -43,9 +43,9 @@ class FolderTracker(Tracker):
         if self._is_open:
             return self._delivered
         with suppress(FileNotFoundError, ValueError):  # a machine that lost power leaves it empty
-            known = json.loads(self._cursor.read_text())
-            if not self._layout.steps.exists() or known[0] <= LedgerReader(self._layout).head:
-                self._delivered, self._num_rows, self._evaluations = known
+            delivered = json.loads(self._cursor.read_text())
+            if not self._layout.steps.exists() or delivered[0] <= LedgerReader(self._layout).head:
+                self._delivered, self._num_rows, self._evaluations = delivered
         if not self._num_rows:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._cursor.unlink(missing_ok=True)
@@ -75,8 +75,8 @@ class FolderTracker(Tracker):
     def end(self, status: str) -> None:
         self._close(status)
         self._is_open = False
-        known = self._delivered, self._num_rows, self._evaluations
-        self._cursor.write_text(json.dumps(known))
+        delivered = self._delivered, self._num_rows, self._evaluations
+        self._cursor.write_text(json.dumps(delivered))
 
     def _open(self) -> None: ...
 

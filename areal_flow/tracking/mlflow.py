@@ -80,10 +80,10 @@ class MlflowTracker:
 
     def begin(self) -> int:
         client = self._connect()
-        if known := self._known_run():
-            self.run_id = known.info.run_id
+        if existing := self._find_run():
+            self.run_id = existing.info.run_id
             client.update_run(self.run_id, status="RUNNING")
-            return int(known.data.tags.get(DELIVERED_TAG, 0))
+            return int(existing.data.tags.get(DELIVERED_TAG, 0))
         tags = {IDENTITY_TAG: self._identity}
         run = client.create_run(self._experiment_id(), run_name=self._layout.name, tags=tags)
         self.run_id = run.info.run_id
@@ -93,9 +93,9 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         self._description = description
-        known = self._client.get_run(self.run_id).data.params
+        recorded = self._client.get_run(self.run_id).data.params
         parameters = description.parameters.items()
-        new = [Param(name, str(value)) for name, value in parameters if name not in known]
+        new = [Param(name, str(value)) for name, value in parameters if name not in recorded]
         tags = {**description.tags, **_own_tags(description)}
         named = [RunTag(name, value) for name, value in tags.items()]
         self._client.log_batch(self.run_id, params=new, tags=named)
@@ -113,8 +113,8 @@ class MlflowTracker:
 
     def show_report(self, page: Path) -> None:
         self._connect()
-        if known := self._known_run():
-            self._client.log_artifact(known.info.run_id, str(page))
+        if run := self._find_run():
+            self._client.log_artifact(run.info.run_id, str(page))
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
@@ -125,17 +125,17 @@ class MlflowTracker:
         self._log(policy_version, metrics, timestamp_ms, tags={})
 
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
-        known = {version.source: version for version in self._versions()}
+        versions = {version.source: version for version in self._versions()}
         sources = {f"file://{path}": dict(tags) for path, tags in present.items()}
         for source, tags in sources.items():
-            if source not in known:
-                known[source] = self._register(source, tags)
-            self._describe_version(known[source], tags)
-        for source, version in known.items():
+            if source not in versions:
+                versions[source] = self._register(source, tags)
+            self._describe_version(versions[source], tags)
+        for source, version in versions.items():
             if source not in sources:
                 self._client.delete_model_version(self._model, version.version)
         if sources:
-            self.model_version = str(known[list(sources)[-1]].version)
+            self.model_version = str(versions[list(sources)[-1]].version)
             self.alias = self._own_alias()
             aliases = self._aliases()
             aliases.point(self.alias, self.model_version)
@@ -155,15 +155,15 @@ class MlflowTracker:
         if database != self.uri and not Path(database).is_file():
             return 0  # a client would create it
         self._connect()
-        if (known := self._known_run()) is None:
+        if (run := self._find_run()) is None:
             return 0
-        self.run_id = known.info.run_id
+        self.run_id = run.info.run_id
         versions = self._versions()
         for version in versions:
             self._client.delete_model_version(self._model, version.version)
         self._client.delete_run(self.run_id)
         if self.uri.startswith(SQLITE):  # a server's files are the server's to delete
-            shutil.rmtree(source_path(known.info.artifact_uri).parent, ignore_errors=True)
+            shutil.rmtree(source_path(run.info.artifact_uri).parent, ignore_errors=True)
         if versions:
             self._aliases().point_to_best()
         return len(versions)
@@ -193,11 +193,11 @@ class MlflowTracker:
             self._client = _FailingFast(client) if is_server else client
         return self._client
 
-    def _known_run(self) -> Any | None:
+    def _find_run(self) -> Any | None:
         experiment = self._client.get_experiment_by_name(self._experiment)
-        mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
+        own_runs = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
         runs = experiment and self._client.search_runs(
-            [experiment.experiment_id], mine, max_results=1
+            [experiment.experiment_id], own_runs, max_results=1
         )
         return runs[0] if runs else None
 
@@ -225,9 +225,9 @@ class MlflowTracker:
 
     def _describe_version(self, version: Any, tags: dict[str, str]) -> None:
         if self._description is not None:
-            gpu = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
-            if version.description != gpu:
-                self._client.update_model_version(self._model, version.version, gpu)
+            card = model_card(self._description, f"models:/{self._model}/{version.version}", tags)
+            if version.description != card:
+                self._client.update_model_version(self._model, version.version, card)
         for name, value in tags.items():
             if version.tags.get(name) != value:
                 self._client.set_model_version_tag(self._model, version.version, name, value)
@@ -251,8 +251,10 @@ class MlflowTracker:
         place = None  # for a server to choose; a client of a database would take the working folder
         if self.uri.startswith(SQLITE):
             place = Path(self.uri.removeprefix(SQLITE)).with_name("mlflow-artifacts").as_uri()
-        made = self._client.create_experiment(self._experiment, place, tags={KIND_TAG: KIND})
-        return str(made)
+        experiment_id = self._client.create_experiment(
+            self._experiment, place, tags={KIND_TAG: KIND}
+        )
+        return str(experiment_id)
 
     def _log_prompts(self, prompts: InputPrompts) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -278,12 +280,12 @@ def model_card(run: RunDescription, model: str, tags: Mapping[str, str]) -> str:
 
 def _own_tags(description: RunDescription) -> dict[str, str]:
     commit, _, dirty = description.commit.partition("-")
-    known = {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": dirty and "True"}
+    git_tags = {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": dirty and "True"}
     return {
         "mlflow.note.content": description.text,
         "mlflow.source.name": "areal-flow",
         "mlflow.source.type": "LOCAL",
-        **{name: value for name, value in known.items() if value},
+        **{name: value for name, value in git_tags.items() if value},
     }
 
 

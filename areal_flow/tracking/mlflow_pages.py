@@ -71,9 +71,9 @@ def first_page(client: Any) -> str:
 
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
-    known = set(metrics)
-    bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(known)}
-    bounds = {name: both for name, both in bounds.items() if known.issuperset(both)}
+    names = set(metrics)
+    bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(names)}
+    bounds = {name: both for name, both in bounds.items() if names.issuperset(both)}
     charts = [_chart([name, *both]) for name, both in bounds.items()]
     hidden = [{**_chart([name]), "deleted": True} for both in bounds.values() for name in both]
     areas = sorted({_area(name) for name in bounds})

@@ -236,14 +236,14 @@ class FineTuningProjection:
         present = {}
         for step, weights_hash in checkpoint_hashes(root).items():
             path = checkpoint_path(root, step)
-            made = datetime.fromtimestamp((path / "state.json").stat().st_mtime, UTC)
+            trained_at = datetime.fromtimestamp((path / "state.json").stat().st_mtime, UTC)
             present[path] = {
                 "step": str(step),
                 "run": layout.name,
                 "weights_hash": weights_hash,
                 "rows_hash": rows_hash,
                 "rows": ", ".join(inputs.sources),
-                TRAINED_AT_TAG: made.isoformat(),
+                TRAINED_AT_TAG: trained_at.isoformat(),
             }
         self.sink.register_checkpoints(present)
 

@@ -125,8 +125,8 @@ def describe_run(layout: RunLayout) -> RunDescription:
         inputs = read_inputs(layout)
         verifier = inputs.verifier
         for path in (layout.sft_rows, layout.train_prompts):
-            if known := inputs.files.get(path.relative_to(layout.root).as_posix()):
-                prompts = InputPrompts(path, known)
+            if content_hash := inputs.files.get(path.relative_to(layout.root).as_posix()):
+                prompts = InputPrompts(path, content_hash)
     tags = {
         "recipe": recipe_name_of(layout),
         "recipe_digest": recipe.digest(),

@@ -1,11 +1,11 @@
-"""Sinks by the name that recipes use, and what delivers a run to one. The next sink is one file and
-one line here.
+"""Sinks by name, and the threads that deliver a run to them. A new sink is one class and one line
+here.
 
 | who        | waits for                          | unblocked by               |
 |------------|------------------------------------|----------------------------|
 | the driver | nothing                            |                            |
 | its thread | its pause, then something new      | a timer, then `wake`       |
-| its thread | its pause, while its sink is away  | a timer                    |
+| its thread | its pause, while it is unreachable | a timer                    |
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 DELIVER_EVERY_S = 5.0
 """The pause after each delivery, or attempt: several steps cost little more than one."""
-COMPLAIN_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
-"""How a run that is not running ended, in the words of sinks."""
+"""How a run ended, in the terms of sinks."""
 
 TRACKERS: Mapping[str, Callable[[RunLayout, TrackingSettings, str], Tracker]] = {
     "mlflow": MlflowTracker,
@@ -70,8 +70,8 @@ def make_trackers(layout: RunLayout, settings: TrackingSettings, uri: str) -> li
 
 def settings_of(recipe: Recipe) -> TrackingSettings:
     """Return how a recipe is tracked: a reward model is no version of the policies."""
-    tracking, made = recipe.tracking, OBJECTIVES[recipe.sft.objective]
-    if not made.makes_reward_model:
+    tracking, objective = recipe.tracking, OBJECTIVES[recipe.sft.objective]
+    if not objective.makes_reward_model:
         return tracking
     name = f"{tracking.registered_model}-reward-model"
     return tracking.model_copy(update={"registered_model": name})
@@ -123,40 +123,40 @@ class RunTracking:
 
     def _run(self, sink: Tracker, wake: threading.Event) -> None:
         projection = Projection(self._layout, sink)
-        complained_at = -COMPLAIN_EVERY_S
+        warned_at = -WARN_EVERY_S
         wake.wait()  # the first delivery may import a client for seconds
         while True:
             wake.clear()
             closing = self._closing.is_set()
             if closing and self._status is None:
                 return
-            is_away = False
+            is_unreachable = False
             try:
                 projection.deliver()
                 self._record(sink.protected())
                 if closing and self._status:
                     sink.end(self._status)
-            except Exception as error:  # noqa: BLE001  the thread's border
-                is_away = True
-                if closing or monotonic() - complained_at > COMPLAIN_EVERY_S:
-                    complained_at = monotonic()
-                    self._warn_throttled(error)
+            except Exception as error:  # noqa: BLE001  the boundary of the thread
+                is_unreachable = True
+                if closing or monotonic() - warned_at > WARN_EVERY_S:
+                    warned_at = monotonic()
+                    self._warn(error)
             if closing:
                 return
             self._closing.wait(DELIVER_EVERY_S)
-            if not is_away:
+            if not is_unreachable:
                 wake.wait()
 
     def _record(self, protected: frozenset[Path] | None) -> None:
         if protected is not None and protected != self._protected:
             self._protected = protected
             names = sorted(path.name for path in protected)
-            with suppress(OSError):  # a full disk stops no delivery
+            with suppress(OSError):  # a full disk must not stop deliveries
                 replace_file(self._layout.tracking, json.dumps({"protected": names}))
 
-    def _warn_throttled(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         logger.warning(
-            "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
+            "the tracker is unreachable; steps are delivered when it is back, or by %s: %s",
             command("track", self._layout.name, runs=self._layout.root.parent),
             first_line(error),
         )
@@ -183,7 +183,7 @@ def untrack(layout: RunLayout, recipe: Recipe) -> int:
         return 0
     at = settings.uri or "the database beside the runs"
     return sum(
-        _ask(sink, sink.remove, f"of run {layout.name} at {at}", ". Nothing was removed")
+        _call(sink, sink.remove, f"of run {layout.name} at {at}", ". Nothing was removed")
         for sink in make_trackers(layout, settings, settings.uri)
     )
 
@@ -193,20 +193,18 @@ def track(run_directory: Path, uri: str, *, sink: str = "") -> int:
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)
     settings = settings_of(load_recipe(layout.config))
-    chosen = sink or ("mlflow" if uri and uri != settings.uri else settings.sink)
-    settings = TrackingSettings.model_validate(
-        {**settings.model_dump(), "sink": chosen, "uri": uri}
-    )
+    names = sink or ("mlflow" if uri and uri != settings.uri else settings.sink)
+    settings = TrackingSettings.model_validate({**settings.model_dump(), "sink": names, "uri": uri})
     require_sinks(settings)
     return max(
-        _ask(each, partial(_deliver_all, layout, each), f"at {uri}")
+        _call(each, partial(_deliver_all, layout, each), f"at {uri}")
         for each in make_trackers(layout, settings, uri)
     )
 
 
 def _deliver_all(layout: RunLayout, sink: Tracker) -> int:
-    of_run = Projection if layout.steps.exists() else FineTuningProjection
-    num_steps = of_run(layout, sink).deliver()
+    projection = Projection if layout.steps.exists() else FineTuningProjection
+    num_steps = projection(layout, sink).deliver()
     if (state := observed_state(layout).state) in STATUS:
         sink.end(STATUS[state])
     if layout.report.is_file():
@@ -214,9 +212,10 @@ def _deliver_all(layout: RunLayout, sink: Tracker) -> int:
     return num_steps
 
 
-def _ask(sink: Tracker, ask: Callable[[], int], where: str, outcome: str = "") -> int:
+def _call(sink: Tracker, call: Callable[[], int], where: str, outcome: str = "") -> int:
+    """Call a sink; an error while it is unreachable becomes a StorageError."""
     try:
-        return ask()
+        return call()
     except Exception as error:
         if sink.is_reachable():
             raise

@@ -29,6 +29,7 @@ from areal_flow.core.errors import ConfigError, EpisodeError, RewardError, RunEr
 from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout, run_layout
 from areal_flow.core.lease import Writer
+from areal_flow.core.program import command, from_here
 from areal_flow.core.settings import flatten, merge
 from areal_flow.log.dataset import read_errors
 from areal_flow.log.directory import (
@@ -222,7 +223,7 @@ def _deliver(layout: RunLayout, deliver: Callable[[], object]) -> None:
         deliver()
     except Exception as error:  # noqa: BLE001  the run is finished anyway
         again = command("track", layout.name, runs=layout.root.parent)
-        logger.warning("the tracker is away; deliver by %s: %s", again, first_line(error))
+        logger.warning("the tracker is unreachable; deliver by %s: %s", again, first_line(error))
 
 
 def _conclude_sft(layout: RunLayout) -> None:

@@ -31,7 +31,7 @@ from areal_flow.log.audit.files import (
     scan,
 )
 from areal_flow.log.audit.rules import ADVICE, MAX_PER_RULE, AuditDatabase, Finding, Report
-from areal_flow.log.audit.run import MOST_READINGS, check_run
+from areal_flow.log.audit.run import MAX_READINGS, check_run
 from areal_flow.log.codec import TRAJECTORIES, content_hashes
 from areal_flow.log.dataset import open_dataset
 from areal_flow.log.inputs import Verifier, record_inputs
@@ -411,7 +411,7 @@ def test_missing_fragment_of_a_version_that_is_there_is_a_finding(tmp_path: Path
     assert kinds == ["Batch", "Finding"]
 
 
-@pytest.mark.parametrize("num_gone", [MOST_READINGS - 1, MOST_READINGS])
+@pytest.mark.parametrize("num_gone", [MAX_READINGS - 1, MAX_READINGS])
 def test_run_is_read_again_if_its_version_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gone: int
 ) -> None:
@@ -432,7 +432,7 @@ def test_run_is_read_again_if_its_version_was_removed(
 
     monkeypatch.setattr("areal_flow.log.audit.run.scan", overtaken)
     report = check_run(layout)
-    if num_gone < MOST_READINGS:
+    if num_gone < MAX_READINGS:
         assert report.as_json() == undisturbed.as_json()
     else:
         assert [finding.rule for finding in report.findings] == ["not-judged"]

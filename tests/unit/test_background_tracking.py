@@ -79,7 +79,7 @@ def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
     began = monotonic()
     for _ in range(50):
         tracking.wake()
-    wait_until(lambda: "the tracker is away" in caplog.text)
+    wait_until(lambda: "the tracker is unreachable" in caplog.text)
     tracking.protected()
     assert monotonic() - began < 2.0
     append_steps(layout, 4)
@@ -87,7 +87,9 @@ def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
     wait_until(lambda: sink.delivered == 4)
     tracking.close("FINISHED")
     assert list(sink.metrics["train/loss"]) == [1, 2, 3, 4]
-    assert caplog.text.count("the tracker is away") == 1, "it does not say so at every attempt"
+    assert caplog.text.count("the tracker is unreachable") == 1, (
+        "it does not say so at every attempt"
+    )
 
 
 class Counting(MemoryTracker):

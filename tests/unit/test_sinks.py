@@ -25,7 +25,7 @@ def layout(tmp_path: Path) -> RunLayout:
 def test_sinks_of_one_run_do_not_wait_for_each_other(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "COMPLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(registry, "WARN_EVERY_S", 0.0)
     away, here = MemoryTracker(), MemoryTracker()
     away.away = True
     layout.tracking.write_text('{"protected": ["00000001"]}')

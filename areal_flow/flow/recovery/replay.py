@@ -217,16 +217,16 @@ def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
 def _no_checkpoint(
     layout: RunLayout, requested: int | None, checkpoints: Sequence[int], *, step: int
 ) -> str:
-    known = ", ".join(map(str, checkpoints)) or "none"
+    steps = ", ".join(map(str, checkpoints)) or "none"
     if requested is not None and (requested not in checkpoints or requested >= step):
         return (
             f"--from {requested}: expected a checkpoint of run {layout.name} below step {step}, "
-            f"found checkpoints of steps {known}"
+            f"found checkpoints of steps {steps}"
         )
     which = "a checkpoint" if requested is None else f"checkpoint {requested}"
     return (
         f"run {layout.name} has no usable {which} below step {step}: expected one that can be read "
-        f"and holds the weights of its ledger row, found checkpoints of steps {known}; try --from "
+        f"and holds the weights of its ledger row, found checkpoints of steps {steps}; try --from "
         "with an earlier one, or a later step"
     )
 

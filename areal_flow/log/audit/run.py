@@ -39,7 +39,7 @@ KINDS = (
     "published weights",
     "evaluation answers",
 )
-MOST_READINGS = 5
+MAX_READINGS = 5
 """A run that goes on may commit faster than it is read."""
 
 
@@ -58,7 +58,7 @@ def check_run(layout: RunLayout) -> Report:
 
 def _read(layout: RunLayout) -> Report:
     """Read the run, again if a version that was being read was cleaned up."""
-    for _ in range(MOST_READINGS):
+    for _ in range(MAX_READINGS):
         report = Report(layout.name, KINDS)
         try:
             with closing(AuditDatabase()) as database:
@@ -71,7 +71,7 @@ def _read(layout: RunLayout) -> Report:
             report.add(damaged._replace(expected="numbers that can be counted again"))
         return report
     report = Report(layout.name, KINDS)
-    reason = f"it was cleaned up before it was read, {MOST_READINGS} times"
+    reason = f"it was cleaned up before it was read, {MAX_READINGS} times"
     what = (overtaken, "a version that stays while it is read", reason)
     report.add(Finding("not-judged", *what, ADVICE["overtaken"]))
     return report

@@ -1,6 +1,6 @@
 """What a flow is made with beside its recipe: the state it begins in, and what does its work.
 
-`cluster` and `store` implement the protocols, `planning/simulator.py` in virtual time, and
+`cluster` and `log` implement the protocols, `planning/simulator.py` in virtual time, and
 `tests/flow_fakes.py` fakes them.
 """
 

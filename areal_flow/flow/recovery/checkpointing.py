@@ -1,6 +1,6 @@
-"""Takes the checkpoints of a run: the logs are forced to disk, then the trainer's state is written.
+"""Takes the checkpoints of a run: the log is forced to disk, then the trainer's state is written.
 
-The trainer copies its state between two steps and writes the copy beside later steps, one at a
+The trainer copies its state between two steps and writes the copy during later steps, one at a
 time.
 """
 

@@ -31,21 +31,21 @@ from areal_flow.policy.checkpoints import (
 from areal_flow.policy.weights.channel import WeightsWriter
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
-"""What a replay must find again besides all in the `metrics` map that is no speed."""
+"""Compared besides everything in the `metrics` map that is not a speed."""
 
 SHARED = {"backend", "context_ranks", "shard_ranks"}
-"""What of a numeric environment says that ranks shared the policy, or its sequences."""
+"""Keys of a numeric environment that differ where ranks share the policy or its sequences."""
 
 TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 5e-2}
-"""By how much numbers of a step from equal weights may differ, relatively (and by a hundredth of it
-absolutely), where the same sums have another order: its ranks shared the policy or sequences, which
-the replay's one process has whole, or a GPU adds up as it comes. By the type of the passes."""
+"""Relative tolerance, by dtype, for numbers of a step from equal weights where sums have another
+order: on ranks that share the policy or sequences, or on a GPU. The absolute tolerance is a
+hundredth of it."""
 
 logger = logging.getLogger(__name__)
 
 
 class RestorableTrainer(Protocol):
-    """The trainer ranks as one, in other processes or in this one."""
+    """All trainer ranks, in other processes or in this one."""
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
         """Load the checkpoint of a step.
@@ -73,7 +73,7 @@ class ComparedStep:
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return recorded and replayed values by name; a metric that the record lacks is none."""
+        """Return recorded and replayed values by name, of the metrics that were recorded."""
         recorded, replayed = compared_values(self.recorded), compared_values(self.replayed)
         return _differences(recorded, {name: replayed.get(name) for name in recorded})
 
@@ -87,18 +87,18 @@ class ComparedStep:
 
     @property
     def refused(self) -> bool:
-        """Return whether a step differs where it must not: in an environment that repeats its bits.
+        """Return whether a step differs in an environment that repeats its bits.
 
-        Where ranks shared the policy or sequences, by more than the tolerance.
+        Where ranks share the policy or sequences, a difference within the tolerance is allowed.
         """
-        same = self.environment_differences.keys() <= SHARED and self.repeats_bits
-        return same and not self.within_tolerance and not self.after_fork
+        is_comparable = self.environment_differences.keys() <= SHARED and self.repeats_bits
+        return is_comparable and not self.within_tolerance and not self.after_fork
 
     @property
     def repeats_bits(self) -> bool:
-        """Return whether sums have the same order here each time: on a CPU, or where asked for."""
-        here = json.loads(self.replayed.numeric_environment)
-        return bool(here["device"] == "cpu" or here.get("kernels") == "deterministic")
+        """Return whether sums have a fixed order: on a CPU, or with deterministic kernels."""
+        environment = json.loads(self.replayed.numeric_environment)
+        return bool(environment["device"] == "cpu" or environment.get("kernels") == "deterministic")
 
     @property
     def tolerance(self) -> float:
@@ -113,10 +113,10 @@ class ComparedStep:
             return self.equal
         hashes = asdict(self.recorded.hashes)
         return all(
-            there is not None
-            and here is not None
-            and isclose(there, here, rel_tol=tolerance, abs_tol=tolerance / 100)
-            for name, (there, here) in self.differences.items()
+            recorded is not None
+            and replayed is not None
+            and isclose(recorded, replayed, rel_tol=tolerance, abs_tol=tolerance / 100)
+            for name, (recorded, replayed) in self.differences.items()
             if name not in hashes and not name.startswith(ENGINE_GAP)  # it is rounding itself
         )
 
@@ -159,7 +159,7 @@ class LedgerReplay:
     rows: Sequence[Mapping[str, Any]]
     """The ledger from the checkpoint's own row on."""
     hashes: PolicyHashes
-    """What the trainer holds now."""
+    """Of the policy that the trainer has now."""
     max_staleness: int
     """Of the run, in versions."""
     forked: bool = False
@@ -267,7 +267,7 @@ async def restore_policy(
 
 
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
-    """Record a replayed step that made another policy than the ledger has, or refuse it.
+    """Record a replayed step whose policy differs from the ledger's, or refuse it.
 
     In the same numeric environment of a CPU hashes must be equal. Elsewhere the run goes on
     from the fork, which is appended to forks.jsonl.

@@ -49,7 +49,7 @@ path = "rows.jsonl"
 question_field = "messages"
 answer_field = "solution"
 chat_template = true
-system = "Be brief."
+system_prompt = "Be brief."
 num_held_out = 4
 [generation]
 max_new_tokens = 48

@@ -192,9 +192,9 @@ def test_export_reads_back_as_it_was(
 def test_export_refuses_what_is_there_and_what_it_does_not_know(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("mine")
     for name, message in (
-        ("there.jsonl", "such a file already"),
+        ("there.jsonl", "the file exists already"),
         ("all.txt", "ends in .parquet or .jsonl or .csv"),
-        ("nowhere/all.jsonl", "no folder"),
+        ("nowhere/all.jsonl", "does not exist"),
     ):
         assert message in ask("trajectories", "small", "--to", tmp_path / name, code=2)
     assert (tmp_path / "there.jsonl").read_text() == "mine"

@@ -19,7 +19,7 @@ def test_quickest_experiment_writes_its_page_and_keeps_what_a_person_wrote(
     main(options)
     page = tmp_path / "packing.md"
     first = page.read_text()
-    assert first.startswith("# Packing: trained tokens a second by lengths")
+    assert first.startswith("# Packing: trained tokens per second with packing by length")
     assert "- command: `nox -s science -- packing --quick --sequences 6`" in first
     assert "- seeds: 0, 1" in first
     assert "| sigma 1.5 | by lengths |" in first

@@ -320,20 +320,26 @@ class Aliases:
         aliases = self.client.get_registered_model(self.model).aliases
         return {alias: str(version) for alias, version in aliases.items()}
 
-    def keeping(self, *, without: str) -> frozenset[str]:
-        """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases."""
-        moving = {CURRENT, without}
-        return frozenset(v for alias, v in self.versions().items() if alias not in moving)
+    def protected_versions(self, *, own_alias: str) -> frozenset[str]:
+        """Return the versions whose checkpoints are kept: those of `best` and of users' aliases.
 
-    def free_for(self, layout: RunLayout, *, identity: str) -> str:
-        """Return the alias of a run's name, with its identity where another run has that.
+        `current` and the alias of the run move on to newer checkpoints and protect none.
+        """
+        moving = {CURRENT, own_alias}
+        return frozenset(
+            version for alias, version in self.versions().items() if alias not in moving
+        )
 
-        A registry of several folders may have two runs of one name; one in the same place is gone.
+    def alias_for(self, layout: RunLayout, *, identity: str) -> str:
+        """Return an alias from a run's name; add its identity if another run has that alias.
+
+        Runs in different folders may share a registry and a name. An alias whose checkpoints are
+        in this run's own directory belongs to a deleted run, and is reused.
         """
         alias = run_alias(layout.name)
         if alias in self.versions():
-            holder = self.client.get_model_version_by_alias(self.model, alias)
-            if source_path(holder.source).parent != layout.checkpoints:
+            version = self.client.get_model_version_by_alias(self.model, alias)
+            if source_path(version.source).parent != layout.checkpoints:
                 return f"{alias}-{identity[:6]}"
         return alias
 
@@ -342,7 +348,7 @@ class Aliases:
             self.client.set_registered_model_alias(self.model, alias, version)
 
     def point_to_best(self) -> None:
-        """Have `best` point to the highest pass rate; of equals, to the version that was first."""
+        """Point `best` to the version with the highest pass rate; the oldest wins a tie."""
         versions = self.client.search_model_versions(f"name = '{self.model}'")
         rates = {
             int(version.version): float(version.tags[PASS_RATE_TAG])
@@ -353,15 +359,14 @@ class Aliases:
             self.point(BEST, str(max(sorted(rates), key=rates.__getitem__)))
 
     def point_to_current(self, version: str) -> None:
-        """Have `current` point to a version of a run that finished.
+        """Point `current` to a version of a finished run, unless `current` was trained later.
 
-        One that was trained before the version there takes nothing from it: a run may be delivered
-        late, or again.
+        Runs may be delivered late or twice, so delivery order is not training order.
         """
         if CURRENT in self.versions():
-            there = self.client.get_model_version_by_alias(self.model, CURRENT)
-            registered = self.client.get_model_version(self.model, version)
-            if there.tags.get(TRAINED_AT_TAG, "") > registered.tags.get(TRAINED_AT_TAG, ""):
+            current = self.client.get_model_version_by_alias(self.model, CURRENT)
+            candidate = self.client.get_model_version(self.model, version)
+            if current.tags.get(TRAINED_AT_TAG, "") > candidate.tags.get(TRAINED_AT_TAG, ""):
                 return
         self.point(CURRENT, version)
 
@@ -371,7 +376,7 @@ def source_path(source: str) -> Path:
 
 
 def default_tracking_uri(runs: Path) -> str:
-    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
+    return f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
 
 
 @dataclass(frozen=True, slots=True)

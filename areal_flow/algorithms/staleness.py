@@ -1,7 +1,7 @@
 """What a trained token is, and how stale it is: the hard bound on staleness, token by token.
 
 A token is trained if the policy chose it (`loss_mask`) and it is fresh enough.
-`store/sql/tokens.sql` says the same in SQL. Versions are compared once a span.
+`log/sql/tokens.sql` is the same rule in SQL. Versions are compared once per span.
 """
 
 from __future__ import annotations

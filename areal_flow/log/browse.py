@@ -121,13 +121,12 @@ class GroupSelection:
 
 def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, Any]], int]:
     """Return the first selected groups, and how many match."""
-    query = (
-        "SELECT submission_index, count(*) OVER () FROM {table}\n"
+    clauses = (
         f"WHERE {condition(run, selection)}\n"
         f"GROUP BY submission_index ORDER BY {ORDERS[selection.order]} LIMIT {MAX_GROUPS}"
     )
     try:
-        selected = _run_query(run, query)
+        selected = _indices_and_count(run, clauses)
     except duckdb.InterruptException:
         raise ConfigError(
             f"the condition {selection.where} takes longer than {MAX_QUERY_S} s: expected one that "
@@ -160,12 +159,14 @@ def condition(run: Run, selection: GroupSelection) -> str:
     return f"{where} AND {_in_submissions(sorted(trained))}"
 
 
-def _run_query(run: Run, query: str) -> list[Any]:
+def _indices_and_count(run: Run, clauses: str) -> list[Any]:
+    """Return each selected submission index with the number of all that match."""
+    select = "SELECT submission_index, count(*) OVER () FROM"
     if fence_condition(run.layout, "trajectories") is None:
         log_alone = run.connect({"stored": open_dataset(run.layout.trajectories)})
         with suppress(duckdb.BinderException, duckdb.CatalogException):  # of the ledger, perhaps
-            return _read_only(log_alone, query.format(table="logged"))
-    return _read_only(run.database(), query.format(table="trajectories"))
+            return _read_only(log_alone, f"{select} logged\n{clauses}")
+    return _read_only(run.database(), f"{select} trajectories\n{clauses}")
 
 
 def _read_only(database: duckdb.DuckDBPyConnection, query: str) -> list[Any]:

@@ -47,11 +47,11 @@ pytestmark = pytest.mark.slow
 TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2}
 """Of weights after all steps, absolutely: rates of 1e-3 move a weight by a hundredth at most."""
 
-MicroBatchMetrics = list[dict[str, Any]]
+RankResults = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[MicroBatchMetrics, Path]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[RankResults, Path]:
     directory = tmp_path_factory.mktemp("ranks")
     write_models(directory)
     cases = [*TRAININGS, *SUPERVISED, "pretrained", "staged", "written", "not finite", "muon"]
@@ -73,7 +73,7 @@ def write_models(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[MicroBatchMetrics, Path]:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[RankResults, Path]:
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text("{}")
@@ -82,22 +82,20 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[MicroBatchMetr
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_ranks_make_what_one_process_makes(
-    two_ranks: tuple[MicroBatchMetrics, Path], name: str
-) -> None:
+def test_ranks_make_what_one_process_makes(two_ranks: tuple[RankResults, Path], name: str) -> None:
     check_equal([rank[name] for rank in two_ranks[0]], TRAININGS[name])
 
 
 @pytest.mark.parametrize("name", [*SHARED_TOKENS, *TWO_COPIES])
 def test_four_ranks_make_what_one_process_makes(
-    four_ranks: tuple[MicroBatchMetrics, Path], name: str
+    four_ranks: tuple[RankResults, Path], name: str
 ) -> None:
     """In pairs they share tokens, one key-value head, or a copy of the policy."""
     check_equal([rank[name] for rank in four_ranks[0]], (SHARED_TOKENS | TWO_COPIES)[name])
 
 
 def test_ranks_of_two_copies_write_each_row_once_for_any_number_of_ranks(
-    four_ranks: tuple[MicroBatchMetrics, Path],
+    four_ranks: tuple[RankResults, Path],
 ) -> None:
     ranks, directory = four_ranks
     written = ranks[0]["written"]
@@ -111,7 +109,7 @@ def test_ranks_of_two_copies_write_each_row_once_for_any_number_of_ranks(
     check_read_by_others(directory, expected=written["expected"], num_ranks=2)
 
 
-def check_equal(ranks: MicroBatchMetrics, training: Training) -> None:
+def check_equal(ranks: RankResults, training: Training) -> None:
     expected = train(training, num_ranks=len(ranks))
     tolerance = TOLERANCE[training.settings.dtype]
     for rank in ranks:
@@ -130,7 +128,7 @@ def check_equal(ranks: MicroBatchMetrics, training: Training) -> None:
 
 @pytest.mark.parametrize("objective", SUPERVISED)
 def test_ranks_fine_tune_as_one_process_does(
-    two_ranks: tuple[MicroBatchMetrics, Path], objective: SftObjectiveName
+    two_ranks: tuple[RankResults, Path], objective: SftObjectiveName
 ) -> None:
     ranks, directory = two_ranks
     expected = fine_tuned(objective, None, directory)
@@ -143,7 +141,7 @@ def test_ranks_fine_tune_as_one_process_does(
 
 
 def test_ranks_read_their_rows_of_a_directory_and_draw_the_same_adapter(
-    two_ranks: tuple[MicroBatchMetrics, Path],
+    two_ranks: tuple[RankResults, Path],
 ) -> None:
     ranks, directory = two_ranks
     expected = pretrained(None, directory)
@@ -156,14 +154,14 @@ def test_ranks_read_their_rows_of_a_directory_and_draw_the_same_adapter(
 
 
 def test_weights_leave_ranks_as_those_of_a_whole_policy(
-    two_ranks: tuple[MicroBatchMetrics, Path],
+    two_ranks: tuple[RankResults, Path],
 ) -> None:
     for rank in two_ranks[0]:
         assert rank["staged"]["sharded"] == rank["staged"]["whole"]
 
 
 def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
-    two_ranks: tuple[MicroBatchMetrics, Path], tmp_path: Path
+    two_ranks: tuple[RankResults, Path], tmp_path: Path
 ) -> None:
     """The same ranks, three other ranks, and a single process."""
     ranks, directory = two_ranks
@@ -175,13 +173,13 @@ def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
 
 
 def test_muon_moves_rows_of_two_copies_as_it_moves_whole_matrices(
-    four_ranks: tuple[MicroBatchMetrics, Path],
+    four_ranks: tuple[RankResults, Path],
 ) -> None:
     test_muon_moves_rows_as_it_moves_whole_matrices(four_ranks)
 
 
 def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
-    four_ranks: tuple[MicroBatchMetrics, Path],
+    four_ranks: tuple[RankResults, Path],
 ) -> None:
     """The rank waits until it sees this; otherwise the step would not have ended."""
     behind = [rank["behind"] for rank in four_ranks[0]]
@@ -190,7 +188,7 @@ def test_rank_that_others_wait_for_has_begun_fewer_exchanges(
 
 
 def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(
-    four_ranks: tuple[MicroBatchMetrics, Path],
+    four_ranks: tuple[RankResults, Path],
 ) -> None:
     assert all(rank["timeouts"] == {"seconds": [600.0, 600.0]} for rank in four_ranks[0])
 
@@ -209,30 +207,30 @@ def check_read_by_others(directory: Path, *, expected: str, num_ranks: int) -> N
 
 
 def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
-    two_ranks: tuple[MicroBatchMetrics, Path],
+    two_ranks: tuple[RankResults, Path],
 ) -> None:
     for rank in two_ranks[0]:
         assert rank["not finite"] == {"losses": [], "unchanged": True}
 
 
 def test_muon_moves_rows_as_it_moves_whole_matrices(
-    two_ranks: tuple[MicroBatchMetrics, Path],
+    two_ranks: tuple[RankResults, Path],
 ) -> None:
     for rank in two_ranks[0]:
         assert all(rank["muon"]["equal"])
 
 
-def test_rank_that_ends_within_a_pass_is_noticed(two_ranks: tuple[MicroBatchMetrics, Path]) -> None:
+def test_rank_that_ends_within_a_pass_is_noticed(two_ranks: tuple[RankResults, Path]) -> None:
     check_noticed([rank["left"]["noticed"] for rank in two_ranks[0]])
 
 
 def test_rank_that_ends_within_a_sequence_is_noticed(
-    four_ranks: tuple[MicroBatchMetrics, Path],
+    four_ranks: tuple[RankResults, Path],
 ) -> None:
     check_noticed([rank["left within a sequence"]["noticed"] for rank in four_ranks[0]])
 
 
-def test_rank_that_left_before_is_noticed(two_ranks: tuple[MicroBatchMetrics, Path]) -> None:
+def test_rank_that_left_before_is_noticed(two_ranks: tuple[RankResults, Path]) -> None:
     leader, follower = (rank["gone"]["noticed"] for rank in two_ranks[0])
     assert "another trainer rank left" in leader
     assert "left its replica group" in follower

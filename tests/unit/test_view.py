@@ -86,6 +86,7 @@ def test_groups_come_newest_first_with_what_became_of_them(run: Run) -> None:
         ({"where": "reward = 0.5"}, []),
         ({"where": "completion LIKE '%%' AND num_tokens = 3 -- all"}, [4, 3, 2, 1]),
         ({"where": "step >= 2 AND staleness = 0"}, [4, 3, 2]),
+        ({"where": "completion LIKE '%{x}%' OR '{' = 'step'"}, []),
         ({"where": "prompt_id IN (SELECT prompt_id FROM trajectories WHERE step = 2)"}, [2]),
         ({"where": "member < (SELECT max(step) - 3 FROM steps)"}, [4, 3, 2, 1]),
         ({"step": 3}, [3]),

@@ -47,21 +47,21 @@ ADVICE = {
     "evaluations": "evaluations.lance was changed after it was written: restore it from a copy",
     "prompts": "joins by prompt_id are unreliable in this run; give rows unique ids before the "
     "next run",
-    "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
-    "verifier": "inputs.json or a log was changed, or the verifier while the run went on: compare "
-    "nothing across it",
+    "recipe": "config.toml was changed: restore its settings, since a run keeps its recipe",
+    "verifier": "inputs.json or a log was changed, or the verifier during the run: do not "
+    "compare rewards across the change",
     "parent": "run.json, the ledger or that of the parent was changed: restore them from a copy",
-    "orphan": "nothing, if the parent was removed or is kept elsewhere; the run needs it no more",
-    "checkpoint": "remove it: --resume goes on from an older one; checkpoint 0, which has none, "
-    "restore from a copy",
-    "description": "copy these files from model/ into it: its weights are as they were",
-    "closed": "make it readable, then check again: nobody knows whether it is damaged",
-    "disagree": "one of the two was changed: restore it from a copy, and remove neither before",
+    "orphan": "nothing, if the parent was removed or moved: the run no longer needs it",
+    "checkpoint": "remove it, and --resume continues from an older one; restore checkpoint 0 "
+    "from a copy",
+    "description": "copy these files from model/ into it: its weights are unchanged",
+    "closed": "make it readable, then check again: it may or may not be damaged",
+    "disagree": "one of the two was changed: restore it from a copy; until then remove neither",
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
-    "harmless": "nothing: nobody reads it",
-    "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
-    "before": "nothing: --resume goes on from there",
+    "harmless": "nothing: it is not used",
+    "unprepared": "wait, or remove it if no process is preparing it: there is nothing to resume",
+    "before": "nothing: --resume continues from there",
     "overtaken": "check again when the run commits less often, or has ended",
     "unjudged": "fix what cannot be read, then check again",
 }

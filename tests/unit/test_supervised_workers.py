@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from asyncio import StreamReader, StreamWriter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from areal_flow.cluster import liveness
 from areal_flow.cluster.certificates import connection_security, with_certificates
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.child import Child, take_reports
-from areal_flow.cluster.launchers.queued import Job
+from areal_flow.cluster.launchers.fork_server import ForkServer
+from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import WorkerRegistry
@@ -73,19 +75,66 @@ def test_reports_are_no_output() -> None:
     assert take_reports(b"\x1eareal-flow nan ?\n")[1] == ProcessorUse()
 
 
-async def test_job_reports_over_its_connection(tmp_path: Path) -> None:
-    job = Job("generator-0", lambda cause: None, tmp_path)
-    server = await asyncio.start_server(job.accept, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{job.token}\n".encode() + b"\x1eareal-flow 1.50 R\n\x1eareal-flow 2.50 R\n")
-    await writer.drain()
-    async with asyncio.timeout(5):
-        while job.processor_use.processor_s != 2.5:
+class QueuedByHand(QueuedLauncher):
+    """A queue whose jobs are the test's connections."""
+
+    program, noun = "true", "job"
+
+    def __init__(self, settings: ClusterSettings, logs: Path) -> None:
+        super().__init__("tls://127.0.0.1:1", settings, ForkServer(), logs)
+        self.ports: list[int] = []
+        self.tokens: dict[str, bytes] = {}
+
+    def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
+        return placement.name
+
+    async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
+        self.ports.append(port)
+        self.tokens[placement.name] = token.read_bytes()
+        return placement.name
+
+    async def list_jobs(self) -> dict[str, JobState]:
+        return {name: JobState() for name in self.tokens}
+
+    async def cancel(self, job_id: str) -> None:
+        pass
+
+
+async def test_jobs_report_at_one_port_that_is_open_while_there_are_any(tmp_path: Path) -> None:
+    network = with_certificates(NetworkSettings(), tmp_path)
+    launcher = QueuedByHand(ClusterSettings(network=network), tmp_path)
+    tls = connection_security(network).get_connection_args("client")["ssl_context"]
+    names = [f"generator-{number}" for number in range(3)]
+    placements = [WorkerPlacement(name, "generator", 1) for name in names]
+    starts = [asyncio.ensure_future(launcher.start(each, lambda _: None)) for each in placements]
+
+    async def connect(first_line: bytes, report: bytes = b"") -> StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", launcher.ports[0], ssl=tls)
+        connections.append(writer)
+        writer.write(first_line + report)
+        await writer.drain()
+        return reader
+
+    connections: list[StreamWriter] = []
+    async with asyncio.timeout(20):
+        while len(launcher.tokens) < len(names):
             await asyncio.sleep(0.01)
-    writer.close()
-    await job.disconnected.wait()
-    server.close()
+        assert len(set(launcher.ports)) == 1
+        for number, name in reversed([*enumerate(names, 1)]):  # not in the order of submission
+            await connect(launcher.tokens[name], b"\x1eareal-flow %d.5 R\n" % number)
+        await asyncio.gather(*starts)
+        while not all(launcher.processor_use(name).processor_s > 0 for name in names):
+            await asyncio.sleep(0.01)
+        seconds = [launcher.processor_use(name).processor_s for name in names]
+        assert seconds == [1.5, 2.5, 3.5]
+        for refused in (b"a stranger\n", launcher.tokens[names[0]]):
+            assert await (await connect(refused)).read() == b""
+        for writer in connections:
+            writer.close()
+        for name in names:
+            await launcher.stop(name)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(launcher.tokens[names[0]])
 
 
 class RemotePool:

@@ -1,7 +1,8 @@
 """Workers as jobs of a system that decides when and where they start; each ends with the driver.
 
 A job's supervisor (`areal_flow.cluster.supervisor`) first connects to the driver, with TLS as all
-processes of a run. It ends the worker when the driver ends, even by force.
+processes of a run, at one port for all jobs: its token says which job it is. It ends the worker
+when the driver ends, even by force.
 
 | what happens            | who reports it       | what follows                               |
 |-------------------------|----------------------|--------------------------------------------|
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 ENDING_LIMIT_S = 30.0
 """How long the system may take to say how a job ended, before it is cancelled."""
+MAX_UNACCEPTED = 1024
+"""How many jobs may connect at the same moment."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -72,11 +75,10 @@ class Job:
         self.name = name
         self.on_exit = on_exit
         self.token = secrets.token_hex(16)
-        """What its connection begins with: no other process of the run connects in its place."""
+        """What its connection begins with; no other process of the run knows it."""
         self.token_file = logs / f"{name}-{secrets.token_hex(4)}.token"
         self.id = ""
         """Empty until the system has accepted it."""
-        self.server: asyncio.Server | None = None
         self.connection: StreamWriter | None = None
         self.begun = asyncio.Event()
         """Set when it has connected, or has ended."""
@@ -88,15 +90,8 @@ class Job:
         """As its supervisor reported it last."""
         self.reported_waits: set[str] = set()
 
-    async def accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Hold the job's connection until the job ends it; refuse any other."""
-        try:
-            line = await reader.readline()
-        except (OSError, ValueError):
-            line = b""
-        if self.connection or line.decode(errors="replace").strip() != self.token:
-            writer.close()
-            return
+    async def hold(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Hold the job's connection, and read its reports, until the job ends it."""
         connected: socket.socket = writer.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
@@ -117,9 +112,8 @@ class Job:
     def close(self) -> None:
         self.forget_token()
         self.begun.set()
-        for end in (self.server, self.connection):
-            if end is not None:
-                end.close()
+        if self.connection is not None:
+            self.connection.close()
 
 
 class QueuedLauncher(ABC):
@@ -143,6 +137,9 @@ class QueuedLauncher(ABC):
         self.settings = settings
         self.logs = logs
         self._jobs: dict[str, Job] = {}
+        self._server: asyncio.Server | None = None
+        """Where jobs connect, while there are any."""
+        self._opening = asyncio.Lock()
         self._watching: asyncio.Future[None] | None = None
 
     @abstractmethod
@@ -193,17 +190,35 @@ class QueuedLauncher(ABC):
             self.logs.mkdir(parents=True, exist_ok=True)
             job.token_file.touch(0o600)
             job.token_file.write_text(f"{job.token}\n")
-            tls = connection_security(self.settings.network).get_listen_args("scheduler")
-            job.server = await asyncio.start_server(
-                job.accept, self._host, 0, ssl=tls["ssl_context"]
-            )
-            port = job.server.sockets[0].getsockname()[1]
-            job.id = await self.submit(placement, port, job.token_file)
+            job.id = await self.submit(placement, await self._listen(), job.token_file)
         except (OSError, ValueError) as error:
             self._ended(job)
             raise EngineError(f"{job.name} cannot be submitted: {error}") from error
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
+
+    async def _listen(self) -> int:
+        """Return the port where jobs connect; open it for the first one."""
+        async with self._opening:
+            if self._server is None:
+                tls = connection_security(self.settings.network).get_listen_args("scheduler")
+                self._server = await asyncio.start_server(
+                    self._accept, self._host, 0, ssl=tls["ssl_context"], backlog=MAX_UNACCEPTED
+                )
+            port: int = self._server.sockets[0].getsockname()[1]
+            return port
+
+    async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Give a connection to the job whose token it sends first; refuse any other."""
+        try:
+            token = (await reader.readline()).decode(errors="replace").strip()
+        except (OSError, ValueError):
+            token = ""
+        job = next((job for job in self._jobs.values() if job.token == token), None)
+        if job is None or job.connection:
+            writer.close()
+        else:
+            await job.hold(reader, writer)
 
     def kill(self, name: str) -> bool:
         job = self._jobs.get(name)
@@ -275,6 +290,9 @@ class QueuedLauncher(ABC):
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
             job.close()
+            if not self._jobs and self._server is not None:
+                self._server.close()
+                self._server = None
             if cause:
                 job.on_exit(cause)
 

@@ -86,7 +86,7 @@ def test_each_phase_shows_its_progress(journey: Journey) -> None:
 def test_page_of_a_killed_run_says_crashed_and_the_final_one_finished(journey: Journey) -> None:
     layout = journey.layout
     assert ">crashed</span>" in journey.page_of_the_killed
-    assert "at 2 an hour and machine" in journey.page_of_the_killed
+    assert "<td>costs are in</td><td>money</td><td>money</td>" in journey.page_of_the_killed
     assert journey.page_of_the_killed.count("<th>r</th>") == 2, "beside itself"
     assert journey.after.splitlines()[-1] == f"The run on one page: {layout.report.resolve()}"
     page = layout.report.read_text()

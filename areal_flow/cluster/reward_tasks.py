@@ -54,14 +54,14 @@ TOOL_KILLS = RewardError(
 
 
 async def score(
-    rollout: RolloutRows, *, is_last_try: bool, known: Sequence[Score] | None = None
+    rollout: RolloutRows, *, is_last_try: bool, known_scores: Sequence[Score] | None = None
 ) -> pa.Table:
     """Score the rows of some groups.
 
     Args:
-        known: their scores, where they are known.
+        known_scores: their scores, if a task has scored them already.
     """
-    scores = await _scores(*rollout, known)
+    scores = await _scores(*rollout, known_scores)
     verifier = (await _rewards(worker_context())).identity
     if not is_last_try:
         _check_infrastructure(scores)
@@ -83,7 +83,10 @@ async def score_row(rollout: RolloutRows, row: int, *, is_last_try: bool) -> Sco
 
 
 async def score_and_write(
-    rollouts: Sequence[RolloutRows], *, is_last_try: bool, known: Sequence[Score] | None = None
+    rollouts: Sequence[RolloutRows],
+    *,
+    is_last_try: bool,
+    known_scores: Sequence[Score] | None = None,
 ) -> tuple[list[GroupReceipt | SchemaError], float, int]:
     """Score groups, and write them together beside the log; the driver commits them.
 
@@ -91,7 +94,7 @@ async def score_and_write(
 
     Args:
         is_last_try: whether rows without a verdict are written, too.
-        known: the scores of the only group, where they are known.
+        known_scores: the scores of the only group, if a task has scored them already.
 
     Returns:
         Of each group its receipt, or why it is not valid; how long scoring took, in seconds; and
@@ -104,7 +107,7 @@ async def score_and_write(
 
     async def scored(table: pa.Table, notes: RolloutNotes) -> list[Score]:
         async with turns:
-            return await _scores(table, notes, known)
+            return await _scores(table, notes, known_scores)
 
     scores = await all_of(scored(*rollout) for rollout in rollouts)
     if not is_last_try:
@@ -133,7 +136,9 @@ def _write(
         if len(rollouts) == 1:
             return [error]
         each = zip(rollouts, scores, strict=True)
-        return [_write(path, [rollout], [known], verifier)[0] for rollout, known in each]
+        return [
+            _write(path, [rollout], [group_scores], verifier)[0] for rollout, group_scores in each
+        ]
     fragments = write_groups(path, scored)
     begins = accumulate(map(num_rows, rollouts), initial=0)
     return [
@@ -153,13 +158,13 @@ def _receipt(group: pa.Table, notes: RolloutNotes, fragments: tuple[str, ...]) -
 
 
 async def _scores(
-    table: pa.Table, notes: RolloutNotes, known: Sequence[Score] | None = None
+    table: pa.Table, notes: RolloutNotes, known_scores: Sequence[Score] | None = None
 ) -> list[Score]:
     """Return each row's score: the known one, else its workflow's, else that of the rewards.
 
     A workflow's reward without a verdict is judged by the recipe's `pass_threshold`.
     """
-    context, prompts, scores = worker_context(), notes.prompts, known or notes.scores
+    context, prompts, scores = worker_context(), notes.prompts, known_scores or notes.scores
     rows = array_rows(table.select(["submission_index", "output_tokens", "version_spans"]))
     unscored = [
         (prompts[row["submission_index"]], row["output_tokens"], _newest(row["version_spans"]))

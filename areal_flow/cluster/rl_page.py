@@ -165,8 +165,8 @@ def work_spans(
         .sort("lane", "left")
     )
     for lane, works in at_work.items():
-        known = spans.filter(lane=lane)["right"].max() or spans["left"].min()
-        unknown = [lane, known if works else 0.0, 0.0, True]
+        last_end = spans.filter(lane=lane)["right"].max() or spans["left"].min()
+        unknown = [lane, last_end if works else 0.0, 0.0, True]
         spans = spans.vstack(pl.DataFrame([unknown], spans.schema, orient="row"))
     return spans
 

@@ -215,7 +215,7 @@ class Scoring:
             return await self.run(reward_tasks.score, rows, **options)
         except KillsWorkers as error:
             budget.spend(error)
-            score = partial(reward_tasks.score, known=await self.row_by_row(rows, budget))
+            score = partial(reward_tasks.score, known_scores=await self.row_by_row(rows, budget))
             return await self.run(score, rows, **options)
 
     async def row_by_row(self, rows: Future, budget: RetryBudget) -> list[Score]:
@@ -300,21 +300,21 @@ class ScoringBatcher:
         self._start_soon()
 
     async def _score_and_write(
-        self, batch: Sequence[_Group], known: Sequence[Score] | None = None
+        self, batch: Sequence[_Group], known_scores: Sequence[Score] | None = None
     ) -> None:
         """Give each group its receipt or error; a group that fails a task fails alone.
 
         Args:
-            known: the scores of the only group, where they are known.
+            known_scores: the scores of the only group, if a task has scored them already.
         """
         try:
             receipts, seconds, self._max_concurrency = await self._scoring.run(
-                partial(reward_tasks.score_and_write, known=known),
+                partial(reward_tasks.score_and_write, known_scores=known_scores),
                 [group.rows for group in batch],
                 budgets=[group.budget for group in batch],
             )
         except ArealFlowError as error:
-            await self._score_divided(batch, error, known)
+            await self._score_divided(batch, error, known_scores)
             return
         self._batch_size = len(batch) * TARGET_TASK_S / max(1e-3, seconds)
         began = asyncio.get_running_loop().time() - seconds
@@ -325,7 +325,7 @@ class ScoringBatcher:
             group.end(receipt)
 
     async def _score_divided(
-        self, batch: Sequence[_Group], error: ArealFlowError, known: Sequence[Score] | None
+        self, batch: Sequence[_Group], error: ArealFlowError, known_scores: Sequence[Score] | None
     ) -> None:
         """Score the groups of a task that failed one by one, or the rows of one that kills."""
         if all(group.receipt.done() for group in batch):
@@ -337,7 +337,7 @@ class ScoringBatcher:
                     await self._score_and_write([group])
                 else:
                     group.end(error)
-        elif known is None and isinstance(error, KillsWorkers):
+        elif known_scores is None and isinstance(error, KillsWorkers):
             first.budget.spend(error)
             try:
                 scores = await self._scoring.row_by_row(first.rows, first.budget)

@@ -154,10 +154,10 @@ def _hashes(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _changes(recorded: Mapping[str, str]) -> Iterator[str]:
-    for name, known in recorded.items():
+    for name, recorded_hash in recorded.items():
         current = file_hash(Path(name)) if Path(name).is_file() else "no such file"
-        if current != known:
-            yield f"{name}: expected the content {known}, found {current}"
+        if current != recorded_hash:
+            yield f"{name}: expected the content {recorded_hash}, found {current}"
 
 
 def _write(layout: RunLayout, inputs: RunInputs) -> None:

@@ -111,11 +111,11 @@ def _check_settings(name: str, code: Any, settings: Mapping[str, Any]) -> None:
     parameters = inspect.signature(code).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
-    known = [key for key in named if key not in not_settings]
-    if not takes_any and (unknown := settings.keys() - {*known}):
-        takes = ", ".join(known) or "no settings"
+    setting_names = [key for key in named if key not in not_settings]
+    if not takes_any and (unknown := settings.keys() - {*setting_names}):
+        takes = ", ".join(setting_names) or "no settings"
         raise RewardError(f"reward {name!r} has no setting {min(unknown)!r}: it takes {takes}")
-    missing = [key for key in known if named[key].default is inspect.Parameter.empty]
+    missing = [key for key in setting_names if named[key].default is inspect.Parameter.empty]
     missing = [key for key in missing if key not in settings]
     # A user's function may name columns of the prompt's row.
     if missing and (name in REWARDS or inspect.isclass(code)):

@@ -237,8 +237,8 @@ class MlflowTracker:
 
     def _own_alias(self) -> str:
         """Return the alias of this run, which never changes."""
-        if known := self._client.get_run(self.run_id).data.tags.get(ALIAS_TAG):
-            return str(known)
+        if recorded := self._client.get_run(self.run_id).data.tags.get(ALIAS_TAG):
+            return str(recorded)
         alias = self._aliases().alias_for(self._layout, identity=self._identity)
         self._client.set_tag(self.run_id, ALIAS_TAG, alias)
         return alias

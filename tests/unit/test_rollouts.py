@@ -181,7 +181,7 @@ class Poisoned:
         if function is reward_tasks.score_row:
             self._die_over(arguments[0])
             return Score(float(arguments[0]))
-        known_ids = getattr(function, "keywords", {}).get("known")
+        known_ids = getattr(function, "keywords", {}).get("known_scores")
         if known_ids is None and "poisoned" in table:
             self._die_over(*range(self._num_rows))
         return [known_ids if known_ids else f"{name}!" for name in table], 0.001, 1

@@ -240,14 +240,14 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
 def _free_names(source: str) -> set[str]:
     """Return the global names that a source reads but does not define, except built-in names."""
     top = symtable.symtable(source, MODULE, "exec")
-    tables, read, known = [top], set[str](), {*dir(builtins)}
+    tables, read, defined = [top], set[str](), {*dir(builtins)}
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
             if table is top or symbol.is_global():
                 is_set = symbol.is_assigned() or symbol.is_imported()
-                (known if is_set else read).add(symbol.get_name())
-    return {name for name in read - known if not name.startswith("__")}
+                (defined if is_set else read).add(symbol.get_name())
+    return {name for name in read - defined if not name.startswith("__")}
 
 
 def _live_code_bench(row: Row, source: str) -> CodeTask:

@@ -43,13 +43,13 @@ def compare(name: str, run: Run, job: Job) -> dict[str, Any]:
     plan = simulate_steps(run.recipe, job.costs(run.recipe), job.lengths, len(steps))
     rows: dict[str, Any] = {"run": name}
     for key, column, predicted in (
-        ("step_s", "seconds_step", plan.step_s),
+        ("step_s", "step_s", plan.step_s),
         ("staleness", "staleness_mean", plan.staleness_mean),
     ):
         measured = fmean(row[column] for row in without_warm_up(steps))
         error = f"{predicted / measured - 1:+.0%}"
         rows |= {key: measured, f"{key}_predicted": predicted, f"{key}_error": error}
-    train_s = fmean(row["seconds_train"] for row in without_warm_up(steps))
+    train_s = fmean(row["train_s"] for row in without_warm_up(steps))
     return rows | {"train_s": train_s, "train_s_predicted": plan.train_s}
 
 

@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, object]] = {
     },
     "drain": {"generation.interruption": "drain"},
 }
-SECONDS = ("seconds_total", "seconds_first_policy", "seconds_training")
+SECONDS = ("total_s", "first_policy_s", "training_s")
 SHARES = ("staleness_mean", "staleness_max", "masked_fraction", "overlap_efficiency")
 Curve = list[tuple[float, float]]
 """Seconds of training, and the held-out pass rate then."""
@@ -62,14 +62,14 @@ def row_of(run: Run, target: float) -> dict[str, Any]:
     rates = {"before": interval(before), "after": interval(after)}
     gain = {"points": 100 * (after["pass_rate"] - before["pass_rate"])}
     lengths = {f"tokens_{when}": summary[f"held_out_{when}"]["mean_tokens"] for when in rates}
-    to_target = {f"seconds_to_{target}": seconds_to(curve, target)} if target else {}
+    to_target = {f"to_{target}_s": seconds_to(curve, target)} if target else {}
     shares = {name: summary[name] for name in (*SECONDS, *SHARES)}
     return {"run": run.layout.name, **rates, **gain, **lengths, **to_target, **shares}
 
 
 def curve_of(run: Run) -> Curve:
     """Return the held-out pass rates of a run, in the order of its steps."""
-    step_s = run.steps(columns=["step", "seconds_step"]).set_index("step").seconds_step.fillna(0)
+    step_s = run.steps(columns=["step", "step_s"]).set_index("step").step_s.fillna(0)
     answers = run.evaluations(columns=["evaluation", "policy_version", "reward"])
     passed = answers.assign(passed=answers.reward > PASS_THRESHOLD).groupby("policy_version").passed
     return [(float(step_s.loc[:version].sum()), rate) for version, rate in passed.mean().items()]
@@ -104,7 +104,7 @@ def main() -> None:
     title = f"The job {chosen.recipe}: held-out pass rates"
     harness.report(chosen.json, {title: [row for of_way in rows.values() for row in of_way]})
     for way, of_way in rows.items() if chosen.target else ():
-        seconds = [row[f"seconds_to_{chosen.target}"] for row in of_way]
+        seconds = [row[f"to_{chosen.target}_s"] for row in of_way]
         spread = f" +- {stdev(seconds):.0f}" if len(seconds) > 1 else ""
         print(f"{way}: {fmean(seconds):.0f}{spread} s of training to {chosen.target}")
 

@@ -130,7 +130,7 @@ def main() -> None:
         )
         rows[-1]["result"] = " ".join(replayed["verdict"])
         steps = harness.steps_after(areal_flow.open_run(root / "runs" / NAME), killed_at + 1)
-    per_step = sum(row["seconds_step"] for row in steps) / max(1, len(steps))
+    per_step = sum(row["step_s"] for row in steps) / max(1, len(steps))
     rows.append({"part": "a step", "seconds": per_step, "result": f"mean of {len(steps)}"})
     harness.report(chosen.json, {f"`{chosen.recipe}`, {chosen.steps} steps": rows})
 

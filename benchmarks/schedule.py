@@ -80,13 +80,13 @@ def measure(
     def per_step(*columns: str) -> float:
         return fmean(sum(row[column] for column in columns) for row in rows)
 
-    step_s, generate_s = per_step("seconds_step"), per_step("seconds_generate") / num_cores
-    train_s = per_step("seconds_read", "seconds_train", "seconds_stage")
+    step_s, generate_s = per_step("step_s"), per_step("generate_s") / num_cores
+    train_s = per_step("read_s", "train_s", "stage_s")
     is_sync, masked = schedule == "sync", per_step("num_masked_tokens")
     return {
         "schedule": schedule,
         "step_s": step_s,
-        "median_s": median(row["seconds_step"] for row in rows),
+        "median_s": median(row["step_s"] for row in rows),
         "generate_s": generate_s,
         "train_s": train_s,
         "bound_s": generate_s + train_s if is_sync else max(generate_s, train_s),

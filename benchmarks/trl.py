@@ -94,7 +94,7 @@ def by_schedule(cwd: Path, model: Path, profile: Profile, schedule: str) -> dict
     run = harness.train(cwd, f"run-{len(list(cwd.glob('runs/*')))}", {**own, **profile.settings})
     rows = harness.steps_after(run, 0)
     measured = rows[profile.num_skipped :]
-    seconds = sum(row["seconds_step"] for row in measured)
+    seconds = sum(row["step_s"] for row in measured)
     return {
         "step_s": seconds / len(measured),
         "trained_tokens_per_s": sum(row["num_trained_tokens"] for row in measured) / seconds,

@@ -33,10 +33,10 @@ class Run(queries.Run):
         from pipelines.pages.report import render
 
         facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
-        columns = ["reward_mean", "seconds_step", "num_trained_tokens", "staleness_mean"]
+        columns = ["reward_mean", "step_s", "num_trained_tokens", "staleness_mean"]
         if self.layout.steps.exists() and len(steps := self.steps(columns=columns)[1:]):
             first, last = steps.reward_mean.head(8).mean(), steps.reward_mean.tail(8).mean()
-            facts["steps"] = f"{len(steps):,} in {steps.seconds_step.sum():,.0f} s"
+            facts["steps"] = f"{len(steps):,} in {steps.step_s.sum():,.0f} s"
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
             facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
             facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"

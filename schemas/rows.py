@@ -149,14 +149,14 @@ class StepRow(pa.DataFrameModel):
     )
     numeric_environment: str = pa.Field(description="JSON: threads, CPU capability, torch, dtype")
 
-    seconds_wait: pl.Float64 = pa.Field(ge=0, description="for a batch")
-    seconds_read: pl.Float64 = pa.Field(ge=0, description="tokens from Lance")
-    seconds_train: pl.Float64 = pa.Field(ge=0, description="proximal pass, gradients, updates")
-    seconds_stage: pl.Float64 = pa.Field(ge=0, description="hash and write the new weights aside")
-    seconds_generate: pl.Float64 = pa.Field(
+    wait_s: pl.Float64 = pa.Field(ge=0, description="for a batch")
+    read_s: pl.Float64 = pa.Field(ge=0, description="tokens from Lance")
+    train_s: pl.Float64 = pa.Field(ge=0, description="proximal pass, gradients, updates")
+    stage_s: pl.Float64 = pa.Field(ge=0, description="hash and write the new weights aside")
+    generate_s: pl.Float64 = pa.Field(
         ge=0, description="generators' busy time since the previous row"
     )
-    seconds_step: pl.Float64 = pa.Field(ge=0, description="from the previous row to this one")
+    step_s: pl.Float64 = pa.Field(ge=0, description="from the previous row to this one")
     committed_at: pl.Datetime("us", "UTC")
 
     class Config:

@@ -115,4 +115,4 @@ def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int
         metrics |= {f"pass_rate/difficulty_{n}": step / n for n in (2, 10)}
         metrics["speed/generated_tokens_per_s"] = step
         row = step_row(step, trajectory_watermark=watermark, metrics=metrics, **columns)
-        append(log, {**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})
+        append(log, {**row, "policy_version": max(0, step - 1), "step_s": 1.0})

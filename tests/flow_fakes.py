@@ -133,7 +133,7 @@ class FakeCluster:
             num_masked_tokens=count.num_masked,
             staleness_mean=count.staleness_mean,
             staleness_max=count.staleness_max,
-            seconds_train=self.train_s,
+            train_s=self.train_s,
         )
         return StepResult(
             request.step, PolicyHashes(digest, digest), metrics, "{}", request.parent_hash

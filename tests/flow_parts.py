@@ -113,7 +113,7 @@ def waiting(*indices: int, **initial: Any) -> InitialState:
 async def train_once(flow: Flow) -> None:
     batch = await flow.wait_for_batch()
     assert batch is not None
-    await flow.train(batch, seconds_wait=1.25)
+    await flow.train(batch, wait_s=1.25)
 
 
 async def roll_out(flow: Flow, num_groups: int = 1) -> None:

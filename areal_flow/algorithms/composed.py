@@ -27,8 +27,10 @@ from areal_flow.algorithms.advantages import (
 )
 from areal_flow.algorithms.logprobs import (
     MAX_LOG_RATIO,
+    KLEstimator,
     at_bound,
     bounded_exp,
+    kl_to_reference,
     overflow_fraction,
     sequence_means,
     suffix_sums,
@@ -54,7 +56,6 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 sum_s mean_{t in s} l_t, where all weigh the same (GRPO, arXiv 2402.03300, eq. 3); or (1 / S) sum_t
 l_t / C, where a length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
 AdvantageRule = Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"]
-KLEstimator = Literal["k1", "k2", "k3"]
 Proximal = Literal["recomputed", "interpolated", "behavior"]
 ImportanceWeightRule = Literal["full", "truncate", "mask", "mask_sequence"]
 
@@ -396,24 +397,6 @@ def corrected_weights(
         means_S = sequence_means(log_weight_T, inputs.sequence_T, inputs.num_sequences)
         compared_T = bounded_exp(means_S)[inputs.sequence_T]
     return weight_T.where((compared_T <= cap) & (compared_T >= (floor or 0.0)), 0.0)
-
-
-def kl_to_reference(
-    logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLEstimator
-) -> Tensor:
-    """Return estimates of KL(pi_theta || pi_ref) at tokens of pi_theta, one a token.
-
-    With x = log pi_ref - log pi_theta: k1 = -x, unbiased; k2 = x^2 / 2, biased, whose gradient is
-    that of the KL; k3 = e^x - 1 - x, unbiased and never negative (J. Schulman, "Approximating KL
-    divergence", 2020; the KL of GRPO, arXiv 2402.03300, equation 4, is k3).
-    """
-    log_ratio_T = reference_logprobs_T - logprobs_T
-    if estimator == "k1":
-        return -log_ratio_T
-    if estimator == "k2":
-        return log_ratio_T.square() / 2
-    log_ratio_T = log_ratio_T.clamp(max=MAX_LOG_RATIO)
-    return log_ratio_T.expm1() - log_ratio_T
 
 
 def kl_over_buckets(inputs: LossInputs) -> Tensor:

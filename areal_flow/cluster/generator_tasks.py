@@ -19,6 +19,7 @@ from areal_flow.cluster.reward_tasks import call_tool, checked_rewards, score_co
 from areal_flow.cluster.scoring import on_reward_worker
 from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.config import Recipe
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import EngineError, EpisodeError
 from areal_flow.core.machine import TOGETHER, gpu_lock
 from areal_flow.core.types import (
@@ -41,7 +42,7 @@ from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine, engine_factory
 from areal_flow.rollout.prompts.rendering import required_chat_template
 from areal_flow.rollout.workflows.agent import Agent
-from areal_flow.rollout.workflows.episode import FAILURES, all_of, run_group
+from areal_flow.rollout.workflows.episode import FAILURES, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
 
 

@@ -142,7 +142,7 @@ class StepProgress(NamedTuple):
     num_collectives: int
     idle_s: float
     """For how long it has used no processor, within a step and since its latest collective."""
-    seconds_since_collective: float
+    since_collective_s: float
     """For how long it has begun no collective."""
 
 
@@ -204,7 +204,7 @@ def hung_ranks(
 
     Nothing is known unless all report: one that does not may be what the others wait for.
     """
-    is_still = all(each.seconds_since_collective >= MAX_RANK_LOOK_S for each in ranks.values())
+    is_still = all(each.since_collective_s >= MAX_RANK_LOOK_S for each in ranks.values())
     if len(ranks) < num_ranks or not is_still:
         return {}
     min_collectives = min((each.num_collectives for each in ranks.values()), default=0)

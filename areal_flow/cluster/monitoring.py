@@ -39,7 +39,7 @@ class LedgerTotals:
     def add(self, row: Mapping[str, Any]) -> None:
         self._newest = row
         if row["step"]:  # the seconds of the genesis are those of fine-tuning
-            self._seconds.update({part: row[f"seconds_{part}"] for part in PARTS})
+            self._seconds.update({part: row[f"{part}_s"] for part in PARTS})
         for name, value in row["metrics"].items():
             if name.startswith(TRAINED_BY_STALENESS):
                 self._num_trained[int(name.removeprefix(TRAINED_BY_STALENESS))] += int(value)
@@ -72,7 +72,7 @@ class RunMetrics(Collector):
 
     async def follow(self, flow: Flow, ledger: LedgerReader) -> None:
         """Show a flow from now on; whoever appends to the ledger adds to `self.ledger`, too."""
-        columns = {*STEP_COLUMNS, *(f"seconds_{part}" for part in PARTS)}
+        columns = {*STEP_COLUMNS, *(f"{part}_s" for part in PARTS)}
         for row in await asyncio.to_thread(ledger.rows, [*columns]):
             self.ledger.add(row)
         self._flow = flow

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow.cluster.worker import WorkerContext, worker_context
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import ArealFlowError, InfrastructureError, RewardError, SchemaError
 from areal_flow.core.pass_rates import verdict_of
 from areal_flow.core.settings import import_function
@@ -37,7 +38,6 @@ from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rollout.prompts.rendering import messages_asked
 from areal_flow.rollout.prompts.table import num_prompts
-from areal_flow.rollout.workflows.episode import all_of
 
 MAX_KILLING_ROWS = 3
 """If workers die over so many rows of a group, its first, its other rows are not scored either."""

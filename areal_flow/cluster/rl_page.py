@@ -150,7 +150,7 @@ def work_spans(
     A generator works while it has a group, the trainer while it reads, trains and stages. Who is
     at work now has a `pale` span since its last one: what it does is not in the log yet.
     """
-    seconds = pl.sum_horizontal("seconds_read", "seconds_train", "seconds_stage")
+    seconds = pl.sum_horizontal("read_s", "train_s", "stage_s")
     ended = pl.col("committed_at")
     trained = steps.select(lane=pl.lit(TRAINER), left=ended - seconds, right=ended)
     generated = groups.select(lane="generator", left=TIMES[1], right=TIMES[2])
@@ -183,7 +183,7 @@ def flow_stages(flow: Flow, steps: pl.DataFrame, groups: pl.DataFrame) -> pl.Dat
     gate, so_far = flow.gate, flow.accounting
     scoring = max(0, flow.num_pending_groups * gate.settings.group_size - gate.running)
     waits: list[Any] = [(groups[end] - groups[begin]).mean() for begin, end in pairwise(TIMES)]
-    queued, generated, scored, trainer = (s or 0.0 for s in (*waits, steps["seconds_wait"].mean()))
+    queued, generated, scored, trainer = (s or 0.0 for s in (*waits, steps["wait_s"].mean()))
     max_trajectories, committed = (
         max(1, gate.running, scoring, flow.num_ready),
         max(1, so_far.committed),

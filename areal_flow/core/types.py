@@ -280,9 +280,9 @@ class StepMetrics:
     staleness_mean: float
     staleness_max: int
     masked_fraction_by_decile: tuple[float, ...]
-    seconds_read: float
-    seconds_train: float
-    seconds_stage: float
+    read_s: float
+    train_s: float
+    stage_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

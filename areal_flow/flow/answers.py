@@ -17,12 +17,12 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow.config import EvaluationSettings
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import EpisodeError
 from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.log.codec import row_arrays
 from areal_flow.log.ledger_row import member_seed
-from areal_flow.rollout.workflows.episode import all_of
 
 logger = logging.getLogger(__name__)
 

@@ -131,8 +131,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 CONSUMED = ("trained", "masked", "discarded")
 USES = (*CONSUMED, "waiting", "lost", "idle", "outside")
 COLUMNS = [
-    *("writer_epoch", "committed_at", "seconds_step", "seconds_wait", "seconds_generate"),
-    *("seconds_read", "seconds_train", "seconds_stage", "num_waiting_tokens", "metrics"),
+    *("writer_epoch", "committed_at", "step_s", "wait_s", "generate_s"),
+    *("read_s", "train_s", "stage_s", "num_waiting_tokens", "metrics"),
     *(f"num_{use}_tokens" for use in CONSUMED),
 ]
 """What is read of a ledger row."""
@@ -168,17 +168,17 @@ class CostAccounting:
     def add(self, row: Mapping[str, Any], workers: Workers) -> StepCost:
         """Charge the ledger's next row, from step 1 on; it has `COLUMNS`."""
         epoch, until = row["writer_epoch"], row["committed_at"].timestamp()
-        began = until - row["seconds_step"]
+        began = until - row["step_s"]
         began, since = self._trained.get(epoch, (began, began))
         held, lost = workers.held(epoch, (since, until)), workers.lost(epoch, (since, until))
         is_there = workers.sums(epoch, lambda t: t.present[0] <= until <= t.present[1])
         metrics, seconds = dict(row["metrics"]), max(1e-9, until - since)
         if observed_s := metrics.get(OBSERVED):
-            self._generators_busy = row["seconds_generate"] / observed_s
+            self._generators_busy = row["generate_s"] / observed_s
         # A driver's count of tasks begins at 0.
         before_s = self._reward_s if epoch in self._trained else 0.0
         self._reward_s, self._trained[epoch] = metrics.get(REWARD_TASKS, before_s), (began, until)
-        computed_s = row["seconds_read"] + row["seconds_train"] + row["seconds_stage"]
+        computed_s = row["read_s"] + row["train_s"] + row["stage_s"]
         share = {
             "generator": self._generators_busy,
             "trainer": computed_s / seconds,
@@ -186,7 +186,7 @@ class CostAccounting:
         }
         busy = {role: min(held[role] * share[role], held[role] - lost[role]) for role in ROLES}
         if lost["trainer"]:  # it was restored then, which is no idleness
-            waited = held["trainer"] * row["seconds_wait"] / seconds
+            waited = held["trainer"] * row["wait_s"] / seconds
             lost["trainer"] = max(lost["trainer"], held["trainer"] - busy["trainer"] - waited)
         accounts, token = Accounts(float), dict[str, float]()
         for role in ROLES:

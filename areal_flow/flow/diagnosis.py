@@ -21,7 +21,7 @@ LONG_WAIT = 0.2
 BUSY = 0.8
 """Where generators decode for a smaller fraction of their time, another one would idle, too."""
 QUEUE = f"{SPEED_AREA}reward_queue_s_mean"
-COLUMNS = (*SPEED_COLUMNS, "seconds_wait", OBSERVED, QUEUE)
+COLUMNS = (*SPEED_COLUMNS, "wait_s", OBSERVED, QUEUE)
 
 WINDOW_STEPS = 5
 """How many steps with one number of generators make a decision."""
@@ -57,7 +57,7 @@ def speed_of(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> dict
     """
     totals = {name: sum(row.get(name) or 0.0 for row in steps) for name in COLUMNS}
     observed_s = totals[OBSERVED]
-    speeds = speed_metrics(totals, num_generators=num_generators, seconds_observed=observed_s)
+    speeds = speed_metrics(totals, num_generators=num_generators, observed_s=observed_s)
     return totals | speeds
 
 
@@ -67,8 +67,8 @@ def speed_shares(
     """Return the fraction of time that the trainer waited, the fraction that generators decoded,
     and how many steps a group waited to be scored; of steps that took time."""
     speeds = speed_of(steps, num_generators=num_generators)
-    seconds, busy = speeds["seconds_step"], speeds[f"{SPEED_AREA}generators_busy_fraction"]
-    return speeds["seconds_wait"] / seconds, busy, speeds[QUEUE] / seconds
+    seconds, busy = speeds["step_s"], speeds[f"{SPEED_AREA}generators_busy_fraction"]
+    return speeds["wait_s"] / seconds, busy, speeds[QUEUE] / seconds
 
 
 def find_bottleneck(steps: Sequence[Mapping[str, Any]], *, num_generators: int) -> Bottleneck:

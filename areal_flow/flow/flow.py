@@ -282,7 +282,7 @@ class Flow:
             await self.wait_for_change(seen)
         return None
 
-    async def train(self, batch: Batch, *, seconds_wait: float) -> None:
+    async def train(self, batch: Batch, *, wait_s: float) -> None:
         """Compute a step, commit its row and publish its weights; served weights release slots."""
         trajectory_ids = _ids(batch)
         request = StepRequest(
@@ -297,7 +297,7 @@ class Flow:
         self._read_ahead()
         async with self.backends.trainer.lock:
             result = await self.backends.trainer.step(request)
-            row = self._end_step(request, result, seconds_wait=seconds_wait)
+            row = self._end_step(request, result, wait_s=wait_s)
             await self.backends.logs.append(row)
             await self.backends.weights.publish(request.step)
         self.policy_version = request.step
@@ -312,7 +312,7 @@ class Flow:
         self._hint_is_due = False
 
     def _end_step(
-        self, request: StepRequest, result: StepResult, *, seconds_wait: float
+        self, request: StepRequest, result: StepResult, *, wait_s: float
     ) -> dict[str, Any]:
         metrics = result.metrics
         self.accounting.end_step(
@@ -327,8 +327,8 @@ class Flow:
             next_submission_index=self.next_submission_index,
             num_waiting_tokens=self.buffer.num_waiting_tokens,
             provenance=self.provenance,
-            seconds_wait=seconds_wait,
-            seconds_step=self._last_row_at - began,
+            wait_s=wait_s,
+            step_s=self._last_row_at - began,
             num_generators=self.recipe.cluster.num_generators,
             usage=self.backends.usage(),
         )

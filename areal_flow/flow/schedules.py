@@ -46,7 +46,7 @@ async def _train_next(flow: Flow) -> bool:
     batch = await flow.wait_for_batch()
     if batch is None:
         return False
-    await flow.train(batch, seconds_wait=monotonic() - began)
+    await flow.train(batch, wait_s=monotonic() - began)
     return True
 
 

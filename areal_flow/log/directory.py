@@ -30,7 +30,7 @@ State = Literal["running", "finished", "stopped", "failed", "crashed"]
 class RunState:
     state: State = "running"
     reason: str = ""
-    seconds_driven: float = 0.0
+    driven_s: float = 0.0
     """Wall time of earlier drivers' lives, as far as they could record it."""
 
 
@@ -106,8 +106,8 @@ def find_run(runs: Path, reference: str) -> RunLayout:
 @contextmanager
 def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
     with hold_lease(layout.writers, take_over=take_over) as writer:
-        driven = read_state(layout).seconds_driven
-        _write_state(layout, RunState("running", seconds_driven=driven))
+        driven = read_state(layout).driven_s
+        _write_state(layout, RunState("running", driven_s=driven))
         yield writer
 
 
@@ -117,7 +117,7 @@ def leave_run(
     """Record how a run ended and how long this driver had it; a full disk is only logged."""
     if writer.is_superseded:
         return  # the state is another driver's
-    driven = read_state(layout).seconds_driven + seconds
+    driven = read_state(layout).driven_s + seconds
     try:
         _write_state(layout, RunState(state, reason, driven))
     except OSError as error:

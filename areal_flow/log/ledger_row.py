@@ -25,10 +25,10 @@ SYSTEM_AREA = "system/"
 MEASURED_AREAS = SPEED_AREA, SYSTEM_AREA
 """The prefixes of metrics that a replay does not compare."""
 OBSERVED = f"{SPEED_AREA}generators_observed_s"
-REWARD_TASKS = f"{SYSTEM_AREA}reward_task_seconds"
+REWARD_TASKS = f"{SYSTEM_AREA}reward_task_s"
 """How long reward workers have worked since the driver began, all of them together."""
 SPEED_COLUMNS = (
-    *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
+    *("step_s", "generate_s", "read_s", "train_s", "stage_s"),
     *("num_generated_tokens", "num_trained_tokens"),
 )
 """The columns that `speed_metrics` reads."""
@@ -41,9 +41,9 @@ class StepEntries:
     num_generated_tokens: int = 0
     discards: list[Discard] = field(default_factory=list)
     failed_submissions: list[int] = field(default_factory=list)
-    seconds_generate: float = 0.0
-    seconds_observed: float = 0.0
-    """The time of all generators over which `seconds_generate` was counted."""
+    generate_s: float = 0.0
+    observed_s: float = 0.0
+    """The time of all generators over which `generate_s` was counted."""
     num_member_errors: int = 0
     num_scored: int = 0
     reward_queue_s: list[float] = field(default_factory=list)
@@ -92,8 +92,8 @@ class TokenAccounting:
     def _count_engine_time(self, stats: EngineStats) -> None:
         last = self.engine_totals.get(stats.incarnation, EngineStats())
         if (stats.elapsed_s, stats.busy_s) > (last.elapsed_s, last.busy_s):
-            self.entries.seconds_generate += stats.busy_s - last.busy_s
-            self.entries.seconds_observed += stats.elapsed_s - last.elapsed_s
+            self.entries.generate_s += stats.busy_s - last.busy_s
+            self.entries.observed_s += stats.elapsed_s - last.elapsed_s
             self.engine_totals[stats.incarnation] = stats
 
     def discard(self, discards: list[Discard]) -> None:
@@ -154,8 +154,8 @@ def step_row(
     next_submission_index: int,
     num_waiting_tokens: int,
     provenance: Provenance,
-    seconds_wait: float,
-    seconds_step: float,
+    wait_s: float,
+    step_s: float,
     num_generators: int,
     usage: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def step_row(
         ],
         "failed_submissions": list(entries.failed_submissions),
         "num_failed_members": entries.num_member_errors,
-        "seconds_generate": entries.seconds_generate,
+        "generate_s": entries.generate_s,
         "trajectory_watermark": watermark,
         "next_submission_index": next_submission_index,
         "num_waiting_tokens": num_waiting_tokens,
@@ -183,8 +183,8 @@ def step_row(
         **metrics,
         "masked_fraction_by_decile": list(metrics["masked_fraction_by_decile"]),
         "numeric_environment": result.numeric_environment,
-        "seconds_wait": seconds_wait,
-        "seconds_step": seconds_step,
+        "wait_s": wait_s,
+        "step_s": step_s,
         "committed_at": datetime.now(UTC),
     }
     speed = _speed_of_step(row, entries, num_generators=num_generators)
@@ -194,12 +194,12 @@ def step_row(
 def _speed_of_step(
     row: Mapping[str, Any], entries: StepEntries, *, num_generators: int
 ) -> dict[str, float]:
-    seconds, queue_s = row["seconds_step"], entries.reward_queue_s
-    observed_s = entries.seconds_observed
+    seconds, queue_s = row["step_s"], entries.reward_queue_s
+    observed_s = entries.observed_s
     return {
-        **speed_metrics(row, num_generators=num_generators, seconds_observed=observed_s),
+        **speed_metrics(row, num_generators=num_generators, observed_s=observed_s),
         **update_metrics(entries.served),
-        **reward_metrics(queue_s, num_scored=entries.num_scored, seconds_step=seconds),
+        **reward_metrics(queue_s, num_scored=entries.num_scored, step_s=seconds),
     }
 
 
@@ -222,34 +222,34 @@ def genesis_row(
         next_submission_index=0,
         num_waiting_tokens=0,
         provenance=provenance,
-        seconds_wait=0.0,
-        seconds_step=0.0,
+        wait_s=0.0,
+        step_s=0.0,
         num_generators=0,
     )
 
 
 def speed_metrics(
-    totals: Mapping[str, float], *, num_generators: int, seconds_observed: float = 0.0
+    totals: Mapping[str, float], *, num_generators: int, observed_s: float = 0.0
 ) -> dict[str, float]:
     """Return the metrics of steps by name; none of steps that took no time.
 
     Args:
         totals: `SPEED_COLUMNS` of a ledger row, or the sums of several.
         num_generators: of the recipe.
-        seconds_observed: the time of all generators over which `seconds_generate` was counted. It
+        observed_s: the time of all generators over which `generate_s` was counted. It
             differs from that of the steps, since a generator reports with each group. 0: unknown.
     """
-    seconds = totals["seconds_step"]
+    seconds = totals["step_s"]
     if not seconds:
         return {}
-    generators = seconds_observed or num_generators * seconds
-    training = sum(totals[f"seconds_{part}"] for part in ("read", "train", "stage"))
+    generators = observed_s or num_generators * seconds
+    training = sum(totals[f"{part}_s"] for part in ("read", "train", "stage"))
     return {
         f"{SPEED_AREA}generated_tokens_per_s": totals["num_generated_tokens"] / seconds,
         f"{SPEED_AREA}trained_tokens_per_s": totals["num_trained_tokens"] / seconds,
-        f"{SPEED_AREA}generators_busy_fraction": totals["seconds_generate"] / generators,
+        f"{SPEED_AREA}generators_busy_fraction": totals["generate_s"] / generators,
         f"{SPEED_AREA}trainer_busy_fraction": training / seconds,
-        **({OBSERVED: seconds_observed} if seconds_observed else {}),
+        **({OBSERVED: observed_s} if observed_s else {}),
     }
 
 
@@ -265,20 +265,18 @@ def update_metrics(served: Sequence[ServedWeights]) -> dict[str, float]:
     return metrics
 
 
-def reward_metrics(
-    queue_s: Sequence[float], *, num_scored: int, seconds_step: float
-) -> dict[str, float]:
+def reward_metrics(queue_s: Sequence[float], *, num_scored: int, step_s: float) -> dict[str, float]:
     """Return how many completions were scored a second, and how long groups waited for it.
 
     Args:
         queue_s: of each group that was scored since the row before.
         num_scored: completions that got a reward since then.
-        seconds_step: the time since then.
+        step_s: the time since then.
     """
-    if not queue_s or not seconds_step:
+    if not queue_s or not step_s:
         return {}
     return {
-        f"{SPEED_AREA}rewards_per_s": num_scored / seconds_step,
+        f"{SPEED_AREA}rewards_per_s": num_scored / step_s,
         f"{SPEED_AREA}reward_queue_s_mean": sum(queue_s) / len(queue_s),
         f"{SPEED_AREA}reward_queue_s_max": max(queue_s),
     }

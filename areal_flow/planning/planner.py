@@ -352,14 +352,14 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
         return sum(fmean(row[name] for row in rows) for name in names)
 
     recipe, lengths = job.recipe, job.lengths
-    token_s = mean("seconds_generate") / mean("num_generated_tokens")
-    training_s = mean("seconds_read", "seconds_train", "seconds_stage")
+    token_s = mean("generate_s") / mean("num_generated_tokens")
+    training_s = mean("read_s", "train_s", "stage_s")
     efficiency = Efficiencies(
         training=1.0,
         prefill=1.0,
         trajectory_s=0.0,
         reward_s=0.0,
-        publish_s=max(0.0, mean("seconds_step") - mean("seconds_wait") - training_s),
+        publish_s=max(0.0, mean("step_s") - mean("wait_s") - training_s),
         commit_s=commit_s,
     )
     at_peak = replace(job, efficiency=efficiency).costs(recipe)
@@ -382,7 +382,7 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
             low = efficiency.decode_step_s
     return Calibration(
         efficiency,
-        mean("seconds_step"),
+        mean("step_s"),
         simulated.step_s,
         mean("staleness_mean"),
         simulated.staleness_mean,

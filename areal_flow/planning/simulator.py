@@ -173,7 +173,7 @@ class VirtualCluster:
             num_trained_tokens=counted.num_trained,
             num_masked_tokens=counted.num_masked,
             staleness_mean=counted.staleness_mean,
-            seconds_train=seconds,
+            train_s=seconds,
         )
         hashes = PolicyHashes(f"w{request.step}", f"s{request.step}")
         return StepResult(request.step, hashes, metrics, "{}", request.parent_hash)
@@ -255,7 +255,7 @@ def _measured(rows: list[dict[str, Any]], cluster: VirtualCluster, num_skipped: 
     )
     return Simulated(
         step_s=seconds / len(measured),
-        train_s=sum(row["seconds_train"] for row in measured) / len(measured),
+        train_s=sum(row["train_s"] for row in measured) / len(measured),
         generators_busy=(last["busy"] - first["busy"]) / seconds / len(cluster.generators),
         staleness=_shares(cluster.staleness[num_skipped:]),
         ages=_shares(cluster.ages[num_skipped:]),

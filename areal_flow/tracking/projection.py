@@ -41,9 +41,9 @@ METRICS = {
     "train/learning_rate": "learning_rate",
     "train/trained_tokens": "num_trained_tokens",
     "train/masked_tokens": "num_masked_tokens",
-    "train/step_s": "seconds_step",
-    "train/compute_s": "seconds_train",
-    "train/wait_s": "seconds_wait",
+    "train/step_s": "step_s",
+    "train/compute_s": "train_s",
+    "train/wait_s": "wait_s",
     "staleness/mean_versions": "staleness_mean",
     "staleness/max_versions": "staleness_max",
     "rollout/reward_mean": "reward_mean",
@@ -51,7 +51,7 @@ METRICS = {
     "rollout/generated_tokens": "num_generated_tokens",
     "rollout/discarded_tokens": "num_discarded_tokens",
     "rollout/waiting_tokens": "num_waiting_tokens",
-    "rollout/generate_s": "seconds_generate",
+    "rollout/generate_s": "generate_s",
     "rollout/failed_members": "num_failed_members",
 }
 """The ledger's fixed columns by the names that sinks show."""

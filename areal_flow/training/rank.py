@@ -144,9 +144,9 @@ class TrainerRank:
             numbers,
             settings=self.config,
             speed=self._speed(sequences, seconds=trained - read),
-            seconds_read=read - began,
-            seconds_train=trained - read,
-            seconds_stage=perf_counter() - trained,
+            read_s=read - began,
+            train_s=trained - read,
+            stage_s=perf_counter() - trained,
         )
         environment = numeric_environment(self.config, self.replicas)
         return StepResult(request.step, hashes, metrics, environment, request.parent_hash)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.composed import ComposedAlgorithm, kl_to_reference
-from areal_flow.algorithms.engine_gap import gap_metrics, gap_sums, zero_gap_sums
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.logprobs import gap_metrics, gap_sums, kl_to_reference, zero_gap_sums
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,

@@ -161,7 +161,7 @@ class Progress:
 
     def _left(self) -> str:
         steps_left = max(0, self._num_steps - self._rows[-1]["step"])
-        left = int(steps_left * fmean(row["seconds_step"] for row in self._rows))
+        left = int(steps_left * fmean(row["step_s"] for row in self._rows))
         return f"{left // 60}:{left % 60:02d}"
 
     def _rates(self) -> dict[str, str]:

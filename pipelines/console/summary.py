@@ -17,8 +17,8 @@ from pipelines.console.tables import Table, samples_text, with_interval
 
 _TOTALS = """
 SELECT
-    (SELECT seconds_train FROM ledger WHERE step = 0) AS seconds_first_policy,
-    sum(seconds_step) AS seconds_training,
+    (SELECT train_s FROM ledger WHERE step = 0) AS first_policy_s,
+    sum(step_s) AS training_s,
     count(*) AS num_steps,
     sum(staleness_mean * num_trained_tokens) / nullif(sum(num_trained_tokens), 0) AS staleness_mean,
     max(staleness_max) AS staleness_max,
@@ -26,13 +26,13 @@ SELECT
         AS masked_fraction,
     sum(num_discarded_tokens)::BIGINT AS num_discarded_tokens,
     sum(num_failed_members)::BIGINT AS num_failed_members,
-    sum(num_generated_tokens) / nullif(seconds_training, 0) AS tokens_per_second_generated,
-    sum(num_trained_tokens) / nullif(seconds_training, 0) AS tokens_per_second_trained,
+    sum(num_generated_tokens) / nullif(training_s, 0) AS tokens_per_second_generated,
+    sum(num_trained_tokens) / nullif(training_s, 0) AS tokens_per_second_trained,
     greatest(
-        sum(seconds_generate) / $num_generators,
-        sum(seconds_read + seconds_train + seconds_stage)
-    ) AS seconds_longer_phase,
-    seconds_longer_phase / nullif(greatest(seconds_longer_phase, seconds_training), 0)
+        sum(generate_s) / $num_generators,
+        sum(read_s + train_s + stage_s)
+    ) AS longer_phase_s,
+    longer_phase_s / nullif(greatest(longer_phase_s, training_s), 0)
         AS overlap_efficiency
 FROM (
     SELECT *,
@@ -71,7 +71,7 @@ def summarise(
     with empty_database() as connection:
         connection.register("ledger", ledger)
         relation = connection.sql(_TOTALS, params={"num_generators": num_generators})
-        (totals,) = relation.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+        (totals,) = relation.project("* EXCLUDE longer_phase_s").to_arrow_table().to_pylist()
         verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
     compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
 
@@ -99,12 +99,12 @@ def print_summary(
     model: str,
 ) -> None:
     text = (
-        "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
-        "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
+        "{num_steps} steps in {training_s:.0f} s ({fine_tuning}all "
+        "{total_s:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
         "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
         "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
-    seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
+    seconds = f"fine-tuning {summary['first_policy_s']:.0f} s, "
     stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
     both = {"before", "after"} <= held_out.keys()
     compared = _comparison(held_out["before"], held_out["after"]) if both else []

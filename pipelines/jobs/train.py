@@ -130,7 +130,7 @@ async def make_version_0(run: Training) -> InitialState | None:
     hashes, environment = await run.replicas.begin(source)
     row = genesis_row(hashes, provenance=run.provenance, numeric_environment=environment)
     if run.log.head < 0:
-        await run.log.append({**row, "seconds_train": monotonic() - began})
+        await run.log.append({**row, "train_s": monotonic() - began})
     else:
         recorded_hash = run.log.rows(["weights_hash"])[0]["weights_hash"]
         if recorded_hash != hashes.weights_hash:
@@ -204,8 +204,8 @@ async def train(run: Training, start: InitialState) -> int:
     pool.subscribe(
         lambda num: flow.set_max_running(max_running_trajectories(recipe, num_generators=num))
     )
-    seconds_left = 60 * (recipe.max_minutes or inf) - (monotonic() - run.began)
-    deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
+    remaining_s = 60 * (recipe.max_minutes or inf) - (monotonic() - run.began)
+    deadline = asyncio.get_running_loop().call_later(max(0, remaining_s), flow.request_stop)
     try:
         with run.signals.finishing_steps(flow.request_stop):
             run.held_out.stop_on_plateau(flow)
@@ -230,7 +230,7 @@ def write_summary(run: Training) -> None:
     num_generators = run.recipe.cluster.num_generators
     summary = {
         **summarise(run.held_out.tables, run.log.table(), num_generators=num_generators),
-        "seconds_total": read_state(layout).seconds_driven + monotonic() - run.began,
+        "total_s": read_state(layout).driven_s + monotonic() - run.began,
         "model_version": run.tracking.model_version,
     }
     run.writer.check_current()

@@ -62,7 +62,7 @@ CHARTS = {
         _LENGTHS,
         band=(_LENGTHS["p10"], _LENGTHS["p90"]),
     ),
-    "Step time": Metrics("Seconds.", {"step": "seconds_step"}),
+    "Step time": Metrics("Seconds.", {"step": "step_s"}),
     "Throughput": Metrics(
         "Tokens per second, sampled and trained.",
         {"generated": "speed/generated_tokens_per_s", "trained": "speed/trained_tokens_per_s"},
@@ -244,7 +244,7 @@ def draw_timeline(axes: Any, steps: Any, groups: Any) -> None:
     height = max(2, len(lanes) // 3)
     for step in steps.iloc[1:].itertuples():
         end = (step.committed_at - began).total_seconds()
-        start = end - step.seconds_train - step.seconds_stage
+        start = end - step.train_s - step.stage_s
         colour = COLOURS[step.policy_version % len(COLOURS)]
         axes.broken_barh([(start, end - start)], (-height, height), color=colour)
         middle = ((start + end) / 2, -height / 2)

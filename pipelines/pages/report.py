@@ -253,7 +253,7 @@ def judge_run(
     first, last = ends(steps, "entropy_mean")
     if first is not None and last is not None:
         verdicts.append(judge_entropy(first, last))
-    if any(row.get("seconds_step") for row in steps):
+    if any(row.get("step_s") for row in steps):
         text, remedy = find_bottleneck(steps, num_generators=recipe.cluster.num_generators)
         verdicts.append(Verdict("Speed", "look" if remedy else "good", text, remedy))
     mean, limit = totals["staleness_mean"], recipe.controller.max_staleness

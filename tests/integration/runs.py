@@ -78,7 +78,7 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
     """Check a run's costs against its workers file, recounted here; return them."""
     run = areal_flow.open_run(layout.root)
     (costs, of_steps), last = costs_of(run), dict[int, float]()
-    steps = run.steps("arrow", columns=["writer_epoch", "committed_at", "seconds_step"])
+    steps = run.steps("arrow", columns=["writer_epoch", "committed_at", "step_s"])
     events = [json.loads(line) for line in layout.workers.read_text().splitlines()]
     moments = [(row["writer_epoch"], row["committed_at"].timestamp()) for row in steps.to_pylist()]
     for epoch, at in [*moments, *((e["writer_epoch"], e["at"]) for e in events)]:
@@ -95,7 +95,7 @@ def check_costs(layout: RunLayout) -> tuple[dict[str, Any], list[StepCost]]:
         min(cost for worker_events in costs["by_role"].values() for cost in worker_events.values())
         > -1e-6
     )
-    seconds = sum(row["seconds_step"] or 0.0 for row in steps.to_pylist())
+    seconds = sum(row["step_s"] or 0.0 for row in steps.to_pylist())
     charged = sum(sum(each.accounts.values()) for each in of_steps)
     assert seconds < charged < total, "more than one worker was there, and before the first step"
     rows = trajectory_costs(run, of_steps, waiting=uses["waiting"])

@@ -24,7 +24,7 @@ def test_costs_of_a_run_add_up_to_its_devices_time(finished: RunLayout) -> None:
     assert uses["lost"] == 0
     of_trainer = by_role["trainer"]
     computed = pl.DataFrame(run.steps("arrow")).select(
-        pl.sum_horizontal("seconds_read", "seconds_train", "seconds_stage").sum()
+        pl.sum_horizontal("read_s", "train_s", "stage_s").sum()
     )
     assert of_trainer["trained"] + of_trainer["masked"] == pytest.approx(computed.item(), rel=0.02)
 

@@ -143,7 +143,7 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
     run_while(layout.root, recipe, stop_generator_then_trainer)
     check_accounting(layout)
     rows = areal_flow.open_run(layout.root).steps("arrow").to_pylist()
-    stalls = [row["seconds_step"] for row in rows if heads[0] < row["step"] <= heads[1]]
+    stalls = [row["step_s"] for row in rows if heads[0] < row["step"] <= heads[1]]
     assert max(stalls) < 12.0
     check_generation_went_on(*committed, head=heads[2])
 

@@ -67,7 +67,7 @@ def test_metrics_of_a_step_are_those_of_its_trajectories(run: areal_flow.Run) ->
         assert {name: row[name] for name in recounted} == pytest.approx(recounted)
         assert row["entropy_mean"] > 0
         assert row["speed/trainer_busy_fraction"] > 0
-        generated = row["speed/generated_tokens_per_s"] * row["seconds_step"]
+        generated = row["speed/generated_tokens_per_s"] * row["step_s"]
         assert generated == pytest.approx(row["num_generated_tokens"])  # 0 if all were ready before
     assert sum(row["num_generated_tokens"] for row in steps) > 0
     check_accounting(run.layout)

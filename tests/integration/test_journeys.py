@@ -14,7 +14,7 @@ from benchmarks.harness import ROOT
 from tests.integration.runs import ENVIRONMENT
 
 PAGE = ROOT / "docs" / "architecture.md"
-MAX_FILES = [22, 29]
+MAX_FILES = [22, 28]
 """Of a group's journey, and of a trajectory's tokens."""
 
 

@@ -17,9 +17,9 @@ BOUNDS = ("", "_low", "_high")
 SUMMARY_KEYS = {
     "held_out_before",
     "held_out_after",
-    "seconds_first_policy",
-    "seconds_training",
-    "seconds_total",
+    "first_policy_s",
+    "training_s",
+    "total_s",
     "num_steps",
     "staleness_mean",
     "staleness_max",

@@ -223,7 +223,7 @@ def test_synchronous_agents_get_their_own_threads_and_do_not_delay_weights() -> 
     async def go() -> list[Any]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         contexts = contexts_of(episode_of(num_agents), FakeServices())
-        workflow = settled(agent, max_seconds=20)
+        workflow = settled(agent, episode_timeout_s=20)
         busy = [asyncio.ensure_future(workflow.run(PROMPT, each)) for each in contexts[1:]]
         await asyncio.sleep(0.5)
         await asyncio.wait_for(asyncio.to_thread(list), 5)  # as an engine loads weights
@@ -246,7 +246,7 @@ def test_agent_that_hangs_or_exits_ends_no_other() -> None:
     async def exits_too() -> float:
         sys.exit(3)
 
-    (late,) = run(hangs, max_seconds=0.5)
+    (late,) = run(hangs, episode_timeout_s=0.5)
     assert late.finish_reason == "length"
     for agent in (exits, exits_too):
         with pytest.raises(ArealFlowError, match=r"the agent called sys\.exit"):
@@ -512,13 +512,14 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
     assert [draft.finish_reason for draft in cut] == ["length"] * 2
     messages = {draft.score and draft.score.message for draft in cut}
     assert messages == {"ended by workflow.max_calls (2)"}
-    (late,) = run_talk(sleeps, max_seconds=0.5)
+    (late,) = run_talk(sleeps, episode_timeout_s=0.5)
     assert (late.finish_reason, late.score.reward) == ("length", None)
-    assert "gave no reward before it was ended by workflow.max_seconds (0.5)" in late.score.error
+    error = late.score.error
+    assert "gave no reward before it was ended by workflow.episode_timeout_s (0.5)" in error
     services = FakeServices()
-    (left,) = run_talk(sleeps, services, max_seconds=0.5, missing_reward="score")
+    (left,) = run_talk(sleeps, services, episode_timeout_s=0.5, missing_reward="score")
     assert left.score.verdict in ("correct", "incorrect"), "by the recipe's rewards"
-    assert left.score.message == "ended by workflow.max_seconds (0.5)"
+    assert left.score.message == "ended by workflow.episode_timeout_s (0.5)"
     assert [plain(each) for each in services.scored[0]] == [plain(left.output_tokens)]
 
 
@@ -554,8 +555,8 @@ def test_agent_whose_first_call_is_over_the_context_fails_with_the_reason(handle
 
     with pytest.raises(ArealFlowError, match=r"ended by .*max_model_len \(64\)"):
         run_talk(asks_too_much)
-    with pytest.raises(ArealFlowError, match=r"ended by workflow\.max_seconds \(0\.2"):
-        run(sleeps, max_seconds=0.2)
+    with pytest.raises(ArealFlowError, match=r"ended by workflow\.episode_timeout_s \(0\.2"):
+        run(sleeps, episode_timeout_s=0.2)
 
 
 def test_agent_that_folds_its_history_has_that_conversation_cut_alone() -> None:

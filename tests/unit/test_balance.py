@@ -16,9 +16,9 @@ def row(demand: float, number: int, noise: float = 1.0) -> dict[str, Any]:
     generate_s = demand * noise
     step_s = max(1.0, generate_s / number)
     return {
-        "seconds_step": step_s,
-        "seconds_wait": step_s - 1.0,
-        "seconds_generate": generate_s,
+        "step_s": step_s,
+        "wait_s": step_s - 1.0,
+        "generate_s": generate_s,
         "metrics": {OBSERVED: number * step_s},
     }
 
@@ -62,9 +62,9 @@ def test_slow_rewards_are_no_reason_for_more_generators() -> None:
     """The trainer waits half of its time, but generators idle, too."""
     balance = Balance(1, 8)
     waiting = {
-        "seconds_step": 2.0,
-        "seconds_wait": 1.0,
-        "seconds_generate": 2.0,
+        "step_s": 2.0,
+        "wait_s": 1.0,
+        "generate_s": 2.0,
         "metrics": {OBSERVED: 4.0},
     }
     assert balance.target_number([waiting] * WINDOW_STEPS, number=2) == 2

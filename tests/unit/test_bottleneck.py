@@ -28,10 +28,10 @@ def test_verdict_names_who_is_slow_and_what_helps(
 
 
 def test_shares_are_of_all_steps_together() -> None:
-    parts = {"seconds_read": 0.1, "seconds_train": 1.0, "seconds_stage": 0.1}
-    step = {**parts, "num_generated_tokens": 9, "num_trained_tokens": 9, "seconds_wait": 0.0}
-    short = {**step, "seconds_step": 1.0, "seconds_generate": 1.0}
-    long = {**step, "seconds_step": 3.0, "seconds_generate": 3.0, "seconds_wait": 2.0}
+    parts = {"read_s": 0.1, "train_s": 1.0, "stage_s": 0.1}
+    step = {**parts, "num_generated_tokens": 9, "num_trained_tokens": 9, "wait_s": 0.0}
+    short = {**step, "step_s": 1.0, "generate_s": 1.0}
+    long = {**step, "step_s": 3.0, "generate_s": 3.0, "wait_s": 2.0}
     verdict = find_bottleneck([short, long], num_generators=2)
     assert "waits 50% of its time for data, generators are busy 50%" in verdict.text
     observed = {"speed/generators_observed_s": 2.5}
@@ -39,9 +39,9 @@ def test_shares_are_of_all_steps_together() -> None:
 
 
 def test_a_queue_longer_than_a_step_is_a_reason_to_score_with_more_workers() -> None:
-    numbers = dict.fromkeys(("seconds_read", "seconds_train", "seconds_stage"), 0.1)
-    numbers |= {"num_generated_tokens": 9, "num_trained_tokens": 9, "seconds_generate": 2.0}
-    step = {**numbers, "seconds_step": 2.0, "seconds_wait": 1.0}
+    numbers = dict.fromkeys(("read_s", "train_s", "stage_s"), 0.1)
+    numbers |= {"num_generated_tokens": 9, "num_trained_tokens": 9, "generate_s": 2.0}
+    step = {**numbers, "step_s": 2.0, "wait_s": 1.0}
     for queue_s, text in ((5.0, "a group waits 2.5 steps to be scored"), (1.0, "Generation is")):
         row = step | {"speed/reward_queue_s_mean": queue_s}
         assert text in find_bottleneck([row, row], num_generators=1).text

@@ -77,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name in NAMES:
         make_finished_run(folder / name, num_steps=1, state="failed")
-    state = {"state": "failed", "reason": "a very long reason " * 8, "seconds_driven": 1.0}
+    state = {"state": "failed", "reason": "a very long reason " * 8, "driven_s": 1.0}
     (folder / NAMES[0] / "state.json").write_text(json.dumps(state))
     return folder
 

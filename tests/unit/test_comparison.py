@@ -77,7 +77,7 @@ def test_values_that_a_replay_must_repeat_are_compared_by_name() -> None:
         "served_hash": "s",
     }
     assert {name: values[name] for name in expected} == expected
-    assert "seconds_train" not in values
+    assert "train_s" not in values
     assert "reward_mean" not in values
     different = ComparedStep(result(weights="x", loss=0.25), result())
     assert different.differences == {"loss": (0.25, 0.5), "weights_hash": ("x", "w")}

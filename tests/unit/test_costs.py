@@ -25,8 +25,8 @@ def row(step: int, at: float, **columns: Any) -> dict[str, Any]:
         "step": step,
         "writer_epoch": 1,
         "committed_at": datetime.fromtimestamp(at, UTC),
-        "seconds_step": 10.0,
-        **{f"seconds_{name}": 0.0 for name in names},
+        "step_s": 10.0,
+        **{f"{name}_s": 0.0 for name in names},
         **{f"num_{kind}_tokens": 0 for kind in kinds},
         "metrics": {},
         **columns,
@@ -52,8 +52,8 @@ def test_work_is_charged_to_tokens_when_they_are_consumed_and_the_rest_is_idle()
         row(
             1,
             110.0,
-            seconds_generate=5.0,
-            seconds_train=4.0,
+            generate_s=5.0,
+            train_s=4.0,
             num_trained_tokens=60,
             num_masked_tokens=20,
             num_waiting_tokens=20,
@@ -79,7 +79,7 @@ def test_work_is_charged_to_tokens_when_they_are_consumed_and_the_rest_is_idle()
 def test_each_step_and_the_whole_run_add_up_to_the_devices_time() -> None:
     accounting = CostAccounting()
     steps = [
-        accounting.add(row(n, 100.0 + 10 * n, num_trained_tokens=n, seconds_train=99.0), WORKERS)
+        accounting.add(row(n, 100.0 + 10 * n, num_trained_tokens=n, train_s=99.0), WORKERS)
         for n in (1, 2)
     ]
     assert [sum(step.accounts.values()) for step in steps] == pytest.approx([40, 40])
@@ -92,7 +92,7 @@ def test_time_without_a_process_and_what_a_restored_trainer_repeats_are_lost() -
     broken = tenure("trainer")
     broken.outages.append((102.0, 105.0))
     accounting = CostAccounting().add(
-        row(1, 110.0, seconds_train=2.0, seconds_wait=1.0, num_trained_tokens=1), workers(broken)
+        row(1, 110.0, train_s=2.0, wait_s=1.0, num_trained_tokens=1), workers(broken)
     )
     uses = {use: accounting.accounts["trainer", use] for use in ("trained", "lost", "idle")}
     assert uses == pytest.approx({"trained": 2, "lost": 3 + 4, "idle": 1})

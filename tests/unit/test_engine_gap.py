@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.engine_gap import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
+from areal_flow.algorithms.logprobs import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
 from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import VersionSpan
 from areal_flow.flow.diagnosis import GapWatch, is_wide

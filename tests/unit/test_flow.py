@@ -247,7 +247,7 @@ def test_group_that_a_step_made_stale_is_discarded_with_the_step() -> None:
         assert batch is not None
         assert len(batch) == 8
         assert len(flow.buffer) == 1, "at version 1 it could still be trained"
-        await flow.train(batch, seconds_wait=0.0)
+        await flow.train(batch, wait_s=0.0)
         await flow.wait_until_released()
 
     run_in_virtual_time(take_a_step())

@@ -237,7 +237,7 @@ def test_engine_time_is_counted_once_for_each_engine() -> None:
         await roll_out(flow, len(busy))
         return flow
 
-    assert run(scenario()).accounting.entries.seconds_generate == 2.0 + 0.5 + 0.25
+    assert run(scenario()).accounting.entries.generate_s == 2.0 + 0.5 + 0.25
 
 
 def test_busy_fraction_is_of_the_time_that_reports_cover() -> None:
@@ -258,8 +258,8 @@ def test_busy_fraction_is_of_the_time_that_reports_cover() -> None:
 
     run(scenario())
     (row,) = parts.log.rows
-    assert row["seconds_generate"] == 7.0
-    assert row["seconds_generate"] > row["seconds_step"], "the clock of rows does not jump"
+    assert row["generate_s"] == 7.0
+    assert row["generate_s"] > row["step_s"], "the clock of rows does not jump"
     assert row["metrics"]["speed/generators_observed_s"] == 8.5
     assert row["metrics"]["speed/generators_busy_fraction"] == 7.0 / 8.5
 

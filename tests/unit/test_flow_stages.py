@@ -70,9 +70,9 @@ def test_steps_follow_each_other_by_hash_and_number() -> None:
     assert (second["step"], second["policy_version"]) == (2, 1)
     assert second["parent_hash"] == first["weights_hash"]
     assert (first["num_waiting_tokens"], second["num_waiting_tokens"]) == (8, 0)
-    assert (first["num_trained_tokens"], first["seconds_wait"]) == (8, 1.25)
+    assert (first["num_trained_tokens"], first["wait_s"]) == (8, 1.25)
     assert (first["writer_epoch"], first["next_submission_index"]) == (6, 6)
-    assert 0 <= second["seconds_step"] < 60
+    assert 0 <= second["step_s"] < 60
     assert "speed/weights_num_served" not in first["metrics"]
     assert second["metrics"]["speed/weights_num_served"] == parts.cluster.num_generators
     assert second["metrics"]["speed/weights_stall_s_max"] == 0.25

@@ -76,7 +76,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         num_generated_tokens=90,
         discards=[Discard("c", 5, "stale"), Discard("d", 6, "verifier_error")],
         failed_submissions=[8, 9],
-        seconds_generate=1.5,
+        generate_s=1.5,
         num_member_errors=2,
     )
     row = step_row(
@@ -87,8 +87,8 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         next_submission_index=12,
         num_waiting_tokens=33,
         provenance=PROVENANCE,
-        seconds_wait=0.25,
-        seconds_step=2.5,
+        wait_s=0.25,
+        step_s=2.5,
         num_generators=2,
     )
     expected = {
@@ -105,7 +105,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         ],
         "failed_submissions": [8, 9],
         "num_failed_members": 2,
-        "seconds_generate": 1.5,
+        "generate_s": 1.5,
         "trajectory_watermark": 40,
         "next_submission_index": 12,
         "num_waiting_tokens": 33,
@@ -117,8 +117,8 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         "loss": 0.0,
         "masked_fraction_by_decile": [],
         "numeric_environment": '{"device": "cpu"}',
-        "seconds_wait": 0.25,
-        "seconds_step": 2.5,
+        "wait_s": 0.25,
+        "step_s": 2.5,
     }
     assert {name: row[name] for name in expected} == expected
     assert row["metrics"]["speed/generated_tokens_per_s"] == 36
@@ -139,7 +139,7 @@ def test_genesis_is_step_zero_neutral() -> None:
         "next_submission_index": 0,
         "writer_epoch": 3,
         "num_trained_tokens": 0,
-        "seconds_wait": 0.0,
-        "seconds_step": 0.0,
+        "wait_s": 0.0,
+        "step_s": 0.0,
     }
     assert {name: GENESIS[name] for name in expected} == expected

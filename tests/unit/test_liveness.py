@@ -137,9 +137,7 @@ def test_worker_among_so_many_that_it_is_seldom_heard_is_not_silent_in_between()
 def test_ranks_that_are_waited_for_and_idle_hang(
     idle_s: dict[str, tuple[int, float]], hung: list[str]
 ) -> None:
-    ranks = {
-        name: StepProgress(*idle, seconds_since_collective=idle[1]) for name, idle in idle_s.items()
-    }
+    ranks = {name: StepProgress(*idle, since_collective_s=idle[1]) for name, idle in idle_s.items()}
     assert [*hung_ranks(ranks, num_ranks=len(ranks), heartbeat_timeout_s=10.0)] == hung
 
 
@@ -173,9 +171,9 @@ def test_a_rank_is_idle_while_it_neither_computes_nor_exchanges_within_a_step(
         assert clock.look(rank).idle_s == 5.0
         rank.num_collectives += 1
         assert idle_s(1) == 0.0
-        assert clock.look(rank).seconds_since_collective == 0.0
+        assert clock.look(rank).since_collective_s == 0.0
         assert idle_s(4, computes=0.5) == 0.0
-        assert clock.look(rank).seconds_since_collective == pytest.approx(4.0)
+        assert clock.look(rank).since_collective_s == pytest.approx(4.0)
         now[0] += 100.0
         assert idle_s(1) == liveness.MAX_RANK_LOOK_S, "it was suspended"
     assert idle_s(1) == 0.0

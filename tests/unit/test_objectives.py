@@ -17,13 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.composed import (
-    KLEstimator,
     corrected_weights,
     kl_from_older,
-    kl_to_reference,
     proximal_logprobs,
 )
-from areal_flow.algorithms.logprobs import suffix_sums
+from areal_flow.algorithms.logprobs import KLEstimator, kl_to_reference, suffix_sums
 from areal_flow.algorithms.protocol import (
     LossInputs,
     MinibatchSize,

@@ -146,7 +146,7 @@ def test_calibration_recovers_the_efficiency_of_a_run(policy: Policy) -> None:
     assert calibrated.efficiency.training == pytest.approx(REACHED.training, rel=0.05)
     assert calibrated.efficiency.decode_step_s == pytest.approx(0.02, rel=0.1)
     assert calibrated.efficiency.publish_s == pytest.approx(REACHED.publish_s, rel=0.05)
-    assert calibrated.predicted_step_s == pytest.approx(row["seconds_step"], rel=0.05)
+    assert calibrated.predicted_step_s == pytest.approx(row["step_s"], rel=0.05)
     assert calibrated.predicted_staleness == pytest.approx(row["staleness_mean"], rel=0.1)
     with pytest.raises(RunError, match="expected 8 steady steps"):
         calibrate(made, [row] * 6, commit_s=0.0)
@@ -156,13 +156,13 @@ def ledger_row(job: Job) -> dict[str, float]:
     """Return a ledger row with the means of a simulated run."""
     made, costs = simulated_run(job.recipe, job.costs(job.recipe), job.lengths), job.costs
     return {
-        "seconds_generate": made.generators_busy * job.recipe.cluster.num_generators * made.step_s,
+        "generate_s": made.generators_busy * job.recipe.cluster.num_generators * made.step_s,
         "num_generated_tokens": made.generated_tokens_per_s * made.step_s,
-        "seconds_read": 0.0,
-        "seconds_train": made.train_s,
-        "seconds_stage": 0.0,
-        "seconds_wait": made.step_s - made.train_s - costs(job.recipe).publish_s,
-        "seconds_step": made.step_s,
+        "read_s": 0.0,
+        "train_s": made.train_s,
+        "stage_s": 0.0,
+        "wait_s": made.step_s - made.train_s - costs(job.recipe).publish_s,
+        "step_s": made.step_s,
         "staleness_mean": made.staleness_mean,
     }
 
@@ -175,9 +175,9 @@ def test_work_after_a_step_and_before_the_buffer_makes_tokens_older(policy: Poli
         return ledger_row(replace(job, efficiency=replace(REACHED, **none | seconds)))
 
     published, without = step(8, publish_s=10.0), step(8)
-    assert published["seconds_step"] == pytest.approx(without["seconds_step"] + 10, rel=0.1)
+    assert published["step_s"] == pytest.approx(without["step_s"] + 10, rel=0.1)
     committed, without = step(3, commit_s=10.0), step(3)
-    assert committed["seconds_step"] == pytest.approx(without["seconds_step"], rel=0.1)
+    assert committed["step_s"] == pytest.approx(without["step_s"], rel=0.1)
     assert committed["staleness_mean"] > without["staleness_mean"] + 0.1
 
 
@@ -189,7 +189,7 @@ def test_the_number_of_generators_goes_to_the_plans_and_stays(policy: Policy) ->
         return replace(job, recipe=with_cluster(job.recipe, num_generators=number))
 
     rows = {number: ledger_row(with_number(number)) for number in range(1, 9)}
-    steps = {number: row["seconds_step"] for number, row in rows.items()}
+    steps = {number: row["step_s"] for number, row in rows.items()}
     enough = min(number for number, step_s in steps.items() if step_s < steps[8] / 0.95)
     assert 2 < enough < 7
 

@@ -40,11 +40,11 @@ ROW: dict[str, Any] = {
     "staleness_max": 2,
     "num_generated_tokens": 100,
     "num_trained_tokens": 90,
-    "seconds_step": 2.0,
-    "seconds_generate": 1.0,
-    "seconds_read": 0.3,
-    "seconds_train": 1.0,
-    "seconds_stage": 0.1,
+    "step_s": 2.0,
+    "generate_s": 1.0,
+    "read_s": 0.3,
+    "train_s": 1.0,
+    "stage_s": 0.1,
 }
 
 

@@ -119,7 +119,7 @@ def test_steps_are_read_in_order_however_a_compaction_left_them(tmp_path: Path) 
 def test_genesis_has_no_means_and_its_counts_are_zero(tmp_path: Path) -> None:
     run = open_run(make_finished_run(tmp_path / "r", num_steps=1).root)
     genesis, step = run.steps("arrow").to_pylist()
-    for name in ("reward_mean", "staleness_mean", "staleness_max", "learning_rate", "seconds_step"):
+    for name in ("reward_mean", "staleness_mean", "staleness_max", "learning_rate", "step_s"):
         assert genesis[name] is None
         assert step[name] is not None
     assert genesis["num_trained_tokens"] == 0

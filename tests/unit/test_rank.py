@@ -131,7 +131,7 @@ def test_utilisation_counts_a_teacher_by_its_size(
         monkeypatch.setattr(trainer_rank, "pretrained_policy", lambda _: held)
         made = rank(tmp_path, find_teacher=lambda: tmp_path)
         metrics = made.step(request(parent_of(made))).metrics
-        return metrics.metrics["speed/model_flops_utilization"] * metrics.seconds_train
+        return metrics.metrics["speed/model_flops_utilization"] * metrics.train_s
 
     same, wide = flops(96), flops(9600)
     assert wide > 5 * same
@@ -152,8 +152,8 @@ def ledger_table(result: StepResult) -> pa.Table:
         next_submission_index=0,
         num_waiting_tokens=0,
         provenance=Provenance(1, "", ""),
-        seconds_wait=0.0,
-        seconds_step=0.0,
+        wait_s=0.0,
+        step_s=0.0,
         num_generators=2,
     )
     return pa.Table.from_pylist([row], schema=STEPS)

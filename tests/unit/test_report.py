@@ -95,7 +95,7 @@ def test_six_curves_are_shown_at_once_and_a_reward_that_is_the_pass_rate_is_not_
     areas = [f"rollout/completion_p{share}_tokens" for share in (10, 50, 90)]
     areas += [f"speed/{name}_tokens_per_s" for name in ("generated", "trained")]
     areas += [f"speed/{name}_busy_fraction" for name in ("generators", "trainer")]
-    names = ["seconds_step", *areas, "entropy_mean", "staleness_mean", "staleness_max", "grad_norm"]
+    names = ["step_s", *areas, "entropy_mean", "staleness_mean", "staleness_max", "grad_norm"]
     rows = [
         {
             "step": n,

@@ -67,8 +67,8 @@ class Rows:
                     next_submission_index=0,
                     num_waiting_tokens=0,
                     provenance=PROVENANCE,
-                    seconds_wait=0.0,
-                    seconds_step=0.0,
+                    wait_s=0.0,
+                    step_s=0.0,
                     num_generators=2,
                 )
             )

@@ -25,7 +25,7 @@ NOW = BEGAN.timestamp() + 10
 
 def step(number: int, **columns: Any) -> dict[str, Any]:
     """Return the ledger's row of a step that ended so many seconds after the beginning."""
-    seconds = {"seconds_read": 0.25, "seconds_train": 0.5, "seconds_stage": 0.0}
+    seconds = {"read_s": 0.25, "train_s": 0.5, "stage_s": 0.0}
     return {**step_row(number), **seconds, **columns}
 
 
@@ -97,7 +97,7 @@ def test_stages_count_trajectories_now_and_tokens_so_far_with_their_waits() -> N
         await train_once(flow)
         flow.submit()
         groups = groups_of(pl.DataFrame([group("a", "g", 0, 1, 3, 6.5)]))
-        shown = flow_stages(flow, steps_of([step(1, seconds_wait=1.25)]), groups)
+        shown = flow_stages(flow, steps_of([step(1, wait_s=1.25)]), groups)
         await flow.close()
         return shown
 

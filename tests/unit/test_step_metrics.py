@@ -88,7 +88,7 @@ def test_page_of_metrics_names_each() -> None:
         f"{TRAINED_BY_STALENESS}N",
         *usage_by_role([("ROLE", {"gpu": {"utilization": 1, "memory-used": 1}})]),
         *update_metrics([ServedWeights(1, "h", 0.0, 0.0)]),
-        *reward_metrics([0.0], num_scored=1, seconds_step=1.0),
+        *reward_metrics([0.0], num_scored=1, step_s=1.0),
         *(f"train/{name}" for name in ("entropy_mean", *metrics_of_losses())),
         *(f"train/{name}" for name in (*advantage_moments([]), *masked_fractions([], []))),
     }
@@ -129,8 +129,8 @@ def test_speed_is_by_time_and_by_generator() -> None:
         "speed/generators_busy_fraction": 0.75,
         "speed/trainer_busy_fraction": 0.5,
     }
-    assert speed_metrics({**totals, "seconds_step": 0.0}, num_generators=2) == {}
-    metrics = speed_metrics(totals, num_generators=2, seconds_observed=7.5)
+    assert speed_metrics({**totals, "step_s": 0.0}, num_generators=2) == {}
+    metrics = speed_metrics(totals, num_generators=2, observed_s=7.5)
     assert metrics["speed/generators_busy_fraction"] == 0.8, "of the time in which they worked"
 
 
@@ -178,14 +178,14 @@ def test_entropy_in_parts_is_that_of_the_whole(
 
 
 def test_rewards_are_counted_by_time_and_their_queue_by_group() -> None:
-    metrics = reward_metrics([0.25, 0.75], num_scored=16, seconds_step=4.0)
+    metrics = reward_metrics([0.25, 0.75], num_scored=16, step_s=4.0)
     assert metrics == {
         "speed/rewards_per_s": 4.0,
         "speed/reward_queue_s_mean": 0.5,
         "speed/reward_queue_s_max": 0.75,
     }
-    assert reward_metrics([], num_scored=0, seconds_step=4.0) == {}
-    assert reward_metrics([0.5], num_scored=4, seconds_step=0.0) == {}
+    assert reward_metrics([], num_scored=0, step_s=4.0) == {}
+    assert reward_metrics([0.5], num_scored=4, step_s=0.0) == {}
 
 
 def test_usage_is_summed_over_the_workers_of_each_role() -> None:

@@ -81,9 +81,9 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         staleness_mean=1.0,
         staleness_max=1,
         masked_fraction_by_decile=(0.0,) * 10,
-        seconds_read=0.1,
-        seconds_train=0.1,
-        seconds_stage=0.1,
+        read_s=0.1,
+        train_s=0.1,
+        stage_s=0.1,
         metrics={"clip_fraction": 0.0, "importance_weight_max": 1.5},
     )
     entries = StepEntries(6, [Discard("00000001-0000-00", 3, "stale")], [4], 0.2)
@@ -95,8 +95,8 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         next_submission_index=5,
         num_waiting_tokens=0,
         provenance=PROVENANCE,
-        seconds_wait=0.1,
-        seconds_step=0.5,
+        wait_s=0.1,
+        step_s=0.5,
         num_generators=2,
     )
 

@@ -180,7 +180,7 @@ def test_unknown_tool_is_an_error_that_the_policy_sees() -> None:
     ("settings", "max_model_len", "limit"),
     [
         ({"max_calls": 1}, 200, "workflow.max_calls (1)"),
-        ({"max_seconds": 1e-9}, 200, "workflow.max_seconds (1e-09)"),
+        ({"episode_timeout_s": 1e-9}, 200, "workflow.episode_timeout_s (1e-09)"),
         ({}, 22, "generation.max_model_len"),
     ],
 )

@@ -117,9 +117,9 @@ def test_one_step_without_metrics_is_judged_by_what_there_is() -> None:
 
 
 def test_report_says_what_limits_the_speed_as_the_dashboard_does() -> None:
-    seconds = {"seconds_read": 0.1, "seconds_train": 0.2, "seconds_stage": 0.1}
+    seconds = {"read_s": 0.1, "train_s": 0.2, "stage_s": 0.1}
     numbers = {"num_generated_tokens": 8, "num_trained_tokens": 8, "rollout/pass_rate": 0.5}
-    step = {**seconds, **numbers, "seconds_step": 1.0, "seconds_wait": 0.6, "seconds_generate": 0.9}
+    step = {**seconds, **numbers, "step_s": 1.0, "wait_s": 0.6, "generate_s": 0.9}
     (speed,) = (v for v in judge_run(Recipe(), [step], TOTALS, []) if v.subject == "Speed")
     assert (speed.mark, speed.text[:28]) == ("look", "Generation is the bottleneck")
     assert "cluster.num_generators" in speed.detail

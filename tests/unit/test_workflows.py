@@ -115,11 +115,11 @@ def test_conversation_ends_at_a_limit_with_a_completion(
 
 
 def test_conversation_that_is_late_is_cut_and_says_so_only_where_it_would_go_on() -> None:
-    late = conversation(FakeServices(wrong, max_model_len=500), max_turns=3, max_seconds=1e-9)
+    late = conversation(FakeServices(wrong, max_model_len=500), max_turns=3, episode_timeout_s=1e-9)
     assert (num_stops(late), late.finish_reason) == (1, "length")
     assert late.score is not None
-    assert late.score.message == "ended by workflow.max_seconds (1e-09)"
-    last = conversation(FakeServices(wrong, max_model_len=500), max_turns=1, max_seconds=1e-9)
+    assert late.score.message == "ended by workflow.episode_timeout_s (1e-09)"
+    last = conversation(FakeServices(wrong, max_model_len=500), max_turns=1, episode_timeout_s=1e-9)
     assert last.finish_reason == "stop"
 
 

@@ -63,7 +63,7 @@ class Agent(TimedWorkflow):
 
         agent = import_function(self.path, setting="workflow.path", error=ConfigError)
         session = Session(context, max_calls=self.max_calls)
-        limit = asyncio.timeout(self.max_seconds)
+        limit = asyncio.timeout(self.episode_timeout_s)
         reward = None
         try:
             async with serving(session) as (base_url, api_key), limit:
@@ -72,7 +72,7 @@ class Agent(TimedWorkflow):
             if session.failure is not None:
                 raise session.failure from error
             if isinstance(error, TimeoutError) and limit.expired():
-                session.ended_by = f"workflow.max_seconds ({self.max_seconds:g})"
+                session.ended_by = f"workflow.episode_timeout_s ({self.episode_timeout_s:g})"
             elif exceeded := session.limit_behind(error):
                 session.ended_by = exceeded
             else:

@@ -11,7 +11,7 @@ score has the error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.core.failures import FailureCounts, cause_of
 from areal_flow.core.settings import Settings
@@ -148,13 +149,13 @@ class Workflow(Protocol):
 class TimedWorkflow(Settings):
     """A workflow whose episodes have a time limit."""
 
-    max_seconds: float = Field(600.0, gt=0)
+    episode_timeout_s: float = Field(600.0, gt=0)
     """Time limit of an episode, after which it ends with what it has."""
 
     def time_limit(self, context: EpisodeContext) -> str:
         """Return the limit that ends an episode before its next turn; empty if none."""
-        is_late = context.elapsed_s() >= self.max_seconds
-        return f"workflow.max_seconds ({self.max_seconds:g})" if is_late else ""
+        is_late = context.elapsed_s() >= self.episode_timeout_s
+        return f"workflow.episode_timeout_s ({self.episode_timeout_s:g})" if is_late else ""
 
 
 class EpisodeServices(Protocol):
@@ -424,16 +425,6 @@ async def run_group(
     return RolledOutGroup(
         tuple((member, draft) for member, outcome in enumerate(outcomes) for draft in outcome)
     )
-
-
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Await all concurrently; the first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 async def _run_member(

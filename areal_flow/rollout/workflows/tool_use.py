@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import ArealFlowError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import import_function, require
@@ -23,7 +24,6 @@ from areal_flow.rollout.workflows.episode import (
     EpisodeContext,
     TimedWorkflow,
     TrajectoryDraft,
-    all_of,
 )
 
 TOOLS: dict[str, str] = {

@@ -11,13 +11,13 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from areal_flow.core.concurrency import all_of
 from areal_flow.core.settings import Settings, require
 from areal_flow.core.types import Prompt
 from areal_flow.rollout.workflows.episode import (
     EpisodeContext,
     TimedWorkflow,
     TrajectoryDraft,
-    all_of,
 )
 
 

@@ -197,9 +197,10 @@ def test_percentile_of_the_first_bin_is_even_in_it() -> None:
 
 
 def test_gap_is_measured_where_all_tokens_are_fresh() -> None:
-    spans = [(VersionSpan(2, len(s.output_tokens)),) for s in fresh_sequences(disturbed_by=0.0)]
-    exact = fresh_sequences(disturbed_by=0.0)
-    sequences = [replace(each, version_spans=span) for each, span in zip(exact, spans, strict=True)]
+    sequences = [
+        replace(each, version_spans=(VersionSpan(2, len(each.output_tokens)),))
+        for each in fresh_sequences(disturbed_by=0.0)
+    ]
     metrics = gap_of_step(sequences, DecoupledPPO(num_minibatches=1))
     assert metrics["engine_gap/tokens"] == sum(s.num_trained for s in sequences)
 

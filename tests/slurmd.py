@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,7 +18,9 @@ import psutil
 import pytest
 
 HOST = "127.0.0.1"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo")
+PROGRAMS = (
+    *("munged", "slurmctld", "slurmd", "sbatch", "salloc", "srun", "scancel", "squeue", "sinfo"),
+)
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 NUM_CORES = 64
 """What the node claims to have: a test may start more workers than its machine has cores."""
@@ -55,6 +58,23 @@ def running_slurm(directory: Path) -> Iterator[None]:
             yield
         finally:
             _end_jobs(directory)
+
+
+@contextmanager
+def allocation() -> Iterator[None]:
+    """Hold a job without processes, for the commands of this process and its children."""
+    granted = subprocess.run(
+        ["salloc", "--no-shell", "--ntasks=1", "--time=60"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (number,) = re.findall(r"Granted job allocation (\d+)", granted.stderr)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", number)
+        patch.setenv("SLURM_JOB_NODELIST", "node")
+        yield
+    subprocess.run(["scancel", number], check=True)
 
 
 def job_numbers(*names: str, states: str = "") -> list[str]:

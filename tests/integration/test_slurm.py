@@ -69,8 +69,10 @@ def test_cancelled_generator_and_killed_driver_lose_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("slurm")
-def test_driver_runs_as_a_job_itself(tmp_path: Path) -> None:
-    options = [text for name, value in ON_SLURM.items() for text in (f"--{name}", value)]
+@pytest.mark.parametrize("launcher", ["slurm", "srun"])
+def test_driver_runs_as_a_job_itself(launcher: str, tmp_path: Path) -> None:
+    settings = {**ON_SLURM, "cluster.launcher": launcher}
+    options = [text for name, value in settings.items() for text in (f"--{name}", value)]
     driver = [*COMMAND, "train", "--name", "inner", "--num-steps", "3", *options]
     submit = ["sbatch", "--wait", "--output=driver.log", "--cpus-per-task=2"]
     script = f"#!/bin/bash\nexec {shlex.join(driver)}\n"

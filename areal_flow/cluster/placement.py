@@ -21,6 +21,7 @@ CONTROL_THREADS = 4
 
 THIS_MACHINE = ""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+NODES_OF_JOB = "SLURM_JOB_NODELIST"
 NUM_THREADS = "OMP_NUM_THREADS"
 
 
@@ -166,9 +167,28 @@ def machines_of(cluster: ClusterSettings) -> Machines:
     """
     if cluster.launcher == "local":
         return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
+    if cluster.launcher == "srun":
+        gpus = visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus)
+        return Machines(nodes_of_job(), gpus)
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines((cluster.launcher.capitalize(),), assign_gpus=True)
+
+
+def nodes_of_job() -> tuple[str, ...]:
+    """Return the nodes of the Slurm job that this process runs in."""
+    if not os.environ.get(NODES_OF_JOB):
+        raise ConfigError(
+            "cluster.launcher = 'srun' starts workers on the nodes of the driver's own Slurm job, "
+            f"found none ({NODES_OF_JOB} is not set): start the driver by sbatch or in salloc, or "
+            f"set {NODES_OF_JOB}, such as node[1-2], to see a plan. 'slurm' submits a job a worker"
+        )
+    command = ["scontrol", "show", "hostnames", os.environ[NODES_OF_JOB]]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"the nodes of this job cannot be listed: {error}") from error
+    return tuple(listed.stdout.split())
 
 
 def visible_gpus(

@@ -22,7 +22,7 @@ import areal_flow
 from areal_flow.config.messages import OPTION, did_you_mean, spell, why_no_algorithm
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.settings import search_here_last
-from pipelines.cli import inspecting, plan, runs, training
+from pipelines.cli import importing, inspecting, plan, runs, training
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.console.tables import Report, show
 
@@ -49,7 +49,7 @@ app = App(
 )
 app.meta.suppress_keyboard_interrupt = False  # `main` ends with the code of the signal
 app.register_install_completion_command()
-for module in (training, inspecting, runs, plan):
+for module in (training, inspecting, runs, plan, importing):
     for command in module.COMMANDS:
         app.command(command)
 

@@ -129,6 +129,10 @@ def lora_targets(value: Any, options: AllOptions) -> str | None:
     return (value if isinstance(value, str) else ",".join(value)) or None
 
 
+def lora_alpha(value: Any, options: AllOptions) -> float | None:
+    return number(value, options) if options.ours("trainer.lora.rank") else None
+
+
 def sinks(value: Any, options: AllOptions) -> str | None:
     names = [value] if isinstance(value, str) else list(value)
     kept = [each for each in names if each in SINKS]
@@ -239,7 +243,7 @@ def verl_schedule(value: Any, options: AllOptions) -> str | None:
 def _gpus(options: AllOptions) -> tuple[int, int]:
     """Return the number of GPUs, and of those that a generator has."""
     num_gpus = options.get("trainer.n_gpus_per_node") * (options.get("trainer.nnodes") or 1)
-    return num_gpus, options.ours("generation.vllm.tensor_parallel_size") or 1
+    return num_gpus, options.get("actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
 
 
 def device(value: int, options: AllOptions) -> str:
@@ -248,6 +252,15 @@ def device(value: int, options: AllOptions) -> str:
 
 def verl_staleness(value: int, options: AllOptions) -> int | None:
     return None if options.get("trainer.v1.trainer_mode") in (None, "sync") else value
+
+
+def trainer_ranks(value: int, options: AllOptions) -> int | None:
+    if value <= 1:
+        return None
+    num_trainers = _needed(options, "cluster.num_trainers")
+    if num_trainers % value:
+        raise NoCounterpart(f"{value} does not divide the {num_trainers} trainer ranks here")
+    return value
 
 
 def shared_gpu_share(value: float, options: AllOptions) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +19,10 @@ import yaml
 from areal_flow.config.other_tools import TOOLS, counterparts_of
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.settings import merge
+from pipelines.importing.shell import PUBLISHED, read_overrides
 
 MIN_SHARE = 0.5
 """Minimum share of a file's options that its tool has."""
-PUBLISHED = {"_self_", "ppo_trainer", "ppo_megatron_trainer", "ppo_torchtitan_trainer"}
-"""Entries of a Hydra `defaults` list that stand for verl's published options."""
 POSITIONAL = {
     "GRPOConfig": ("output_dir",),
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
@@ -36,9 +34,6 @@ LORA_DEFAULT = 8
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\.inf|\.nan")
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([\w@/.-]+)(?:=(.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"(?:export\s+)?(\w+)=(.*)")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_LAUNCH = re.compile(r"\bverl(\.\w+)*\.main_\w+|main_ppo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ def _with_defaults(path: Path, tree: dict[str, Any], by_hand: dict[str, str]) ->
     tree.pop("hydra", None)
     base: dict[str, Any] = {}
     for entry in listed if isinstance(listed, list) else []:
-        if not isinstance(entry, str) or entry in PUBLISHED:
+        if not isinstance(entry, str) or entry in ("_self_", *PUBLISHED):
             continue  # groups of verl's own configuration: its published defaults
         beside = path.with_name(f"{entry}.yaml")
         if beside.is_file() and beside != path:
@@ -130,22 +125,28 @@ def _with_defaults(path: Path, tree: dict[str, Any], by_hand: dict[str, str]) ->
 
 
 def _options(
-    path: Path, tree: dict[str, Any], overrides: Sequence[str], by_hand: dict[str, str]
+    path: Path,
+    tree: dict[str, Any],
+    overrides: Sequence[str],
+    by_hand: dict[str, str],
+    tool: str = "",
 ) -> Options:
     for override in overrides:
         _override(tree, override)
     given = dict(_resolved(path, tree, by_hand))
-    known = {
-        tool: sum(bool(counterparts_of(tool, name)) for name in (*given, *by_hand))
-        for tool in TOOLS
-    }
-    tool = max(known, key=lambda each: known[each])
-    if known[tool] <= MIN_SHARE * len(given):
+    return Options(tool or _tool_of(path, [*given, *by_hand]), given, by_hand)
+
+
+def _tool_of(path: Path, names: Sequence[str]) -> str:
+    """Return the tool that has most of the options; it must have more than half of them."""
+    unknown = {tool: [n for n in names if not counterparts_of(tool, n)] for tool in TOOLS}
+    tool = min(unknown, key=lambda each: len(unknown[each]))
+    if len(unknown[tool]) >= MIN_SHARE * len(names):
         raise ConfigError(
-            f"{path}: expected a configuration of verl or AReaL; of its {len(given)} options "
-            f"{TOOLS[tool]} has {known[tool]}"
+            f"{path}: expected a configuration of verl or AReaL, found options that neither has: "
+            f"{', '.join(unknown[tool][:3]) or 'none at all'}"
         )
-    return Options(tool, given, by_hand)
+    return tool
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -238,46 +239,14 @@ def _resolved(
 
 
 def _of_shell(path: Path, text: str, overrides: Sequence[str]) -> Options:
-    """Read the overrides of the one command that starts verl."""
-    joined = re.sub(r"\\\n", " ", text)
-    variables: dict[str, str] = {}
-    launches: list[list[str]] = []
-    for line in joined.splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error} in the line {line.strip()[:60]!r}") from None
-        if words and all(_ASSIGNMENT.fullmatch(word) for word in words[words[0] == "export" :]):
-            pairs = (word.partition("=") for word in words if "=" in word)
-            variables |= {name: _substituted(value, variables) for name, _, value in pairs}
-        elif any(_LAUNCH.search(word) for word in words):
-            launches.append(words)
-    if len(launches) != 1:
-        raise ConfigError(
-            f"{path}: expected one command that runs verl.trainer.main_ppo, found {len(launches)}"
-        )
-    words = launches[0]
-    start = next(place for place, word in enumerate(words) if _LAUNCH.search(word))
-    tree: dict[str, Any] = {}
-    by_hand: dict[str, str] = {}
-    for word in (_substituted(each, variables) for each in words[start + 1 :]):
-        name, equals, value = word.partition("=")
-        if word == "$@":
-            continue
-        if "$" in _INNERMOST.sub("", value) or word.startswith(("$", "--")):
-            by_hand[name] = f"{word!r} is not a value that the script itself gives"
-        elif equals or word.startswith("~"):
-            _override(tree, word)
-        else:
-            break  # a redirection or another command
-    return _options(path, tree, overrides, by_hand)
+    own, by_hand = read_overrides(path, text)
+    for option in [each for each in by_hand if any(_key(o) == each for o in overrides)]:
+        del by_hand[option]
+    return _options(path, {}, [*own, *overrides], by_hand, "verl")
 
 
-def _substituted(text: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[2], match[3] or match[0])
-
-    return _VARIABLE.sub(value, text)
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _of_python(path: Path, text: str) -> Options:

@@ -13,6 +13,7 @@ import tomlkit
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config.listing import setting_names
 from areal_flow.config.other_tools import TOOLS, Counterpart, counterparts, counterparts_of
+from areal_flow.training.settings import TrainerSettings
 from pipelines.importing.conversions import CONVERSIONS, ByHand, NoCounterpart
 from pipelines.importing.files import Options
 
@@ -148,6 +149,7 @@ class _Converter:
             records = counterparts_of(self._options.tool, option)
             reason = records[0].reason if records else ""
             self._note(option, Fate.WITHOUT if reason else Fate.BY_HAND, reason or why)
+        self._make_room_in_micro_batches()
         self._drop_settings_of_other_algorithms()
         self._ask_for_needed()
         return self._result
@@ -237,6 +239,17 @@ class _Converter:
             self._note(option, Fate.NEEDS_NONE, "")
         else:
             self._note(option, Fate.WITHOUT, records[0].reason)
+
+    def _make_room_in_micro_batches(self) -> None:
+        """Let a micro-batch hold a sequence, where no option says what it holds."""
+        lines, setting = self._result.lines, "trainer.tokens_per_micro_batch"
+        context = lines.get("generation.max_model_len")
+        if context is None or setting in lines or not isinstance(context.value, int):
+            return
+        if context.value > TrainerSettings().tokens_per_micro_batch:
+            lines[setting] = context
+            order = {name: place for place, name in enumerate(setting_names())}
+            self._result.lines = dict(sorted(lines.items(), key=lambda line: order[line[0]]))
 
     def _drop_settings_of_other_algorithms(self) -> None:
         lines = self._result.lines

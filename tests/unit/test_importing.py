@@ -35,6 +35,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "verl_ppo.yaml": (),
     "verl_launch.sh": ("trainer.save_freq=7",),
+    "verl_arrays.sh": ("data.max_prompt_length=256",),
     "verl_remax.yaml": (),
     "areal_grpo.yaml": ("actor.eps_clip_higher=0.5",),
     "areal_ppo.yaml": (),
@@ -162,6 +163,32 @@ def test_interpolations_are_resolved_as_by_omegaconf(
     assert type(given["data.value"]) is type(expected)
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("N=3", {"data.n": 3}),
+        ("N=${N:-4}", {"data.n": 4}),
+        ("N=${1:-5}", {"data.n": 5}),
+        ("M=6\nN=$M", {"data.n": 6}),
+        ("N=$((2 * (3 + M)))", {}),  # M is not known
+        ("M=7\nN=$((2 * (3 + M) / 5))", {"data.n": 4}),
+        ("N=${M:-${K:-8}}", {"data.n": 8}),
+        ("export N='9'  # a comment", {"data.n": 9}),
+        ("N=10\nif [ $X ]; then\n  N=11\nfi", {}),
+        ("N=10\nif [ $X ]; then\n  N=10\nfi", {"data.n": 10}),
+        ("N=$(nproc)", {}),
+    ],
+)
+def test_variables_of_a_script_are_replaced_if_they_are_certain(
+    tmp_path: Path, script: str, expected: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{script}\npython -m verl.trainer.main_ppo data.seed=1 data.n=$N > log\n")
+    options = read_options(path)
+    assert options.given == {"data.seed": 1} | expected
+    assert bool(options.by_hand) == (not expected)
+
+
 def test_section_may_be_another_and_a_missing_value_is_none(tmp_path: Path) -> None:
     text = (
         "actor: {optimizer: {lr: 1e-5}, path: '???'}\ncritic: {optimizer: '${actor.optimizer}'}\n"
@@ -191,7 +218,8 @@ CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
         ("a.toml", "", (), "expected YAML of verl or AReaL (.yaml), a script of TRL (.py) or a"),
         ("a.yaml", "a: [", (), "a.yaml is not valid YAML: "),
         ("a.yaml", "- 1\n- 2\n", (), "expected a mapping of options, found list"),
-        ("a.yaml", "services: {web: {image: x}}\n", (), "expected a configuration of verl or ARe"),
+        ("a.yaml", "services: {web: {image: x}}\n", (), "options that neither has: services.web"),
+        ("a.yaml", "{}", (), "found options that neither has: none at all"),
         ("a.yaml", "", (), "expected a mapping of options, found NoneType"),
         ("a.yaml", VERL, ("data.n=${data.m}", "data.m=${data.n}"), "refer to each other: data.m"),
         ("a.yaml", VERL, ("train_batch_size",), "expected an override, KEY=VALUE, +KEY=VALUE or"),
@@ -200,7 +228,8 @@ CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
         ("a.py", CALL + CALL, (), "found 2 (line 2, line 4): keep the one to import"),
         ("a.py", CALL, ("seed=1",), "'seed=1': overrides go with YAML, not with a script"),
         ("a.sh", "echo hello\n", (), "expected one command that runs verl.trainer.main_ppo, foun"),
-        ("a.sh", "python -m verl.trainer.main_ppo a='\n", (), "No closing quotation in the line"),
+        ("a.sh", "python -m verl.trainer.main_ppo a='\n", (), "No closing quotation from the line"),
+        ("a.sh", "X=(\n a=b\n", (), "No closing bracket from the line 'X=(' on"),
     ],
 )
 def test_file_that_cannot_be_imported_is_refused(

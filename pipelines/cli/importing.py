@@ -49,6 +49,7 @@ def import_(
         build_recipe(nest(result.table()), source=str(to))
     except ConfigError as error:
         invalid = str(error).replace("; nothing was started", "")
+    to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(result.to_toml(file.name))
     return _report(result, file, to, invalid)
 

@@ -419,27 +419,34 @@ def verl_aggregation_tokens(value: Any, options: AllOptions) -> int | None:
 
 
 def verl_kl_in(value: bool, options: AllOptions) -> str | None:
-    """Return where the KL term is; verl may have it in both, and here the loss comes first."""
-    if options.get("actor_rollout_ref.actor.use_kl_loss"):
-        return "loss"
-    return "reward" if options.get("algorithm.use_kl_in_reward") else None
+    places = _kl_places(options)
+    if len(places) > 1:
+        raise ByHand("verl has the KL term in loss and reward, here it is in one: set kl_in, too")
+    return next(iter(places), None)
+
+
+def _kl_places(options: AllOptions) -> list[str]:
+    switches = {
+        "loss": "actor_rollout_ref.actor.use_kl_loss",
+        "reward": "algorithm.use_kl_in_reward",
+    }
+    return [place for place, option in switches.items() if options.get(option)]
 
 
 def verl_kl(value: float, options: AllOptions) -> float | None:
-    in_loss = options.get("actor_rollout_ref.actor.use_kl_loss")
     names = {
         "loss": "actor_rollout_ref.actor.kl_loss_coef",
         "reward": "algorithm.kl_ctrl.kl_coef",
     }
-    place = verl_kl_in(bool(in_loss), options)
-    return None if place is None else number(options.get(names[place]), options)
+    places = _kl_places(options)
+    return number(options.get(names[places[0]]), options) if places else None
 
 
 def verl_kl_estimator(value: str, options: AllOptions) -> str | None:
-    place = verl_kl_in(False, options)
-    if place is None:
+    places = _kl_places(options)
+    if not places:
         return None
-    in_loss = place == "loss"
+    in_loss = places[0] == "loss"
     theirs = "actor_rollout_ref.actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     estimator = estimators.get(str(options.get(theirs)))

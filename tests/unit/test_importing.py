@@ -209,6 +209,18 @@ def test_epochs_become_steps_where_the_prompts_are_here(tmp_path: Path) -> None:
     assert "num_steps" not in imported(path, ["data.train_files=other.parquet"]).table()
 
 
+def test_kl_term_in_two_places_is_to_be_set_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(VERL)
+    loss, reward = "actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"
+    result = imported(tmp_path / "a.yaml", [loss, reward, "algorithm.adv_estimator=grpo"])
+    assert "algorithm.kl_in" not in result.table()
+    assert "algorithm.use_kl_in_reward" in result.with_fate(Fate.BY_HAND)
+    result = imported(tmp_path / "a.yaml", [reward, "algorithm.adv_estimator=grpo"])
+    table = result.table()
+    kl = [table[f"algorithm.kl_{each}"] for each in ("in", "coefficient", "estimator")]
+    assert kl == ["reward", 0.001, "k1"]
+
+
 CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
 
 
@@ -265,7 +277,7 @@ def test_command_writes_a_recipe_and_lists_what_is_not_in_it(
     assert written == (FOLDER / "areal_grpo.toml").read_text()
     assert main(command) == 2
     assert "areal_grpo.toml exists: name another file by --to" in capsys.readouterr().err
-    assert main([*command, "--to", "other.toml", "--json"]) == 0
+    assert main([*command, "--to", "new/other.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["controller.batch_size"] == 1024
 
 

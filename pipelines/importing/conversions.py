@@ -28,7 +28,11 @@ class AllOptions(Protocol):
     def get(self, option: str) -> Any:
         """Return the value of an option, or the tool's default."""
 
-    def is_given(self, option: str) -> bool: ...
+    def is_given(self, option: str) -> bool:
+        """Return whether the file gives the option, and not as null."""
+
+    def has(self, option: str) -> bool:
+        """Return whether the file gives the option, perhaps as null."""
 
     def ours(self, setting: str) -> Any:
         """Return the value of one of our settings, as converted; None if it is not set."""
@@ -503,10 +507,10 @@ def areal_advantage(value: Any, options: AllOptions) -> str:
         return "gae"
     norms = {}
     for norm in ("reward_norm", "adv_norm"):
-        section = f"actor.{norm}"
-        if any(options.is_given(f"{section}.{each}") for each in ("mean_level", "std_level")):
-            levels = (options.get(f"{section}.{each}_level") for each in ("mean", "std"))
-            norms[norm] = tuple("none" if each in (None, "") else each for each in levels)
+        levels = [f"actor.{norm}.{each}_level" for each in ("mean", "std")]
+        if any(map(options.has, levels)):
+            given = (options.get(each) if options.has(each) else "batch" for each in levels)
+            norms[norm] = tuple(each or "none" for each in given)
     reward, advantage = norms.get("reward_norm"), norms.get("adv_norm")
     match reward or advantage:
         case ("group", "group"):

@@ -135,6 +135,9 @@ class _Converter:
     def is_given(self, option: str) -> bool:
         return self._options.given.get(option) is not None
 
+    def has(self, option: str) -> bool:
+        return option in self._options.given
+
     def ours(self, setting: str) -> Any:
         line = self._line(setting)
         return None if line is None else line.value

@@ -221,6 +221,26 @@ def test_kl_term_in_two_places_is_to_be_set_by_hand(tmp_path: Path) -> None:
     assert kl == ["reward", 0.001, "k1"]
 
 
+@pytest.mark.parametrize(
+    ("norms", "advantage"),
+    [
+        ("reward_norm: {mean_level: group, std_level: group}", "grpo"),
+        ("reward_norm: {mean_level: group, std_level: null}", "dr_grpo"),
+        ("reward_norm: {mean_level: group, std_level: null, mean_leave1out: true}", "rloo"),
+        ("reward_norm: {mean_level: group}", "reinforce_baseline"),  # the deviation of the batch
+        ("adv_norm: {mean_level: batch, std_level: batch}", "batch_norm"),
+        ("reward_norm: null", None),
+    ],
+)
+def test_normalisation_of_areal_is_an_advantage(
+    tmp_path: Path, norms: str, advantage: str | None
+) -> None:
+    (tmp_path / "a.yaml").write_text(f"actor: {{path: m, {norms}}}\ngconfig: {{n_samples: 4}}\n")
+    result = imported(tmp_path / "a.yaml")
+    assert result.table().get("algorithm.advantage") == advantage
+    assert ("algorithm.advantage" in result.with_fate(Fate.BY_HAND)) == (advantage is None)
+
+
 CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_flow.config.listing import setting_names
-from areal_flow.config.messages import did_you_mean
+from areal_flow.config.messages import did_you_mean, spell
 from areal_flow.core.errors import ConfigError, PromptError
 from areal_flow.core.settings import nest
 from areal_flow.rewards.protocol import RewardSettings
@@ -37,37 +37,61 @@ def placed(
     section: str = "",
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return a nested table of settings; a name that only one section has needs no section.
+    """Return a nested table of settings; see `full_name` for those without a section."""
+    table = {}
+    for key, value in settings.items():
+        name = full_name(key, value, section=section, refused=refused)
+        table[name] = str(value.expanduser().absolute()) if isinstance(value, Path) else value
+    return nest(table)
+
+
+def full_name(
+    name: str,
+    value: object,
+    *,
+    section: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
+    spelling: str = "",
+) -> str:
+    """Return a setting's name with its section, which it needs only where several have it.
 
     Args:
         section: takes precedence; otherwise the shallowest sections do, and any over `sft`.
         refused: prefixes of settings, `sft.` or `evaluation.top_p`, that need their section; and
             who reads them.
+        spelling: how messages spell a setting, such as `OPTION`; empty: as a keyword.
+
+    Raises:
+        ConfigError: several sections have it, or only one that is refused.
     """
+
+    def spelled(full: str) -> str:
+        return spell(full, spelling) if spelling else f"**{{{full!r}: {value!r}}}"
+
     names = setting_names(in_arrays=False)
-    table = {}
-    for key, value in settings.items():
-        homes = [name for name in names if name.endswith(f".{key}")]
-        homes = [name for name in homes if not name.startswith("sft.")] or homes
-        homes = [name for name in homes if name.count(".") == min(n.count(".") for n in homes)]
-        if (own := f"{section}.{key}") in names:
-            homes = [own]
-        elif key in names or not homes:
-            homes = [key]  # validation refuses an unknown one
-        if len(homes) > 1:
+    homes = [each for each in names if each.endswith(f".{name}")]
+    homes = [each for each in homes if not each.startswith("sft.")] or homes
+    homes = [each for each in homes if each.count(".") == min(n.count(".") for n in homes)]
+    if (own := f"{section}.{name}") in names:
+        homes = [own]
+    elif name in names or not homes:
+        homes = [name]  # validation refuses an unknown one
+    given = spell(name, spelling) if spelling else name
+    if len(homes) > 1:
+        choices = [spell(each, spelling) if spelling else each for each in homes]
+        example = "" if spelling else f", as in {spelled(homes[0])}"
+        raise ConfigError(
+            f"{given}: several sections have such a setting; expected one of "
+            f"{', '.join(choices)}{example}"
+        )
+    for prefix, reader in refused.items():
+        if homes[0].startswith(prefix) and name != homes[0]:
+            others = [spell(each, spelling or "{}") for each in names if each != homes[0]]
             raise ConfigError(
-                f"{key}: several sections have such a setting; expected one of "
-                f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
+                f"{given}: {homes[0]} has this name, which only {reader} read: to set that, "
+                f"{spelled(homes[0])}{did_you_mean(name, others)}"
             )
-        for prefix, reader in refused.items():
-            if homes[0].startswith(prefix) and key != homes[0]:
-                others = [name for name in names if name != homes[0]]
-                raise ConfigError(
-                    f"{key}: {homes[0]} has this name, which only {reader} read: to set that, "
-                    f"**{{{homes[0]!r}: {value!r}}}{did_you_mean(key, others)}"
-                )
-        table[homes[0]] = str(value.expanduser().absolute()) if isinstance(value, Path) else value
-    return nest(table)
+    return homes[0]
 
 
 def reward_tables(rewards: Rewards) -> list[dict[str, Any]]:

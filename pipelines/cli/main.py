@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOptionError
 
-import areal_flow
 from areal_flow.config.messages import OPTION, did_you_mean, spell, why_no_algorithm
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.settings import search_here_last
 from pipelines.cli import importing, inspecting, plan, runs, training
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
+from pipelines.cli.version import version_text
 from pipelines.console.tables import Report, show
 
 WHAT_TO_DO = {
@@ -42,7 +42,8 @@ SECTIONS = dict.fromkeys(("train", "plan"), "prompts") | dict.fromkeys(
 app = App(
     name="areal-flow",
     help="Fully asynchronous reinforcement learning for reasoning models, as a dataflow.",
-    version=areal_flow.__version__,
+    version=version_text,
+    version_format="plaintext",
     result_action="return_value",
     exit_on_error=False,
     print_error=False,

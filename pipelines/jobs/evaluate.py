@@ -7,6 +7,7 @@ weights published and without a log.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed
 from pipelines.jobs.preflight import check_devices
-from pipelines.jobs.prepare import with_context_length
+from pipelines.jobs.prepare import with_context_length, with_fields
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.models import run_of_checkpoint
 
@@ -134,14 +135,18 @@ def evaluate_model(
     run = own or judged_as
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
-    recipe, chat_note = _recipe(run, data, settings), ""
+    recipe, notes = _recipe(run, data, settings), list[str]()
+    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+        print(executed, file=sys.stderr, flush=True)
     if data:
-        check_first_rows(recipe.prompt_plan(), held_out=[*held_out_sets(data)])
+        recipe, notes = with_fields(recipe, recipe)
+        rewards = (run or RunLayout(directory)).rewards
+        check_first_rows(recipe.prompt_plan(), rewards, held_out=[*held_out_sets(data)])
         if why := why_chat_template(recipe.prompt_plan()):
             recipe = changed(recipe, "prompts", chat_template=True)
-            chat_note = f"prompts.chat_template = true, since {why}"
-        else:
-            chat_note = unused_chat_template(recipe.prompts, directory)
+            notes.append(f"prompts.chat_template = true, since {why}")
+        elif unused := unused_chat_template(recipe.prompts, directory):
+            notes.append(unused)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -152,8 +157,8 @@ def evaluate_model(
         prompts = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
         warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts])
         progress = make_progress(to_stderr=True)
-        if chat_note:
-            progress.phase(chat_note)
+        for note in notes:
+            progress.phase(note)
         phase = f"Evaluating {title or directory} on {len(prompts)} held-out prompts"
         try:
             answers = wait_for(lambda: _answer(layout, recipe, prompts, progress, phase=phase))
@@ -287,8 +292,6 @@ async def _answer(
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
-        progress.phase(executed)
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
         progress.phase(phase)

@@ -1,12 +1,15 @@
 """Reads the fields of a prompt's row: question, reference answer, difficulty, verifier columns.
 
-Values keep their JSON types; other types, such as dates in Parquet, become text.
+Values keep their JSON types; other types, such as dates in Parquet, become text. A field `a.b` is
+`b` in `a`, unless the row has a field of that full name. Fields that settings leave open are found
+by their usual names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isinf
 from typing import Any
 
@@ -17,11 +20,44 @@ from areal_flow.rollout.prompts.settings import PromptSettings
 Row = dict[str, Any]
 
 MAX_DIFFICULTY = 2**31 - 1
-QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
-ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
-"""Common names of these fields in data sets, the most common first."""
+QUESTION_FIELDS: tuple[str, ...] = (
+    *("question", "problem", "prompt", "messages"),
+    *("query", "input", "instruction"),
+)
+ANSWER_FIELDS: tuple[str, ...] = (
+    *("answer", "solution", "ground_truth", "reward_model.ground_truth"),
+    *("final_answer", "target", "label", "output"),
+)
+"""Usual names of these fields in data sets, by precedence."""
 REFERENCE_ANSWER = "areal_flow.answer"
 """The key of the reference answer in stored columns if the row has a different `answer`."""
+
+
+def value_at(row: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field, which may be nested; None if there is none."""
+    if field in row:
+        return row[field]
+    outer, dot, inner = field.partition(".")
+    nested = row.get(outer) if dot else None
+    return value_at(nested, inner) if isinstance(nested, Mapping) else None
+
+
+def usual_fields(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Return which of some names have a value in one row or more, in the order of the names."""
+    present = {name for row in rows for name in names if value_at(row, name) is not None}
+    return [name for name in names if name in present]
+
+
+def question_field(row: Mapping[str, Any], settings: PromptSettings) -> str:
+    return settings.question_field or _usual_field(row, QUESTION_FIELDS)
+
+
+def answer_field(row: Mapping[str, Any], settings: PromptSettings) -> str:
+    return settings.answer_field or _usual_field(row, ANSWER_FIELDS)
+
+
+def _usual_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return next(chain(usual_fields([row], names), filter(row.__contains__, names)), names[0])
 
 
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
@@ -98,8 +134,8 @@ def pop_reference_answer(columns: Row) -> Any:
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
     """Return the question as messages that end with the user's; a text becomes one message."""
     _require_fields(row, settings, needs_answer=False)
-    field = settings.question_field
-    value = row[field]
+    field = question_field(row, settings)
+    value = value_at(row, field)
     if not isinstance(value, list):
         return [{"role": "user", "content": checked_text(value, field)}]
     if not settings.chat_template:
@@ -119,7 +155,7 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
 
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
     """Return the messages in a field; empty if it holds anything else."""
-    value = row.get(field)
+    value = value_at(row, field)
     items = value if isinstance(value, list) else []
     is_chat = all(isinstance(item, Mapping) and _is_message(item) for item in items)
     return [*map(_normalized, items)] if is_chat else []
@@ -156,9 +192,9 @@ def _without_nulls(value: Any) -> Any:
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
     """Return the reference answer of a row, with its own type; None if there is none."""
     _require_fields(row, settings, needs_answer=needs_answer)
-    field = settings.answer_field
-    value = row.get(field)
-    if value is None and not needs_answer:
+    field = answer_field(row, settings)
+    value = value_at(row, field)
+    if value in (None, "") and not needs_answer:
         return None
     if value is None or isinstance(value, str):
         return checked_text(value, field)
@@ -201,19 +237,20 @@ def checked_text(value: Any, field: str) -> str:
 
 
 def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
-    fields = {"question_field": (settings.question_field, QUESTION_FIELDS)}
+    fields = {"question_field": (question_field(row, settings), QUESTION_FIELDS)}
     if needs_answer:
-        fields["answer_field"] = settings.answer_field, ANSWER_FIELDS
+        fields["answer_field"] = answer_field(row, settings), ANSWER_FIELDS
     missing, advice = [], []
-    for setting, (field, common_names) in fields.items():
-        if field not in row:
+    for setting, (field, usual_names) in fields.items():
+        if field not in row and value_at(row, field) is None:
             missing.append(f"field {field!r} is missing")
-            if guess := next((name for name in common_names if name in row), ""):
+            guess = next(iter(usual_fields([row], usual_names)), "")
+            if guess:
                 advice.append(f'prompts.{setting} = "{guess}"')
             is_question_without_chat = (
                 setting == "question_field" and settings.chat_template is False
             )
-            if is_question_without_chat and isinstance(row.get(guess), list):
+            if is_question_without_chat and isinstance(value_at(row, guess), list):
                 advice.append("prompts.chat_template = true")
     if missing:
         hint = f"; set {' and '.join(advice)}" if advice else ""

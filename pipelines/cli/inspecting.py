@@ -37,7 +37,7 @@ def evaluate(
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, or a model directory.
-        data: JSONL or Parquet, instead of the run's own sets; may be repeated.
+        data: Rows, as of `train --data`, instead of the run's own sets; may be repeated.
         num_prompts: Answer only this many prompts of each set.
         against: Another model to compare on the same prompts, with the same verifier and sampling.
         to: Write every answer and its verdict to a new .lance, .parquet, .jsonl or .csv.

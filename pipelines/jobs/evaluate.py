@@ -51,11 +51,12 @@ from areal_flow.policy.weights.directory import DirectoryReader, publish_model_d
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rollout.engines.registry import require_served
+from areal_flow.rollout.prompts.formats import hub_dataset
 from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_held_out
 from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
-from pipelines.jobs.built_in import changed
+from pipelines.jobs.built_in import changed, fetched
 from pipelines.jobs.preflight import check_devices
 from pipelines.jobs.prepare import with_context_length, with_fields
 from pipelines.jobs.stop_signals import wait_for
@@ -124,12 +125,25 @@ def evaluate_model(
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
-        data: files, PATH or NAME=PATH each, instead of the run's own held-out sets.
+        data: files or hub names, PATH or NAME=PATH each, instead of the run's own held-out sets.
         limit: answer only the first ones of each set.
         title: name of the model; by default its directory.
         settings: a nested table over the run's settings.
         judged_as: the run whose settings and prompts apply to a model of no run.
     """
+    with tempfile.TemporaryDirectory(prefix="areal-flow-rows-") as folder:
+        local = with_fetched_sets(data, Path(folder))
+        return _evaluate(directory, local, limit, title, settings, judged_as)
+
+
+def _evaluate(
+    directory: Path,
+    data: Sequence[str],
+    limit: int | None,
+    title: str,
+    settings: Mapping[str, Any] | None,
+    judged_as: RunLayout | None,
+) -> EvaluationResult:
     check_model_directory(directory)
     own = run_of_checkpoint(directory)
     run = own or judged_as
@@ -166,6 +180,18 @@ def evaluate_model(
             progress.close()
     table = tabulate(answers, threshold=recipe.pass_threshold)
     return EvaluationResult(table, answers, title or str(directory), recipe.pass_threshold, version)
+
+
+def with_fetched_sets(data: Sequence[str], folder: Path) -> list[str]:
+    """Return NAME=PATH of each file; datasets of the hub are written to a folder."""
+    files = []
+    for given in data:
+        name, _, path = given.rpartition("=")
+        if dataset := hub_dataset(Path(path)):
+            name = name or dataset.name.rpartition("/")[2]
+            given = f"{name}={fetched(Path(path), folder / f'{name}.jsonl', split='test')}"
+        files.append(given)
+    return files
 
 
 def _fill(

@@ -128,8 +128,10 @@ def test_row_may_have_megabytes_of_tests(tmp_path: Path, layout: RunLayout) -> N
 
 
 def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayout) -> None:
-    path = write_rows(tmp_path / "p.jsonl", [{**good(n), "difficulty": "hard"} for n in range(20)])
-    assert prepare_prompts(recipe(path).prompt_plan(), layout).num_train == 16
+    words = ("hard", "12", "²", "-1")
+    path = write_rows(tmp_path / "p.jsonl", [{**good(0), "difficulty": word} for word in words])
+    prompts = prepared(recipe(path, num_held_out=0), layout)
+    assert [prompt.difficulty for prompt in prompts] == [0, 12, 0, 0]
 
 
 def test_first_ten_kinds_of_bad_rows_are_named_at_once_in_the_order_of_the_file(
@@ -367,9 +369,9 @@ def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> N
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(PromptError, match="is empty: expected one row or more"):
         prepare_prompts(recipe(tmp_path / "empty.jsonl").prompt_plan(), layout)
-    (tmp_path / "p.csv").write_text("question,answer\n")
-    with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
-        prepare_prompts(recipe(tmp_path / "p.csv").prompt_plan(), layout)
+    (tmp_path / "p.txt").write_text("question,answer\n")
+    with pytest.raises(PromptError, match=r"save_to_disk`, found \.txt"):
+        prepare_prompts(recipe(tmp_path / "p.txt").prompt_plan(), layout)
     (tmp_path / "p.parquet").write_text("not parquet")
     with pytest.raises(PromptError, match="not a readable Parquet"):
         prepare_prompts(recipe(tmp_path / "p.parquet").prompt_plan(), layout)

@@ -20,6 +20,7 @@ from areal_flow.core.errors import ModelError, PromptError
 from areal_flow.policy.tokenizer.chat import ChatTemplate, Message
 from areal_flow.policy.tokenizer.directory import prompt_tokens
 from areal_flow.rollout.prompts.files import Place, read_prompts, refuse_bad_rows
+from areal_flow.rollout.prompts.formats import hub_dataset
 from areal_flow.rollout.prompts.rendering import with_system_message
 from areal_flow.rollout.prompts.rows import (
     Row,
@@ -101,6 +102,8 @@ def check_first_completions(path: Path, fields: Sequence[str]) -> None:
             for field in fields:
                 texts_of_turns(row, field)
 
+    if hub_dataset(path):
+        return  # not fetched yet
     bad_rows: dict[Place, PromptError] = {}
     for _ in islice(read_prompts(path, check, on_bad=bad_rows.__setitem__), NUM_CHECKED):
         pass

@@ -31,10 +31,10 @@ from areal_flow.rewards.registry import reads_answer
 from areal_flow.rollout.prompts.files import (
     Place,
     read_prompts,
-    read_rows,
     refuse_bad_rows,
     repeated_ids,
 )
+from areal_flow.rollout.prompts.formats import hub_dataset, read_rows
 from areal_flow.rollout.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.rollout.prompts.rows import (
     ANSWER_FIELDS,
@@ -226,6 +226,8 @@ def check_first_rows(
 ) -> None:
     """Refuse files that are empty or start with bad rows, before a model is read.
 
+    Datasets of the hub are not fetched yet.
+
     Args:
         plan: names the files.
         rewards: the directory of shipped rewards.
@@ -236,6 +238,8 @@ def check_first_rows(
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
     for path, rows in files:
+        if hub_dataset(path):
+            continue
         needed = _needs_answer(rows, rewards)
         check = partial(_check_row, settings=rows.prompts, needs_answer=needed)
         good = read_prompts(path, check, on_bad=bad_rows.__setitem__)

@@ -89,6 +89,8 @@ def given_id(row: Row) -> str:
 
 def _difficulty_of(row: Row) -> int:
     value = row.get("difficulty")
+    if isinstance(value, str) and value.isascii() and value.isdecimal():  # of CSV
+        value = int(value)
     if _is_unset(value) or isinstance(value, str):
         return 0
     if isinstance(value, float) and value.is_integer():  # pandas: integers beside nulls

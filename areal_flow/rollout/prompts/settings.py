@@ -105,9 +105,11 @@ class PromptSettings(Settings):
     `reasoning_gym:TASK`;
     `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
-    """A JSONL or Parquet file or a Lance dataset, one prompt per row. Implies `source = "file"`."""
+    """One prompt per row: a JSONL, Parquet, CSV or Arrow file, a folder of `datasets.save_to_disk`,
+    a Lance dataset, or a dataset of the hub, `owner/name:config@split` (split `train` by default).
+    Implies `source = "file"`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """A file of held-out prompts; default: a random part of `path`."""
+    """Held-out prompts, as `path` (split `test` by default); default: a random part of `path`."""
     question_field: str | None = None
     """The field with the question: text, or messages with `role` and `content`, the last one from
     the user. `a.b` is the field `b` in `a`; none: the first of `question`, `problem`, `prompt`,

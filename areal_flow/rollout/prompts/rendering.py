@@ -28,14 +28,17 @@ def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
     tools = _tool_schemas(plan.workflow)
 
     def render(messages: Sequence[Message]) -> str:
-        *earlier, last = messages
-        content = settings.template.replace("{question}", last["content"])
-        if chat is None:
-            return content
-        conversation = [*earlier, {**last, "content": content}]
-        return chat.render(with_system_message(conversation, settings.system_prompt), tools=tools)
+        shown = conversation(messages, settings)
+        return str(shown[-1]["content"]) if chat is None else chat.render(shown, tools=tools)
 
     return render
+
+
+def conversation(messages: Sequence[Message], settings: PromptSettings) -> list[Message]:
+    """Return a row's messages with the template around the question, and the system message."""
+    *earlier, last = messages
+    content = settings.template.replace("{question}", last["content"])
+    return with_system_message([*earlier, {**last, "content": content}], settings.system_prompt)
 
 
 def required_chat_template(

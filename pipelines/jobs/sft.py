@@ -70,9 +70,10 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     objective = OBJECTIVES[sft.objective]
     encoder = RowEncoder(
         tokenizer_of(layout.model),
-        stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
+        stop_token_ids=stop_token_ids(layout.model),
         chat=chat_template_of(layout.model),
         system=recipe.prompts.system_prompt,
+        with_stop=not objective.makes_reward_model,
     )
     num_rows = tokenise_completions(
         sft.path,

@@ -14,7 +14,7 @@ from math import isinf
 from typing import Any
 
 from areal_flow.core.types import answer_text
-from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.policy.tokenizer.chat import Message, Tool, arguments_of
 from areal_flow.rollout.prompts.settings import PromptSettings
 
 Row = dict[str, Any]
@@ -173,7 +173,35 @@ def checked_message(value: Any, field: str) -> Message:
         raise ValueError(
             f"field {field!r}: expected messages with role and content as text, found {value!r:.60}"
         )
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [_with_arguments(call, field) for call in calls]}
     return message
+
+
+def _with_arguments(call: Any, field: str) -> Mapping[str, Any]:
+    """Return a call with its arguments parsed, as chat templates expect them."""
+    try:
+        function = call["function"]
+        parsed = {"name": str(function["name"]), "arguments": arguments_of(function)}
+        return {**call, "function": {**function, **parsed}}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"field {field!r}: expected a call of a function with a name and JSON arguments, found "
+            f"{call!r:.80}"
+        ) from error
+
+
+def tools_of(row: Row) -> list[Tool]:
+    """Return the schemas in a row's `tools`: a list, or JSON of one; empty if there is none."""
+    value = row.get("tools")
+    try:
+        value = json.loads(value) if isinstance(value, str) and value else value
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in value or ()]
+    except (ValueError, TypeError):
+        tools = [value]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"field 'tools': expected a list of JSON schemas, found {value!r:.60}")
+    return [_without_nulls(tool) for tool in tools]
 
 
 def _normalized(message: Message) -> Message:

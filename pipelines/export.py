@@ -204,6 +204,8 @@ def _pass_rates(run: Run, version: int) -> str:
 
 def _data(layout: RunLayout, recipe: Recipe) -> str:
     """List the files that a run was prepared from, with their hashes, without their folders."""
+    if not layout.inputs.is_file():
+        return "Not recorded."
     inputs = read_inputs(layout)
     lines = [
         f"`{Path(path).name}`, SHA-256 `{content}…`" for path, content in inputs.sources.items()

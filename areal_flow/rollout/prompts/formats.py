@@ -68,7 +68,7 @@ def _reader(path: Path) -> Callable[[Path], Rows]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return _read_saved
     if path.suffix != ".lance" and not path.exists():
-        raise PromptError(f"expected {FORMATS} at {path}, found none")
+        raise PromptError(f"expected a file or folder of rows at {path}, found none")
     reader = READERS.get(path.suffix)
     if reader is None or (path.is_dir() and path.suffix != ".lance"):
         kind = "another folder" if path.is_dir() else path.suffix or "no suffix"

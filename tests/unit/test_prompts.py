@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import pickle
@@ -19,8 +20,9 @@ from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_rec
 from areal_flow.core.errors import ConfigError, PromptError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Prompt
+from areal_flow.rewards.functions import function_reward
 from areal_flow.rewards.math.reward import verify_numeric
-from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.jobs.prepare import describe_prompts, prepare_run, with_fields
@@ -333,6 +335,41 @@ def test_field_of_prompts_comes_first_in_files_that_have_it(tmp_path: Path) -> N
     chosen = [(s.question_field, s.answer_field) for s in filled.evaluation.held_out]
     assert chosen == [(None, None), ("prompt", "solution"), ("solution", "solution")]
     assert [note.partition(":")[0] for note in notes] == ["Fields of other.jsonl"] * 2
+
+
+def test_parquet_as_verl_prepares_gsm8k_is_trained_with_its_reward_as_it_is(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert (data_source, extra_info["split"]) == ("openai/gsm8k", "train")
+        is_right = solution_str.rpartition("#### ")[2] == ground_truth
+        return {"score": float(is_right), "index": extra_info["index"]}
+
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} + 1 = Answer after ####."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"split": "train", "index": n, "question": f"{n} + 1 ="},
+        }
+        for n in range(6)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    give_chat_template(layout.model, CHATML)
+    given = recipe(tmp_path / "train.parquet", num_held_out=0, chat_template=True)
+    filled, _ = with_fields(given, given)
+    prompts = prepared(filled, layout)
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3", "4", "5", "6"]
+    inputs = [
+        RewardInput(prompt.text, "so #### 3", prompt.answer, dict(prompt.metadata))
+        for prompt in prompts
+    ]
+    scores = asyncio.run(function_reward(compute_score, timeout_s=5).score(inputs))
+    assert [score.reward for score in scores] == [0, 0, 1, 0, 0, 0]
+    assert [score.extra["index"] for score in scores] == [*range(6)]
 
 
 def test_nested_fields_are_read_and_a_column_of_the_full_name_comes_first(

@@ -114,10 +114,11 @@ def load_rows(
         rows: Iterable[Row] = load_dataset(name, config, split=split, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
+        of = "" if Path(name).exists() else " of the hub (no path here has this name)"
         raise PromptError(
-            f"dataset {name!r}, config {config or 'by default'}, split {split!r}: {reason}. Name "
-            "another as OWNER/NAME:CONFIG@SPLIT. Without a network, set HF_ENDPOINT to a mirror, "
-            "or save its rows elsewhere as JSONL or Parquet and name the file"
+            f"dataset {name!r}{of}, config {config or 'by default'}, split {split!r}: {reason}. "
+            "Name another as OWNER/NAME:CONFIG@SPLIT. Without a network, set HF_ENDPOINT to a "
+            "mirror, or save its rows elsewhere as JSONL or Parquet and name the file"
         ) from error
     return rows
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -52,13 +52,17 @@ from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rollout.engines.registry import require_served
 from areal_flow.rollout.prompts.formats import hub_dataset
-from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_held_out
+from areal_flow.rollout.prompts.prepare import (
+    check_first_rows,
+    chosen_fields,
+    prepare_held_out,
+)
 from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed, fetched
 from pipelines.jobs.preflight import check_devices
-from pipelines.jobs.prepare import with_context_length, with_fields
+from pipelines.jobs.prepare import with_context_length
 from pipelines.jobs.stop_signals import wait_for
 from pipelines.models import run_of_checkpoint
 
@@ -153,7 +157,7 @@ def _evaluate(
     if executed := what_is_executed(each.verifier for each in recipe.rewards):
         print(executed, file=sys.stderr, flush=True)
     if data:
-        recipe, notes = with_fields(recipe, recipe)
+        recipe, notes = _with_fields(recipe, held_out_sets(data))
         rewards = (run or RunLayout(directory)).rewards
         check_first_rows(recipe.prompt_plan(), rewards, held_out=[*held_out_sets(data)])
         if why := why_chat_template(recipe.prompt_plan()):
@@ -180,6 +184,17 @@ def _evaluate(
             progress.close()
     table = tabulate(answers, threshold=recipe.pass_threshold)
     return EvaluationResult(table, answers, title or str(directory), recipe.pass_threshold, version)
+
+
+def _with_fields(recipe: Recipe, names: Collection[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the fields of these held-out sets, and notes about them."""
+    sets, notes = [], list[str]()
+    for each in recipe.evaluation.held_out:
+        own = (each.path, each, recipe.prompts)
+        chosen, note = chosen_fields(*own) if each.name in names else ({}, "")
+        sets.append(each.model_copy(update=chosen))
+        notes += [note] if note else []
+    return changed(recipe, "evaluation", held_out=tuple(sets)), notes
 
 
 def with_fetched_sets(data: Sequence[str], folder: Path) -> list[str]:

@@ -25,6 +25,7 @@ from areal_flow.rewards.math.reward import verify_numeric
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
+from pipelines.jobs.evaluate import _with_fields
 from pipelines.jobs.prepare import describe_prompts, prepare_run, with_fields
 from pipelines.tiny_jobs.sums import (
     CHAIN_OF_THOUGHT_FRACTION,
@@ -370,6 +371,19 @@ def test_parquet_as_verl_prepares_gsm8k_is_trained_with_its_reward_as_it_is(
     scores = asyncio.run(function_reward(compute_score, timeout_s=5).score(inputs))
     assert [score.reward for score in scores] == [0, 0, 1, 0, 0, 0]
     assert [score.extra["index"] for score in scores] == [*range(6)]
+
+
+def test_evaluated_files_are_read_by_their_own_fields(tmp_path: Path) -> None:
+    """Neither a run's own rows nor its other sets, which may be gone, are looked at."""
+    file = write_rows(tmp_path / "other.jsonl", [{"prompt": "q =", "solution": 4}])
+    sets = [{"name": name, "path": str(file)} for name in ("given", "own")]
+    fields = {"question_field": "word", "answer_field": "value"}
+    table = recipe(tmp_path / "gone.jsonl", **fields).model_dump(mode="json", exclude_none=True)
+    run = build_recipe(table, {"evaluation": {"held_out": sets}}, source="test")
+    filled, notes = _with_fields(run, ["given"])
+    chosen = [(s.question_field, s.answer_field) for s in filled.evaluation.held_out]
+    assert chosen == [("prompt", "solution"), (None, None)]
+    assert len(notes) == 1
 
 
 def test_nested_fields_are_read_and_a_column_of_the_full_name_comes_first(

@@ -163,9 +163,10 @@ def test_rows_of_the_hub_are_copied_into_the_run_wherever_a_file_is_named(tmp_pa
     filled = with_files(build_recipe(source, source="test"), layout)
     assert filled.prompts.path
     assert json.loads(filled.prompts.path.read_text()) == {"q": "test"}
-    with pytest.raises(
-        PromptError, match=r"'owner/name', config by default, split 'train': Config"
-    ):
+    expected = (
+        r"of the hub \(no path here has this name\), config by default, split 'train': Config"
+    )
+    with pytest.raises(PromptError, match=expected):
         with_files(build_recipe({"prompts": {"path": "owner/name"}}, source="test"), layout)
 
 

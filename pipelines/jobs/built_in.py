@@ -26,7 +26,7 @@ from areal_flow.policy.tokenizer.directory import (
     tokenizer_of,
 )
 from areal_flow.rewards.reasoning_gym import scorer_of
-from areal_flow.rollout.prompts.formats import hub_dataset
+from areal_flow.rollout.prompts.formats import hub_dataset, is_saved_dataset
 from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
@@ -92,6 +92,11 @@ def dataset_rows(
     if unknown := sorted(settings.keys() - set(allowed)):
         raise ConfigError(
             f"source 'datasets:{name}' has no setting {unknown[0]!r}: it takes {', '.join(allowed)}"
+        )
+    if is_saved_dataset(Path(name)):
+        raise PromptError(
+            f"source 'datasets:{name}' is a folder of `datasets.save_to_disk`: name it as "
+            "prompts.path (--data)"
         )
     if on_hub := hub_dataset(Path(name)):
         name, of_name = on_hub.name, {"config": on_hub.config, "split": on_hub.split}

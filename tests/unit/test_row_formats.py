@@ -196,6 +196,13 @@ def test_files_of_a_folder_of_rows_are_hashed_like_a_file(tmp_path: Path) -> Non
     assert all(len(each) == 16 for each in recorded.values())
 
 
+def test_saved_folder_as_a_source_of_datasets_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    WRITERS["saved"](tmp_path / "saved")
+    recipe = build_recipe({"prompts": {"source": f"datasets:{tmp_path}/saved"}}, source="test")
+    with pytest.raises(PromptError, match=r"save_to_disk`: name it as prompts\.path"):
+        with_files(recipe, RunLayout(tmp_path / "run"))
+
+
 def test_dataset_dict_in_memory_is_refused_with_what_to_give(tmp_path: Path) -> None:
     both = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"question": "q"}])})
     with pytest.raises(ConfigError, match="of a DatasetDict one split"):

@@ -25,6 +25,8 @@ Tool = Mapping[str, Any]
 
 PROMPT_END = 16
 """Number of last tokens of a prompt that show whether the policy begins by thinking."""
+TAIL_CHARACTERS = 40
+"""Characters before an answer that tell where it stands, if its last message has no content."""
 _REASONING = re.compile(rf"\A(?:(?!{BEGIN}).)*?{END}|{BEGIN}.*?(?:{END}|\Z)", re.DOTALL)
 """Text between think tags; the prompt may begin it, and the end of the answer may end it."""
 
@@ -137,10 +139,11 @@ class ChatTemplate:
             answer = _without_rest(shown.removeprefix(before), stop_texts)
             _check_answer(message, before, shown, answer, stop_texts)
             start = len(before)
-            if not text.startswith(answer, start) or text[:start] != before:
-                question = before[max(0, before.rfind(messages[index - 1]["content"].strip())) :]
-                start = text.find(question + answer, end) + len(question)
-            if start < end or not text.startswith(answer, start):
+            if not text.startswith(before + answer):
+                tail = _tail(before, messages[index - 1])
+                place = text.find(tail + answer, max(0, end - len(tail)))
+                start = place + len(tail) if place >= 0 else -1
+            if start < end:
                 raise ValueError(
                     "the chat template rewrites earlier answers, and the policy must read what it "
                     f"wrote: expected {answer!r:.90} before other messages, found {text!r:.200}"
@@ -210,6 +213,13 @@ class ChatTemplate:
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []
         return [_json_call(text.lstrip()) for text in answer.split(start)[1:]]
+
+
+def _tail(rendered: str, message: Message) -> str:
+    """Return the end of a conversation from the content of its last message, or a part of that."""
+    content = message["content"].strip()
+    place = rendered.rfind(content) if content else -1
+    return rendered[place if place >= 0 else -TAIL_CHARACTERS :]
 
 
 def _without_rest(shown: str, stop_texts: Sequence[str]) -> str:

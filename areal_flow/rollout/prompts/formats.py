@@ -55,6 +55,11 @@ def hub_dataset(path: Path) -> HubDataset | None:
     return dataset if is_qualified or not is_local else None
 
 
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether a folder is one of `datasets.save_to_disk`."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def read_rows(path: Path) -> Rows:
     """Yield the origin (file and line) of each row, and the row; for JSONL the unparsed line."""
     rows = _reader(path)(path)
@@ -65,7 +70,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _reader(path: Path) -> Callable[[Path], Rows]:
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved_dataset(path):
         return _read_saved
     if path.suffix != ".lance" and not path.exists():
         raise PromptError(f"expected a file or folder of rows at {path}, found none")

@@ -242,8 +242,7 @@ def _launch(
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
         if rows is not None:
-            path = file_of(rows, layout.root / f"{section}.jsonl")
-            table[section]["path"] = str(path.resolve())
+            table[section]["path"] = str(file_of(rows, layout.root / f"{section}.jsonl"))
         for place, each in enumerate(tables):
             if callable(function := each["verifier"]):
                 table["rewards"][place]["verifier"] = ship_function(function, layout.rewards)

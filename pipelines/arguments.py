@@ -17,11 +17,12 @@ from areal_flow.core.settings import nest
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rewards.shipping import SHIPPED
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
+from areal_flow.rollout.prompts.formats import hub_dataset
 from pipelines.jobs.built_in import write_jsonl
 
 _PLACE_IN_FILE = re.compile(r"/\S.*?\.jsonl, line (\d+)")
 Rows = Any
-"""A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
+"""As `prompts.path`, or dicts, or a pandas, polars, Arrow or Hugging Face table."""
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardSettings
 Rewards = Reward | Sequence[Reward]
 NOT_OF_TRAINING = {
@@ -131,8 +132,10 @@ def bad_rows_numbered(rows: Rows | None) -> Iterator[None]:
 
 
 def file_of(rows: Rows, path: Path) -> Path:
-    """Return the file of rows; rows in memory are written to `path`."""
-    return Path(rows) if isinstance(rows, Path | str) else write_jsonl(path, rows_of(rows))
+    """Return the path of rows, or their name on the hub; rows in memory are written to `path`."""
+    if not isinstance(rows, Path | str):
+        return write_jsonl(path.resolve(), rows_of(rows))
+    return Path(rows) if hub_dataset(Path(rows)) else Path(rows).resolve()
 
 
 def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
@@ -144,7 +147,7 @@ def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
     if isinstance(table, str | Mapping) or not isinstance(table, Iterable):
         raise ConfigError(
             "expected rows as a path, a list of dicts, or a pandas, polars, Arrow or Hugging Face "
-            f"table, found {type(table).__name__}"
+            f"table (of a DatasetDict one split), found {type(table).__name__}"
         )
     for row in table:
         if not isinstance(row, Mapping):

@@ -42,6 +42,7 @@ from areal_flow.log.directory import check_schema_version, find_run
 from areal_flow.log.ledger import STEPS, read_steps
 from areal_flow.log.lineage import Lineage
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
+from areal_flow.rollout.prompts.rows import value_at
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,7 +85,8 @@ class Run:
         Args:
             format: "pandas" (Arrow-backed), "polars", "arrow" (a `pyarrow.Table`) or "duckdb" (a
                 lazy relation that pushes filters and projections down into the dataset).
-            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
+            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row,
+                "metadata.a.b" the field `b` in its column `a`.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
             at: time travel: only trajectories that were in the log when this step was recorded.
             text: add prompt and completion as text, `status`, `step`, `reason` and the other
@@ -333,7 +335,7 @@ def _with_prompt_columns(
         }
     for name in names:
         field = name.removeprefix(PROMPT_COLUMN)
-        values = {index: row.get(field) for index, row in rows.items()}
+        values = {index: value_at(row, field) for index, row in rows.items()}
         table = table.append_column(name, _json_column([values.get(index) for index in indices]))
     return table.select(columns)
 

@@ -54,9 +54,9 @@ class SftSettings(Settings):
     """`cross_entropy`: imitate completions; `dpo`: prefer one of two; `reward_model`: score
     them."""
     path: Path | None = Field(None, strict=False)
-    """JSONL rows with `prompt` and `completion`, or with `chosen` and `rejected`, or with
-    `messages`; each field a text, a list of texts of policy and environment in turn, or messages. A
-    tiny model has its own."""
+    """Rows, as `prompts.path`, with `prompt` and `completion`, or with `chosen` and `rejected`, or
+    with `messages`; each field a text, a list of texts of policy and environment in turn, or
+    messages, with the schemas of their tools in `tools`. A tiny model has its own."""
     num_held_out: int = Field(0, ge=0)
     """Number of rows at the end of the file to hold out and evaluate at each checkpoint."""
     num_steps: int = Field(0, ge=0)

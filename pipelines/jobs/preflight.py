@@ -115,7 +115,8 @@ def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
 def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Call each of the user's verifiers on the first prompt row; return a line about each.
 
-    It is called with the right answer and with an empty completion, and may fail on one of them.
+    It is called with the right answer, or the prompt if there is none, and with an empty
+    completion; it may fail on one of them.
     For the verifier `code` and the tool `python` a line names the tier of sandboxes.
     """
     lines, workflow = [], recipe.workflow
@@ -157,15 +158,16 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
                 f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
                 "it yourself on that row, and fix it"
             )
-        lines.append(_describe_scores(verifier, scores, recipe))
+        completion = "prompt" if prompt.answer is None else "answer"
+        lines.append(_describe_scores(verifier, scores, recipe, completion=completion))
     return lines
 
 
 def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Run one episode of a user's workflow on the first prompt row; return a line about it.
 
-    Every completion is the row's answer. An error after such a completion may come from it, so it
-    is only reported.
+    Every completion is the row's answer, or its prompt if it has none. An error after such a
+    completion may come from it, so it is only reported.
     """
     if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
         return []
@@ -180,10 +182,11 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
         raise ConfigError(
             f"{subject} fails on the first prompt row: {outcome['error']}. Fix it, then start again"
         )
-    num_answers = outcome["num_answers"]
+    num_answers, completion = outcome["num_answers"], outcome["completion"]
     line = (
-        f"Workflow {recipe.workflow.path}, tried on the first row with its answer as all that the "
-        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {outcome['seconds']:.2g} s"
+        f"Workflow {recipe.workflow.path}, tried on the first row with its {completion} as all "
+        f"that the policy says: {num_answers} answer{'s' * (num_answers != 1)}, "
+        f"{outcome['seconds']:.2g} s"
     )
     if outcome["error"]:
         return [f"{line}, then {outcome['error']}"]
@@ -218,11 +221,13 @@ def _shown_reward(score: dict[str, Any]) -> str:
     return f"{score['reward']:g}"
 
 
-def _describe_scores(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
+def _describe_scores(
+    verifier: str, scores: list[dict[str, Any]], recipe: Recipe, *, completion: str
+) -> str:
     seconds = min(score["seconds"] for score in scores)
     for_answer, for_empty = map(_shown_reward, scores)
     line = (
-        f"Verifier {verifier}, tried on the first row: {for_answer} for its answer as the "
+        f"Verifier {verifier}, tried on the first row: {for_answer} for its {completion} as the "
         f"completion, {for_empty} for an empty one; {1000 * seconds:.3g} ms"
     )
     num_workers, size = recipe.cluster.num_reward_workers, recipe.controller.batch_size

@@ -18,8 +18,14 @@ from areal_flow.log.run_log import create_logs
 from areal_flow.policy.tokenizer.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.rollout.engines.pages import CACHE_SHARE, cached_numbers
 from areal_flow.rollout.engines.registry import choose_engine, require_served
-from areal_flow.rollout.prompts.prepare import Prepared, check_first_rows, prepare_prompts
+from areal_flow.rollout.prompts.prepare import (
+    Prepared,
+    check_first_rows,
+    chosen_fields,
+    prepare_prompts,
+)
 from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
+from areal_flow.rollout.prompts.settings import PromptSettings
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.registry import load_workflow
 from areal_flow.training.supervised import OBJECTIVES
@@ -57,7 +63,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
         )
     verifier = found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
-    check_first_rows(recipe.prompt_plan())
+    check_first_rows(with_fields(recipe, recipe)[0].prompt_plan(), layout.rewards)
     check_first_sft_rows(recipe)
     prepare_model(recipe, layout)
     recipe, engine = with_engine(recipe)
@@ -67,6 +73,9 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     given, recipe = recipe, with_files(recipe, layout)
     notes = [f"  {length}"] if length and recipe.model not in MODELS else []
     notes += [f"  {engine}"] if engine else []
+    given, fields = with_fields(given, recipe)
+    recipe, _ = with_fields(recipe, recipe)
+    notes += [f"  {note}" for note in fields]
     if why := why_chat_template(recipe.prompt_plan()):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
         notes.append(f"  prompts.chat_template = true, since {why}")
@@ -88,6 +97,33 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     )
     create_logs(layout)
     return describe_prompts(prepared, layout, notes)
+
+
+def with_fields(recipe: Recipe, fetched: Recipe) -> tuple[Recipe, list[str]]:
+    """Return a recipe with the fields of its rows that it leaves open, and notes about them.
+
+    Args:
+        recipe: the recipe.
+        fetched: the recipe with files, after `with_files`.
+    """
+    notes = list[str]()
+
+    def with_own(settings: Any, path: Path | None, shared: PromptSettings | None = None) -> Any:
+        chosen, note = chosen_fields(path, settings, shared)
+        notes.extend([note] if note else [])
+        return settings.model_copy(update=chosen)
+
+    paths = [each.path for each in fetched.sources]
+    prompts = with_own(recipe.prompts, next(iter(paths), fetched.prompts.path))
+    sources = zip(recipe.sources, paths, strict=True)
+    sets = zip(recipe.evaluation.held_out, fetched.evaluation.held_out, strict=True)
+    held_out = tuple(with_own(each, of_file.path, prompts) for each, of_file in sets)
+    update = {
+        "prompts": prompts,
+        "sources": tuple(with_own(each, path, prompts) for each, path in sources),
+        "evaluation": recipe.evaluation.model_copy(update={"held_out": held_out}),
+    }
+    return recipe.model_copy(update=update), notes
 
 
 def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str] = ()) -> str:

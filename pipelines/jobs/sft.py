@@ -33,7 +33,13 @@ from areal_flow.rollout.prompts.completions import (
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.cluster_address import dashboard_text
 from pipelines.console.progress import Progress, make_progress
-from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
+from pipelines.jobs.built_in import (
+    initial_model,
+    prepare_model,
+    rows_wanted,
+    with_fetched_sft,
+    with_files,
+)
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 
 MAX_LOST_TRAINERS = 3
@@ -64,9 +70,10 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     objective = OBJECTIVES[sft.objective]
     encoder = RowEncoder(
         tokenizer_of(layout.model),
-        stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
+        stop_token_ids=stop_token_ids(layout.model),
         chat=chat_template_of(layout.model),
         system=recipe.prompts.system_prompt,
+        with_stop=not objective.makes_reward_model,
     )
     num_rows = tokenise_completions(
         sft.path,
@@ -86,7 +93,8 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
 def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
     """Write what a run of supervised fine-tuning alone needs; return a summary to print."""
     objective = OBJECTIVES[recipe.sft.objective]
-    filled = recipe if recipe.sft.path else with_files(recipe, layout)
+    fill = with_fetched_sft if recipe.sft.path else with_files
+    filled = fill(recipe, layout)
     if not (filled.sft.num_steps and filled.sft.path):
         raise ConfigError(
             f"expected sft.num_steps of 1 or more and {rows_wanted(filled)}: found "

@@ -241,7 +241,7 @@ def test_mistake_is_shown_with_the_calls_of_the_user_alone(kernel: tuple[Kernel,
         "begin(path)",
         "return areal_flow.train(prompts=path)",
     ]
-    assert re.search("expected a prompt file at .*absent.jsonl", message)
+    assert re.search("expected a file or folder of rows at .*absent.jsonl", message)
     assert len(message.splitlines()) < 4
 
 

@@ -49,7 +49,7 @@ from areal_flow.training.settings import SftSettings
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.console.progress import line_progress
 from pipelines.console.run_log import log, log_kept, print_as, say
-from pipelines.jobs.preflight import check_devices, found_verifier
+from pipelines.jobs.preflight import check_devices, describe_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
@@ -371,7 +371,7 @@ def start(
             prepared = job.prepare(layout, recipe)
             recipe = load_recipe(layout.config)  # `prepare` may choose what it leaves open
         with log_kept(layout.log):
-            say(f"Run {layout.name} in {layout.root}: {prepared}")
+            say(f"Run {layout.name} in {layout.root}: {prepared}", describe_devices(recipe))
             return _drive(job, layout, recipe, writer, fork_server, resume=False, began=began)
 
 

@@ -21,6 +21,8 @@ from areal_flow.rollout.engines import registry
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm import support
 from areal_flow.training.settings import TrainerSettings
+from pipelines.cli import plan
+from pipelines.cli.main import main
 from pipelines.jobs import preflight
 from pipelines.jobs.built_in import MODELS
 
@@ -254,3 +256,57 @@ def test_build_of_torch_is_read_without_loading_it(
     assert why_torch_has_no_cuda() == ""
     (package / "version.py").write_text(f"{version}{cuda}None\nhip: Optional[str] = '7.1'\n")
     assert why_torch_has_no_cuda() == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vllm", "expected", "works"),
+    [
+        (NONE, "", "- gpu none models are trained on the CPU", True),
+        (NONE, "", "- vllm missing for GPUs, version 0.32.0; on a CPU the torch engine", True),
+        (ONE, "", "ok gpu 1 x NVIDIA L4 what device = 'auto' uses, in bfloat16", True),
+        (ONE, "", "generation is slow without it; 0.32.0 fits: pip install '.[vllm]'", True),
+        (ONE, "0.32.0", "- vllm vllm 0.32.0 installed", True),
+        (ONE, "0.31.0", "expected 0.32.0, the only version that is tested: pip install", True),
+        (Gpus((T4,)), "", "1 x Tesla T4 what device = 'auto' uses, in float32, for lack of", True),
+        (Gpus((P100,)), "", "- gpu 1 x Tesla P100 idle: torch no longer supports them", True),
+        (CPU_TORCH, "", "FAIL gpu 1 x NVIDIA L4 idle: torch 2.13.0+cpu is a build for CPUs", False),
+    ],
+)
+def test_doctor_says_which_gpu_is_used_and_what_is_missing(
+    on: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: Gpus,
+    vllm: str,
+    expected: str,
+    works: bool,
+) -> None:
+    def installed(device: str) -> str | None:
+        return vllm if vllm and device == "cuda" else None
+
+    on(gpus, vllm=bool(vllm))
+    monkeypatch.setattr(plan, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(plan, "installed_vllm", installed)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["doctor"]) == (0 if works else 1)
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_puts_on_gpus_what_a_recipe_leaves_open(on: Any, tmp_path: Path) -> None:
+    on(NONE)
+    file = tmp_path / "r.toml"
+    file.write_text('model = "mine"\n[trainer]\ndevice = "cpu"\n')
+    over = plan._on_gpus(file, {"num_steps": 3}, num_gpus=1)
+    generation = {"device": "cuda", "engine": "vllm"}
+    assert over == {"num_steps": 3, "generation": generation, "cluster": {"num_gpus": 1}}
+    assert plan._on_gpus(file, {"model": "tiny"}, num_gpus=4) == {"model": "tiny"}
+    over = plan._on_gpus(None, {"model": "mine"}, num_gpus=None)
+    recipe = build_recipe(over, source="test")
+    assert chosen(recipe) == ON_GPU
+    planned = plan._with_plain_defaults(
+        recipe.model_copy(update={"model": "Qwen2.5-0.5B"}), over, gpu_bytes=22 << 30
+    )
+    assert planned.trainer.learning_rate == 1e-6
+    assert planned.generation.max_new_tokens == 1024

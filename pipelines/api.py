@@ -58,8 +58,8 @@ def train(
     """Train a policy; return the run to read.
 
     Args:
-        recipe: settings, or the path of a TOML recipe; by default all settings' defaults, or the
-            arithmetic recipe if there are no `prompts`.
+        recipe: settings, or the path of a TOML recipe. Without it, settings follow the model and
+            the prompts; with none of these it is the arithmetic recipe.
         prompts: rows with a question, or messages, and an answer, in the recipe's fields.
         rewards: functions that take `prompt`, `completion`, `answer` and any column of a row as
             keywords and return a number, or have TRL's signature; names of verifiers; or tables
@@ -111,8 +111,6 @@ def train(
     if source is not None:
         parent = _find_run(runs, source, argument="source")
         start = fork_of(parent, reset_optimizer=reset_optimizer)
-    elif recipe is None and prompts is None:
-        start = jobs.DEFAULT_RECIPE
     overrides = placed(settings, section="prompts", refused=NOT_OF_TRAINING)
     how: Any = {"name": name, "runs": runs, "datasets": datasets, "began": began}
     layout = _launch(jobs.TRAINING, start, overrides, "prompts", prompts, rewards, **how)
@@ -168,7 +166,8 @@ def sft(
     """Fine-tune a policy on prompts with their completions; return its Hugging Face directory.
 
     Args:
-        recipe: settings, or the path of a TOML recipe; by default all settings' defaults.
+        recipe: settings, or the path of a TOML recipe; without it, settings follow the model and
+            the rows.
         rows: rows with `prompt` and `completion`, or `messages`, instead of the recipe's file.
         name: name of the run; by default recipe and time.
         runs: the folder of runs.

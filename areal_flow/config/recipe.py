@@ -9,12 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_flow.algorithms.registry import AlgorithmSettings, DecoupledPPO
 from areal_flow.config.cluster import ClusterSettings
+from areal_flow.config.devices import with_devices
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.pass_rates import HELD_OUT, PASS_THRESHOLD
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION, GenerationSettings
+from areal_flow.rollout.engines.registry import choose_engine
 from areal_flow.rollout.prompts.settings import (
     HeldOutSettings,
     PromptPlan,
@@ -183,6 +185,11 @@ class Recipe(Settings):
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_devices(cls, given: Any) -> Any:
+        return with_devices(given)
+
     @field_validator("rewards", mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
@@ -203,7 +210,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _with_sleep_mode(self) -> Recipe:
-        if self.takes_turns and self.generation.engine != "torch":
+        if self.takes_turns and choose_engine(self.generation).name == "vllm":
             vllm = self.generation.vllm.model_copy(update={"enable_sleep_mode": True})
             generation = self.generation.model_copy(update={"vllm": vllm})
             object.__setattr__(self, "generation", generation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,8 @@ def train(
     """Train a policy: everything from prompts to a registered model.
 
     Args:
-        recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        recipe: A TOML recipe, or the name of a shipped one. Without it, settings follow --model
+            and --data; with none of these it is `arithmetic`.
         accept_verifier: With --resume: accept a changed verifier; nothing is compared across the
             change.
         from_: Fork a run (RUN) or one of its steps (RUN@STEP); other options override its
@@ -107,14 +107,14 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
             return _launch(SFT, recipe, choice, given, folders, data=data)
         if choice.resume is None:
             given["sft.objective"] = name
-            recipe = recipe or Path(name)
-        return _launch(supervised(name), recipe, choice, given, folders)
+        return _launch(supervised(name), recipe, choice, given, folders, data=data)
 
     learn.__name__ = name
     learn.__doc__ = f"""{meaning}
 
     Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `{by_default}` by default.
+        recipe: A TOML recipe with [sft], or the name of a shipped one. Without it, settings
+            follow --model and --data; with none of these it is `{by_default}`.
         data: {fields}, texts or messages, instead of the recipe's.
     """
     return learn
@@ -130,7 +130,7 @@ def _launch(
     accept_verifier: bool = False,
     data: str | None = None,
 ) -> int:
-    from pipelines.jobs.job import DEFAULT_RECIPE, launch
+    from pipelines.jobs.job import launch
 
     if choice.resume is None and (choice.take_over or accept_verifier):
         raise ConfigError("--take-over and --accept-verifier go with --resume")
@@ -138,7 +138,7 @@ def _launch(
         raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
     _, outcome = launch(
         job,
-        recipe or DEFAULT_RECIPE,
+        recipe,
         nest(settings),
         runs=folders.runs,
         began=folders.began,
@@ -146,7 +146,7 @@ def _launch(
         take_over=choice.take_over,
         accept_verifier=accept_verifier,
         name=choice.name,
-        default_stem=re.sub(r"[^\w.-]+", "-", Path(data).stem) if data and not recipe else "",
+        default_stem=Path(data).stem if data and not recipe else "",
         datasets=choice.datasets,
         spelling=OPTION,
         log_format=choice.log_format,

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe
+from areal_flow.config.devices import TINY_MODELS, has_bfloat16, is_too_old
 from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.machine import gpus_here
 from areal_flow.core.program import how_to_install
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
@@ -96,6 +99,40 @@ def check_devices(recipe: Recipe) -> None:
     check_medium(recipe.weights_medium)
     if recipe.cluster.launcher == "local":
         require_installed(recipe.generation)
+
+
+def describe_devices(recipe: Recipe) -> str:
+    """Return a line about where trainer and generators compute, and about GPUs that stay idle."""
+    parts: dict[str, TrainerSettings | GenerationSettings]
+    parts = {"trainer": recipe.trainer, "generation": recipe.generation}
+    on_gpu = [name for name, part in parts.items() if part.device == "cuda"]
+    chosen = ", ".join(f"{name} {part.device} {part.dtype}" for name, part in parts.items())
+    return f"Devices: {chosen}; {_describe_gpus(recipe, on_gpu)}"
+
+
+def _describe_gpus(recipe: Recipe, on_gpu: Sequence[str]) -> str:
+    if recipe.cluster.launcher != "local":
+        advice = "" if on_gpu else "no GPU is requested: set cluster.num_gpus for one, "
+        return f"{advice}workers are on other machines"
+    gpus = gpus_here()
+    if on_gpu:
+        num_used = 1 if recipe.shares_gpu else sum(w.num_gpus for w in place_workers(recipe))
+        line = f"{num_used} of the GPUs here ({gpus})"
+        if recipe.shares_gpu:
+            line += ", which trainer and generator share"
+        elif num_used < len(gpus.usable):
+            line += ": cluster.num_generators and cluster.num_trainers use more"
+        return line if all(map(has_bfloat16, gpus.visible)) else f"{line}; it has no bfloat16"
+    if not gpus.visible:
+        return "no GPU here"
+    why = "settings say so"
+    if gpus.unusable:
+        why = gpus.unusable
+    elif recipe.model in TINY_MODELS:
+        why = "a tiny model is as fast on a CPU"
+    elif all(map(is_too_old, gpus.visible)):
+        why = "torch no longer supports them"
+    return f"GPUs here stay idle ({gpus}): {why}"
 
 
 def _available_gpus() -> dict[str, Any]:

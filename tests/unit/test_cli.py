@@ -229,8 +229,7 @@ def test_data_names_the_input_of_every_command_that_trains(
     assert main([command, "--data", "mine.jsonl"]) == 143
     ((_, layout, recipe),) = started
     assert getattr(recipe, section).path == Path("mine.jsonl")
-    stem = {"dpo": "dpo", "reward-model": "reward_model"}.get(command, "mine")
-    assert layout.name.startswith(f"{stem}-")
+    assert layout.name.startswith("mine-")
     assert main([command, "gsm8k", "--data", "mine.jsonl", "--sft.num-steps", "1"]) == 143
     assert started[1][1].name.startswith("gsm8k-")
 

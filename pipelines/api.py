@@ -7,15 +7,23 @@ Settings override the recipe's as keywords, `num_steps=20`, `trainer={"learning_
 dotted name, `**{"trainer.learning_rate": 1e-5}`. A name that only one section has needs no section:
 `max_new_tokens=200`. In `train`, those of fine-tuning and of how evaluations sample need theirs.
 Reward functions are shipped to the workers with everything they need.
+
+`train(wait=False)` trains in a thread of this process, so that a notebook can plot meanwhile:
+
+    handle = areal_flow.train(prompts=rows, rewards=brevity, wait=False)
+    handle.run.plot.reward()
+    handle.status.step, handle.stop(), handle.result()
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal, overload
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.errors import ConfigError
@@ -34,13 +42,17 @@ from pipelines.arguments import (
     reward_tables,
 )
 from pipelines.jobs import job as jobs
+from pipelines.jobs.background import BackgroundRun, refuse_second_run
 from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
 from pipelines.jobs.job import Fork, fork_of
+from pipelines.jobs.stop_signals import Outcome
+from pipelines.jobs.train import OnStep, run_training
 from pipelines.models import Reference, find_reference, newest_checkpoint
 from pipelines.notebook import Run as ShownRun
 from pipelines.notebook import open_run
 
 
+@overload
 def train(
     recipe: Recipe | Path | str | None = None,
     *,
@@ -53,8 +65,30 @@ def train(
     name: str | None = None,
     runs: Path | str = "runs",
     datasets: str = "",
+    on_step: OnStep | None = None,
+    wait: Literal[True] = True,
     **settings: Any,
-) -> ShownRun:
+) -> ShownRun: ...
+@overload
+def train(
+    recipe: Recipe | Path | str | None = None, *, wait: Literal[False], **others: Any
+) -> BackgroundRun: ...
+def train(
+    recipe: Recipe | Path | str | None = None,
+    *,
+    prompts: Rows | None = None,
+    rewards: Rewards = (),
+    source: Run | Path | str | None = None,
+    reset_optimizer: bool = False,
+    resume: Run | Path | str | None = None,
+    accept_verifier: bool = False,
+    name: str | None = None,
+    runs: Path | str = "runs",
+    datasets: str = "",
+    on_step: OnStep | None = None,
+    wait: bool = True,
+    **settings: Any,
+) -> ShownRun | BackgroundRun:
     """Train a policy; return the run to read.
 
     Args:
@@ -71,13 +105,22 @@ def train(
         name: name of the run; by default recipe and time.
         runs: the folder of runs.
         datasets: `s3://BUCKET/FOLDER` for the new run's datasets; the rest stays in its directory.
+        on_step: called with the row of each committed step, a dict with the columns of
+            `Run.steps`. The next step waits for it; generation does not. If it returns True,
+            training ends after this step, and the run finishes. Its first error is logged; the run
+            goes on.
+        wait: False returns once the run is prepared, and trains in the background.
         settings: override the recipe's.
 
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
         KeyboardInterrupt: interrupted twice, or while there was no step to finish.
     """
+    refuse_second_run()
     began, runs = monotonic(), Path(runs)
+    background = None if wait else BackgroundRun()
+    drive = run_training if background is None else background.drive
+    job = replace(jobs.TRAINING, drive=partial(drive, on_step=on_step))
     new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
     new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
     new |= {"datasets": datasets or None}
@@ -91,16 +134,9 @@ def train(
                 f"expected resume without a step, found {resume!r}: a run goes on from where it "
                 f"stands. To begin a new run with that step's policy: source={resume!r}"
             )
-        layout, _ = jobs.launch(
-            jobs.TRAINING,
-            None,
-            nest(settings),
-            runs=runs,
-            began=began,
-            resumed=reference.run,
-            accept_verifier=accept_verifier,
-        )
-        return open_run(layout.root)
+        resumed: Any = {"resumed": reference.run, "accept_verifier": accept_verifier}
+        resumed |= {"runs": runs, "began": began}
+        return _begun(partial(jobs.launch, job, None, nest(settings), **resumed), background)
     if accept_verifier:
         raise ConfigError("accept_verifier goes with resume")
     if reset_optimizer and source is None:
@@ -115,8 +151,8 @@ def train(
         start = jobs.DEFAULT_RECIPE
     overrides = placed(settings, section="prompts", refused=NOT_OF_TRAINING)
     how: Any = {"name": name, "runs": runs, "datasets": datasets, "began": began}
-    layout = _launch(jobs.TRAINING, start, overrides, "prompts", prompts, rewards, **how)
-    return open_run(layout.root)
+    launch = partial(_launch, job, start, overrides, "prompts", prompts, rewards, **how)
+    return _begun(launch, background)
 
 
 def evaluate(
@@ -142,6 +178,7 @@ def evaluate(
     Raises:
         ModelError: there is no such model, or no prompts are known for it.
     """
+    refuse_second_run()
     if isinstance(model, Run):
         title, directory = model.layout.name, newest_checkpoint(model.layout)
     else:
@@ -177,9 +214,11 @@ def sft(
     Raises:
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
+    refuse_second_run()
     overrides = placed(settings, section="sft")
     how: Any = {"name": name, "runs": Path(runs), "began": monotonic()}
-    return newest_checkpoint(_launch(jobs.SFT, recipe, overrides, "sft", rows, **how))
+    layout, _ = _launch(jobs.SFT, recipe, overrides, "sft", rows, **how)
+    return newest_checkpoint(layout)
 
 
 def report(
@@ -229,7 +268,7 @@ def _launch(
     rows: Rows | None,
     rewards: Rewards = (),
     **how: Any,
-) -> RunLayout:
+) -> tuple[RunLayout, Outcome]:
     """Launch a new run with the caller's rows, as the `path` of a section, and reward functions."""
     tables = reward_tables(rewards)
     if rows is not None:  # a recipe is validated before there is a directory to write rows to
@@ -250,5 +289,14 @@ def _launch(
         return build_recipe(table, source=str(layout.config))
 
     with bad_rows_numbered(rows):
-        layout, _ = jobs.launch(job, recipe, overrides, fill=fill, **how)
-    return layout
+        return jobs.launch(job, recipe, overrides, fill=fill, **how)
+
+
+def _begun(
+    launch: Callable[[], tuple[RunLayout, Outcome]], background: BackgroundRun | None
+) -> ShownRun | BackgroundRun:
+    if background is None:
+        layout, _ = launch()
+        return open_run(layout.root)
+    background.begin(lambda: launch()[0])
+    return background

@@ -52,7 +52,12 @@ from pipelines.console.run_log import log, log_kept, print_as, say
 from pipelines.jobs.preflight import check_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
-from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
+from pipelines.jobs.stop_signals import (
+    Outcome,
+    is_called_from_python,
+    raised_as_interrupts,
+    wait_for,
+)
 from pipelines.jobs.train import run_training
 from pipelines.models import Reference, newest_checkpoint
 
@@ -453,7 +458,7 @@ def _drive(
             if is_of_user_code:
                 message += _ACCEPT
             # A notebook shows standard error in red, as a failure.
-            print(message, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
+            print(message, file=sys.stdout if is_called_from_python() else sys.stderr, flush=True)
             log(message)
     if outcome.finished:
         job.conclude(layout)
@@ -462,7 +467,7 @@ def _drive(
 
 def _resumption(job: Job, layout: RunLayout) -> str:
     runs = layout.root.parent
-    if job.command == TRAINING.command and is_loop_running():
+    if job.command == TRAINING.command and is_called_from_python():
         where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"
         return f"areal_flow.train(resume={layout.name!r}{where})"
     return command(job.command, "--resume", layout.name, runs=runs)

@@ -6,7 +6,7 @@ with a checkpoint, and is returned like a finished one. A second interrupt ends 
 Settings override the recipe's as keywords, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
 dotted name, `**{"trainer.learning_rate": 1e-5}`. A name that only one section has needs no section:
 `max_new_tokens=200`. In `train`, those of fine-tuning and of how evaluations sample need theirs.
-Reward functions are shipped to the workers with everything they need.
+Functions are shipped to the workers with everything they need.
 
 `train(wait=False)` trains in a thread of this process, so that a notebook can plot meanwhile:
 
@@ -18,7 +18,7 @@ Reward functions are shipped to the workers with everything they need.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,17 @@ from areal_flow.log.queries import Run
 from areal_flow.rewards.shipping import ship_function
 from pipelines.arguments import (
     NOT_OF_TRAINING,
+    Function,
     Rewards,
     Rows,
     bad_rows_numbered,
     file_of,
     name_of,
     placed,
+    placeholder,
     reward_tables,
+    with_names,
+    workflow_table,
 )
 from pipelines.jobs import job as jobs
 from pipelines.jobs.background import BackgroundRun, refuse_second_run
@@ -57,7 +61,10 @@ def train(
     recipe: Recipe | Path | str | None = None,
     *,
     prompts: Rows | None = None,
+    held_out: Rows | None = None,
     rewards: Rewards = (),
+    agent: Function | None = None,
+    tools: Function | Sequence[Function] = (),
     source: Run | Path | str | None = None,
     reset_optimizer: bool = False,
     resume: Run | Path | str | None = None,
@@ -77,7 +84,10 @@ def train(
     recipe: Recipe | Path | str | None = None,
     *,
     prompts: Rows | None = None,
+    held_out: Rows | None = None,
     rewards: Rewards = (),
+    agent: Function | None = None,
+    tools: Function | Sequence[Function] = (),
     source: Run | Path | str | None = None,
     reset_optimizer: bool = False,
     resume: Run | Path | str | None = None,
@@ -95,9 +105,13 @@ def train(
         recipe: settings, or the path of a TOML recipe; by default all settings' defaults, or the
             arithmetic recipe if there are no `prompts`.
         prompts: rows with a question, or messages, and an answer, in the recipe's fields.
+        held_out: rows that are never trained on, instead of a share of the prompts.
         rewards: functions that take `prompt`, `completion`, `answer` and any column of a row as
             keywords and return a number, or have TRL's signature; names of verifiers; or tables
             with one of these as `verifier`, and `weight` or another setting of `[[rewards]]`.
+        agent: a function that is the episode, as `workflow.path` of the workflow `agent` describes.
+        tools: functions from text to text that the policy may call, or names as in
+            `workflow.tools`; for other settings of this workflow, `workflow={"max_calls": 8}`.
         source: fork this run, `"RUN"` or `"RUN@STEP"`: start from its policy and its recipe.
         reset_optimizer: with `source`: start with a fresh optimizer state.
         resume: a run to resume, with only `num_steps`, `max_minutes` and `accept_verifier`.
@@ -123,6 +137,7 @@ def train(
     job = replace(jobs.TRAINING, drive=partial(drive, on_step=on_step))
     new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
     new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
+    new |= {"held_out": held_out, "agent": agent, "tools": tools or None}
     new |= {"datasets": datasets or None}
     given = [key for key, value in new.items() if value is not None]
     if resume is not None:
@@ -150,8 +165,11 @@ def train(
     elif recipe is None and prompts is None:
         start = jobs.DEFAULT_RECIPE
     overrides = placed(settings, section="prompts", refused=NOT_OF_TRAINING)
+    if workflow := workflow_table(overrides.get("workflow"), agent, tools):
+        overrides["workflow"] = workflow
+    data: Any = {"rows": prompts, "held_out": held_out, "rewards": rewards}
     how: Any = {"name": name, "runs": runs, "datasets": datasets, "began": began}
-    launch = partial(_launch, job, start, overrides, "prompts", prompts, rewards, **how)
+    launch = partial(_launch, job, start, overrides, "prompts", **data, **how)
     return _begun(launch, background)
 
 
@@ -186,7 +204,7 @@ def evaluate(
         directory = find_reference(Path(runs), str(model), registry=registry).model()
     scratch = tempfile.TemporaryDirectory(prefix="areal-flow-prompts-")
     overrides = placed(settings, section="evaluation")
-    with scratch, bad_rows_numbered(prompts):
+    with scratch, bad_rows_numbered(prompts, stem="given"):
         path = Path(scratch.name) / "given.jsonl"
         data = [] if prompts is None else [str(file_of(prompts, path))]
         return evaluate_model(
@@ -266,29 +284,39 @@ def _launch(
     overrides: dict[str, Any],
     section: str,
     rows: Rows | None,
+    held_out: Rows | None = None,
     rewards: Rewards = (),
     **how: Any,
 ) -> tuple[RunLayout, Outcome]:
-    """Launch a new run with the caller's rows, as the `path` of a section, and reward functions."""
-    tables = reward_tables(rewards)
-    if rows is not None:  # a recipe is validated before there is a directory to write rows to
-        path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
-        overrides = merge(overrides, {section: {"path": path}})
+    """Launch a new run with the caller's rows, as the `path` of a section, and functions."""
+    tables, workflow = reward_tables(rewards), overrides.get("workflow", {})
+    files = {"path": (rows, section), "held_out_path": (held_out, "held_out")}
+    files = {setting: given for setting, given in files.items() if given[0] is not None}
+    # A recipe is validated before there is a directory to write rows and functions to.
+    for setting, (given, _) in files.items():
+        path = str(given) if isinstance(given, Path | str) else "given.jsonl"
+        overrides = merge(overrides, {section: {setting: path}})
+    if workflow:
+        overrides = {**overrides, "workflow": with_names(workflow, placeholder)}
     if tables:
         named = [{**each, "verifier": name_of(each)} for each in tables]
         overrides = merge(overrides, {"rewards": named})
 
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
-        if rows is not None:
-            path = file_of(rows, layout.root / f"{section}.jsonl")
-            table[section]["path"] = str(path.resolve())
+        for setting, (given, stem) in files.items():
+            path = file_of(given, layout.root / f"{stem}.jsonl")
+            table[section][setting] = str(path.resolve())
+        if workflow:
+            shipped = with_names(workflow, partial(ship_function, directory=layout.rewards))
+            table["workflow"].update(shipped)
         for place, each in enumerate(tables):
             if callable(function := each["verifier"]):
                 table["rewards"][place]["verifier"] = ship_function(function, layout.rewards)
         return build_recipe(table, source=str(layout.config))
 
-    with bad_rows_numbered(rows):
+    held_out_numbered = bad_rows_numbered(held_out, stem="held_out", name="the held-out rows given")
+    with bad_rows_numbered(rows, stem=section), held_out_numbered:
         return jobs.launch(job, recipe, overrides, fill=fill, **how)
 
 

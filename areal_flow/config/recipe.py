@@ -374,6 +374,12 @@ class Recipe(Settings):
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
 
+    @property
+    def function_paths(self) -> tuple[str, ...]:
+        """The names and import paths of verifiers, an agent and tools."""
+        tools = self.workflow.tools if isinstance(self.workflow, ToolUse) else ()
+        return (*(each.verifier for each in self.rewards), self.rewarding_agent, *tools)
+
     def prompt_plan(self) -> PromptPlan:
         held_out = self.evaluation.held_out
         return PromptPlan(

@@ -287,7 +287,7 @@ async def _answer(
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+    if executed := what_is_executed(recipe.function_paths):
         progress.phase(executed)
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:

@@ -120,8 +120,8 @@ class Fork:
         """Write the new run's checkpoint 0; return the recipe with that as its model."""
         from areal_flow.flow.recovery.replay import write_version_0  # torch
 
-        own = {each.verifier for each in load_recipe(self.parent.config).rewards}
-        kept = (each.verifier for each in recipe.rewards if each.verifier in own)
+        own = load_recipe(self.parent.config).function_paths
+        kept = (path for path in recipe.function_paths if path in own)
         if executed := what_is_executed(kept):
             say(executed)
         model = str(checkpoint_path(layout.checkpoints, 0))
@@ -395,7 +395,7 @@ def resume(
             f"of its files: start a new one, or resume it with the command that made it"
         )
     check_devices(recipe)
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+    if executed := what_is_executed(recipe.function_paths):
         say(executed)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)

@@ -56,7 +56,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
             "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
         )
     verifier = found_verifier(layout, recipe)
-    load_workflow(recipe.workflow)
+    load_workflow(recipe.workflow, layout.rewards)
     check_first_rows(recipe.prompt_plan())
     check_first_sft_rows(recipe)
     prepare_model(recipe, layout)

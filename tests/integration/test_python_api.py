@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import pandas as pd
 import pytest
 
 import areal_flow
 from areal_flow.core.errors import ArealFlowError, RewardError
 from areal_flow.core.layout import RunLayout
+from areal_flow.flow.recovery.replay import replay_step
 from areal_flow.log.directory import observed_state
 from areal_flow.log.ledger import LedgerReader
+from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import SMALL, check_accounting, run_script
+from tests.policies import write_model_directory
 
 SETTINGS: dict[str, Any] = {
     **{key: SMALL[key] for key in ("generation", "controller", "trainer", "tracking")},
@@ -145,3 +150,43 @@ def test_script_that_ends_before_its_run_leaves_a_run_to_resume(tmp_path: Path) 
     run = areal_flow.train(resume="left", runs=tmp_path / "runs", num_steps=head + 1)
     assert run.steps().step.max() == head + 1
     check_accounting(layout)
+
+
+@pytest.mark.slow
+def test_agent_and_held_out_rows_of_a_notebook_are_trained_resumed_evaluated_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    give_chat_template(model, CHATML)
+    bonus = 0.25
+
+    async def asks(question: str, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            completion = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": question}], max_tokens=6
+            )
+        return len(completion.choices[0].message.content or "") / 50 + bonus
+
+    generation = {**SMALL["generation"], "max_model_len": 256}
+    settings: dict[str, Any] = {**SETTINGS, "model": model, "generation": generation}
+    settings["trainer"] = {**SMALL["trainer"], "tokens_per_micro_batch": 1024}
+    held_out = pd.DataFrame(ROWS[:4])
+    given: dict[str, Any] = {"prompts": ROWS[4:], "held_out": held_out, "agent": asks}
+    run = areal_flow.train(**given, name="a", runs=tmp_path, **settings)
+    evaluated = run.evaluations(columns=["metadata.question"])["metadata.question"]
+    assert set(evaluated) == set(held_out.question)
+    assert run.trajectories().reward.min() >= bonus
+    (verifier,) = set(run.trajectories().verifier)
+    assert re.fullmatch(r"agent:asks@\w{12}", verifier)
+
+    capsys.readouterr()
+    del asks
+    run = areal_flow.train(resume="a", runs=tmp_path, num_steps=3)
+    assert "code that came with the run directory: rewards/asks@" in capsys.readouterr().out
+    assert set(run.trajectories().verifier) == {verifier}
+    check_accounting(run.layout)
+    replay = replay_step(run.layout, step=3, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 3
+    result = areal_flow.evaluate("a", runs=tmp_path)
+    assert result.table.overall.passed.n == 4
+    assert {answer["verifier"] for answer in result.answers} == {verifier}

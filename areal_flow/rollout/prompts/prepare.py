@@ -248,7 +248,7 @@ def _reader(
         source=source,
         plan=plan,
         rows=rows,
-        render=renderer(plan, rows.prompts, layout.model),
+        render=renderer(plan, rows.prompts, layout.model, functions=layout.rewards),
         tokenizer=tokenizer_of(layout.model),
         algebra=MathPool(1),
     )

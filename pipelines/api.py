@@ -52,8 +52,8 @@ from pipelines.jobs.job import Fork, fork_of
 from pipelines.jobs.stop_signals import Outcome
 from pipelines.jobs.train import OnStep, run_training
 from pipelines.models import Reference, find_reference, newest_checkpoint
+from pipelines.notebook import ReportPage, open_run
 from pipelines.notebook import Run as ShownRun
-from pipelines.notebook import open_run
 
 
 @overload
@@ -246,7 +246,7 @@ def report(
     prices: Mapping[str, float] | None = None,
     to: Path | str | None = None,
     runs: Path | str = "runs",
-) -> Path:
+) -> ReportPage:
     """Render a run, finished or not, as one HTML page; return its path.
 
     Args:
@@ -264,12 +264,15 @@ def report(
     def layout_of(run: Run | Path | str) -> RunLayout:
         return (run if isinstance(run, Run) else open_run(run, runs=runs)).layout
 
-    return write_report(
+    path = write_report(
         layout_of(run),
         None if to is None else Path(to),
         against=None if against is None else layout_of(against),
         prices=prices,
     )
+    page = ReportPage(path)
+    page.facts = open_run(layout_of(run).root).key_figures()
+    return page
 
 
 def _find_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:

@@ -166,7 +166,10 @@ class Run:
         )
         rows: list[dict[str, Any]] = result.to_arrow_table().to_pylist()
         if not rows:
-            raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
+            raise RunError(
+                f"{self.layout.name} has no trajectory {trajectory_id!r}: expected one of "
+                "run.trajectories().trajectory_id, such as '00000001-0000-00'"
+            )
         return rows[0]
 
     def lineage(self, version: int) -> Lineage:

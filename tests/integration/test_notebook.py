@@ -224,7 +224,7 @@ def test_directory_of_hugging_face_is_trained_and_evaluated_without_a_warning(
         evaluate = "areal_flow.evaluate('r', temperature=0, num_prompts=4).policy_version"
         assert notebook.run(evaluate).shown["result"]["text/plain"] == "1"
         result = notebook.run("areal_flow.evaluate('r', num_prompts=4)").shown["result"]
-        assert "pass_rate" in result["text/plain"]
+        assert "pass rate" in result["text/plain"]
         assert "completion" not in result["text/plain"], "a cell shows no list of answers"
     finally:
         notebook.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import nbformat
@@ -15,7 +16,9 @@ from nbclient import NotebookClient
 
 import areal_flow
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import tabulate
 from areal_flow.log.browse import ShownToken
+from pipelines.jobs.evaluate import EvaluationResult
 from pipelines.pages.charts import COLOURS
 from schemas import PromptRow, arrow_schema
 from tests.finished_runs import HOSTILE, make_finished_run
@@ -66,6 +69,42 @@ def test_run_has_an_html_summary_even_without_steps(layout: RunLayout, tmp_path:
         assert text in shown
     new = make_finished_run(tmp_path / "new", num_steps=0, evaluated=False)
     assert ">steps<" not in areal_flow.open_run(new.root)._repr_html_()
+
+
+def test_report_is_a_path_that_a_notebook_shows_with_key_figures_and_the_page(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pages").mkdir()
+    page = areal_flow.report(layout.root, to=tmp_path / "pages" / "r&d.html")
+    assert page.read_text().startswith("<!doctype html>")
+    assert f"{page}" == str(tmp_path / "pages" / "r&d.html")
+    shown = page._repr_html_()
+    assert 'href="pages/r&amp;d.html"' in shown
+    assert '<iframe src="pages/r&amp;d.html"' in shown
+    assert re.search(r">held-out pass rate<.*>0\.000 → 1\.000 \[0\.\d{3}, 1\.000\]<", shown)
+
+
+def test_evaluation_is_one_line_and_in_a_notebook_a_table() -> None:
+    def answer(difficulty: int, reward: float) -> dict[str, Any]:
+        row = {"prompt_id": f"{difficulty}", "sample": 0, "num_output_tokens": 4}
+        return {**row, "held_out": "held_out", "difficulty": difficulty, "reward": reward}
+
+    answers = [answer(1, 1.0), answer(2, 0.0)]
+    table = tabulate(answers, threshold=0.5)
+    result = EvaluationResult(table, answers, "<b>mine</b>")
+    assert (
+        repr(result)
+        == "<EvaluationResult <b>mine</b>: pass rate 0.500 [0.095, 0.905] of 2 prompts>"
+    )
+    shown = result._repr_html_()
+    assert "&lt;b&gt;mine" in shown
+    assert re.findall(r"<tr><td>(\w+)</td><td>(\d)</td>", shown) == [
+        ("1", "1"),
+        ("2", "1"),
+        ("all", "2"),
+    ]
+    assert "<td>0.500 [0.095, 0.905]</td>" in shown
 
 
 def test_trajectory_shows_its_tokens_and_runs_nothing(

@@ -212,7 +212,7 @@ class Run:
     def prompts(self) -> pa.Table:
         """Return the training prompts, memory-mapped; an empty table if there is no file."""
         if not self.layout.train_prompts.is_file():
-            names = ("source", "prompt_id", "prompt", "answer")
+            names = ("source", "prompt_id", "prompt", "answer", "metadata")
             return pa.table(dict.fromkeys(names, pa.array([], "str")))
         return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import nbformat
 import pyarrow as pa
 import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
-from nbclient import NotebookClient
 
 import areal_flow
 from areal_flow.core.layout import RunLayout
@@ -21,9 +19,8 @@ from areal_flow.log.browse import ShownToken
 from pipelines.jobs.evaluate import EvaluationResult
 from pipelines.pages.charts import COLOURS
 from schemas import PromptRow, arrow_schema
+from tests import notebooks
 from tests.finished_runs import HOSTILE, make_finished_run
-
-EXPLORE = Path(__file__).parents[2] / "examples" / "explore.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +128,22 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
 
 @pytest.mark.slow
 def test_explore_notebook_runs_over_the_newest_run(layout: RunLayout, tmp_path: Path) -> None:
-    notebook = nbformat.read(EXPLORE, 4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
     (tmp_path / "runs").symlink_to(layout.root.parent)
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=60, resources=place).execute()
+    notebook = notebooks.execute("explore", tmp_path)
+    assert notebooks.shape(notebook) == notebooks.shape(notebooks.read("explore"))
     data = [o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ())]
     assert sum("image/png" in shown for shown in data) >= 2
     assert sum("text/html" in shown for shown in data) >= 3
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_committed_notebook_has_outputs_of_every_cell_that_shows_something(name: str) -> None:
+    notebook = notebooks.read(name)
+    (run_cells,) = [[c for c in notebook.cells if c.cell_type == "code"]]
+    assert all(cell.execution_count for cell in run_cells), "run `python -m tests.notebooks`"
+    kinds = {kind for cell in notebooks.shape(notebook) for kind in cell["kinds"]}
+    assert {"image/png", "text/html"} <= kinds
+    assert "error" not in kinds
+    text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text()
+    assert len(text) < notebooks.MAX_BYTES
+    assert not re.search(r"/(home|root|tmp|work)/", text), "a path of the machine that ran it"

@@ -76,7 +76,9 @@ def first_page(client: Any) -> str:
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
     names = set(metrics)
-    first = [{**_chart([name]), "metricSectionId": FIRST} for name in FIRST_METRICS if name in names]
+    first = [
+        {**_chart([name]), "metricSectionId": FIRST} for name in FIRST_METRICS if name in names
+    ]
     bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(names)}
     bounds = {name: both for name, both in bounds.items() if names.issuperset(both)}
     charts = [_chart([name, *both]) for name, both in bounds.items()]

@@ -20,11 +20,12 @@ from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rollout.prompts.formats import hub_dataset
 from pipelines.jobs.built_in import write_jsonl
 
-_PLACE_IN_FILE = re.compile(r"/\S.*?\.jsonl, line (\d+)")
 Rows = Any
 """As `prompts.path`, or dicts, or a pandas, polars, Arrow or Hugging Face table."""
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardSettings
 Rewards = Reward | Sequence[Reward]
+Function = Callable[..., Any] | str
+"""A function, or its import path."""
 NOT_OF_TRAINING = {
     "sft.": "fine-tuning and preferences",
     **{f"evaluation.{name}": "evaluations" for name in WHOLE_DISTRIBUTION},
@@ -120,15 +121,64 @@ def name_of(reward: Mapping[str, Any]) -> str:
     return verifier if isinstance(verifier, str) else f"{SHIPPED}{verifier!r}"
 
 
+def workflow_table(
+    workflow: Any, agent: Function | None, tools: Function | Sequence[Function]
+) -> dict[str, Any]:
+    """Return the `[workflow]` table of the arguments; its functions are not shipped yet."""
+    if agent is not None and tools:
+        raise ConfigError("expected agent or tools, found both: an agent calls its own tools")
+    if workflow is not None and not isinstance(workflow, Mapping):
+        workflow = {"name": workflow}
+    table: dict[str, Any] = dict(workflow or {})
+    implied: dict[str, Any] = {}
+    if agent is not None:
+        implied = {"name": "agent", "path": agent}
+    elif tools:
+        implied = {"name": "tool_use", "tools": tools}
+    for key, value in implied.items():
+        if table.get(key, value) != value:
+            argument = "agent" if agent is not None else "tools"
+            raise ConfigError(
+                f"workflow.{key} = {table[key]!r} does not go with {argument}: leave one out"
+            )
+    return {**table, **implied}
+
+
+def with_names(
+    workflow: Mapping[str, Any], name_of: Callable[[Callable[..., Any]], str]
+) -> dict[str, Any]:
+    """Return a `[workflow]` table with the name of each function in its place."""
+
+    def named(function: Any) -> Any:
+        return name_of(function) if callable(function) else function
+
+    table = dict(workflow)
+    if "path" in table:
+        table["path"] = named(table["path"])
+    if "tools" in table:
+        tools = table["tools"]
+        is_single = callable(tools) or isinstance(tools, str) or not isinstance(tools, Iterable)
+        table["tools"] = [named(each) for each in ([tools] if is_single else tools)]
+    return table
+
+
+def placeholder(function: Callable[..., Any]) -> str:
+    """Return the name of a function until it is shipped."""
+    return f"{SHIPPED}{getattr(function, '__name__', type(function).__name__)}@0"
+
+
 @contextmanager
-def bad_rows_numbered(rows: Rows | None) -> Iterator[None]:
-    """Name bad rows that were given in memory by their number, not by our temporary file."""
+def bad_rows_numbered(
+    rows: Rows | None, *, stem: str, name: str = "the rows given"
+) -> Iterator[None]:
+    """Name bad rows that were given in memory by their number, not by our file `stem`.jsonl."""
     try:
         yield
     except PromptError as error:
         if rows is None or isinstance(rows, Path | str):
             raise
-        raise PromptError(_PLACE_IN_FILE.sub(r"row \1 of the rows given", str(error))) from None
+        place = rf"/\S.*?{stem}\.jsonl, line (\d+)"
+        raise PromptError(re.sub(place, rf"row \1 of {name}", str(error))) from None
 
 
 def file_of(rows: Rows, path: Path) -> Path:

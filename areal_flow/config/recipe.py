@@ -40,6 +40,10 @@ class ControllerSettings(Settings):
     """Completions per prompt."""
     max_staleness: int = Field(2, ge=0)
     """Maximum age of a trained token, in policy versions."""
+    exact_staleness: int | None = Field(None, ge=0)
+    """For studies: each batch is sampled by the policy of exactly this many versions before (by
+    version 0 until there are so many), and generation waits for training. Unset: whatever is
+    ready, up to `max_staleness`."""
     max_attempts: int = Field(3, ge=1)
     """Maximum attempts per group, in generation and scoring together."""
     max_consecutive_failures: int = Field(4, ge=1)
@@ -51,6 +55,11 @@ class ControllerSettings(Settings):
             self.batch_size % self.group_size == 0,
             f"controller.group_size ({self.group_size}) must divide "
             f"controller.batch_size ({self.batch_size})",
+        )
+        require(
+            (self.exact_staleness or 0) <= self.max_staleness,
+            f"controller.exact_staleness ({self.exact_staleness}) must not exceed "
+            f"controller.max_staleness ({self.max_staleness}), above which tokens are discarded",
         )
         return self
 
@@ -245,6 +254,11 @@ class Recipe(Settings):
         rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
         repeated = [each[0] for place, each in enumerate(rewards) if each in rewards[:place]]
         require(not repeated, f"rewards: {repeated} named twice with the same settings and sources")
+        require(
+            self.schedule == "async" or not self.controller.exact_staleness,
+            f"controller.exact_staleness ({self.controller.exact_staleness}): schedule = 'sync' "
+            "trains what the newest policy sampled; set schedule to 'async'",
+        )
         self._check_sources()
         self._check_trainer_ranks()
         self._check_algorithm()
@@ -380,6 +394,12 @@ class Recipe(Settings):
     def rewarding_agent(self) -> str:
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    @property
+    def function_paths(self) -> tuple[str, ...]:
+        """The names and import paths of verifiers, an agent and tools."""
+        tools = self.workflow.tools if isinstance(self.workflow, ToolUse) else ()
+        return (*(each.verifier for each in self.rewards), self.rewarding_agent, *tools)
 
     def prompt_plan(self) -> PromptPlan:
         held_out = self.evaluation.held_out

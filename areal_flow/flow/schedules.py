@@ -20,8 +20,18 @@ async def run_async_schedule(flow: Flow) -> None:
 
 
 async def run_barrier_schedule(flow: Flow) -> None:
-    """Generate one batch, wait for its last completion, train, load the weights, repeat."""
+    """Generate one batch, wait for its last completion, train, load the weights, repeat.
+
+    With `exact_staleness` N, version 0 generates N + 1 batches; each later version generates one,
+    behind the N that wait.
+    """
     await run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
+
+
+async def run_schedule(flow: Flow) -> None:
+    """Run the recipe's schedule; batches of an exact age need the barrier between the stages."""
+    is_exact = flow.recipe.controller.exact_staleness is not None
+    await (run_barrier_schedule if is_exact else SCHEDULES[flow.recipe.schedule])(flow)
 
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
@@ -66,9 +76,11 @@ async def _keep_committing(flow: Flow) -> None:
 
 
 async def _generate_batch(flow: Flow) -> None:
+    num_batches = 1 + (flow.recipe.controller.exact_staleness or 0)
+    num_groups = num_batches * flow.recipe.groups_per_step
     while not flow.done():
         seen = flow.num_changes
-        unaccounted = flow.recipe.groups_per_step - len(flow.buffer) - flow.num_pending_groups
+        unaccounted = num_groups - len(flow.buffer) - flow.num_pending_groups
         for _ in range(unaccounted):
             flow.submit()
         if not flow.num_pending_groups:

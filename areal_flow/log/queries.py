@@ -168,7 +168,10 @@ class Run:
         )
         rows: list[dict[str, Any]] = result.to_arrow_table().to_pylist()
         if not rows:
-            raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
+            raise RunError(
+                f"{self.layout.name} has no trajectory {trajectory_id!r}: expected one of "
+                "run.trajectories().trajectory_id, such as '00000001-0000-00'"
+            )
         return rows[0]
 
     def lineage(self, version: int) -> Lineage:
@@ -211,7 +214,7 @@ class Run:
     def prompts(self) -> pa.Table:
         """Return the training prompts, memory-mapped; an empty table if there is no file."""
         if not self.layout.train_prompts.is_file():
-            names = ("source", "prompt_id", "prompt", "answer")
+            names = ("source", "prompt_id", "prompt", "answer", "metadata")
             return pa.table(dict.fromkeys(names, pa.array([], "str")))
         return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 

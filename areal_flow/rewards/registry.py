@@ -176,9 +176,9 @@ class WeightedRewards:
         identities = [*map(_weighted_identity, self._parts, self._weights)]
         files = [part.source for part in self._parts]
         if agent:
-            code = import_function(agent, setting="workflow.path", error=RewardError)
-            identities.insert(0, f"agent:{agent}@{code_hash(code)}")
-            files.insert(0, source_file(code))
+            identity, source = _identity_of_agent(agent, directory)
+            identities.insert(0, f"agent:{identity}")
+            files.insert(0, source)
         self.identity = " + ".join(identities)
         """Name and code hash of the agent and of each reward."""
         self.files = tuple(dict.fromkeys(filter(None, files)))
@@ -225,6 +225,15 @@ class WeightedRewards:
         first = rewarded[0]
         verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
         return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
+
+
+def _identity_of_agent(agent: str, directory: Path) -> tuple[str, str]:
+    """Return the identity of an agent's code, and its file if it was not shipped."""
+    if agent.startswith(SHIPPED):
+        load_shipped(agent, directory)  # checks the hash in its name
+        return agent.removeprefix(SHIPPED), ""
+    code = import_function(agent, setting="workflow.path", error=RewardError)
+    return f"{agent}@{code_hash(code)}", source_file(code)
 
 
 def _weighted_identity(part: NamedReward, weight: float) -> str:

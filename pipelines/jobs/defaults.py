@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_flow.config import Recipe, build_recipe
+from areal_flow.core.layout import RunLayout
 from areal_flow.core.machine import gpus_here
 from areal_flow.core.settings import nest
 from areal_flow.core.thinking import BEGIN
@@ -316,11 +317,12 @@ def parameters_of(config: Mapping[str, Any]) -> int:
     return int(embedding + shape["num_hidden_layers"] * (attention + mlp))
 
 
-def prompt_facts(recipe: Recipe, model: Path) -> RowFacts:
+def prompt_facts(recipe: Recipe, layout: RunLayout) -> RowFacts:
     """Measure the first prompts of each file, rendered as the policy will read them."""
-    plan, tokenizer, longest = recipe.prompt_plan(), tokenizer_of(model), 0
+    plan, tokenizer, longest = recipe.prompt_plan(), tokenizer_of(layout.model), 0
     for path, rows in plan.files():
-        render, settings = renderer(plan, rows.prompts, model), rows.prompts
+        settings = rows.prompts
+        render = renderer(plan, settings, layout.model, functions=layout.rewards)
 
         def length(row: Row, render: Render = render, settings: PromptSettings = settings) -> int:
             return len(prompt_tokens(tokenizer, render(question_of(row, settings))))

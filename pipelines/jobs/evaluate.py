@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
@@ -84,12 +84,24 @@ class EvaluationResult:
     """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
 
     table: EvaluationTable
-    answers: list[dict[str, Any]] = field(repr=False)
+    answers: list[dict[str, Any]]
     title: str = ""
     """Name of the model."""
     pass_threshold: float = PASS_THRESHOLD
     policy_version: int | None = None
     """The policy version of its run; None for a model that no run trained."""
+
+    def __repr__(self) -> str:
+        passed = self.table.overall.passed
+        rate = f"pass rate {passed.pass_rate:.3f} [{passed.low:.3f}, {passed.high:.3f}]"
+        return f"<EvaluationResult {self.title}: {rate} of {passed.n} prompts>"
+
+    def _repr_html_(self) -> str:
+        from pipelines.pages.report import render
+
+        kind, parts = self.table.parts
+        rows = {**(parts if len(parts) > 1 else {}), "all": self.table.overall}
+        return render("pages/evaluation.html", title=self.title, kind=kind, rows=rows)
 
 
 def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedComparison:
@@ -154,7 +166,7 @@ def _evaluate(
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
     recipe, notes = _recipe(run, data, settings), list[str]()
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+    if executed := what_is_executed(recipe.function_paths):
         print(executed, file=sys.stderr, flush=True)
     if data:
         recipe, notes = _with_fields(recipe, held_out_sets(data))

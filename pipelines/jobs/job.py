@@ -53,7 +53,12 @@ from pipelines.jobs.defaults import batch_sizes
 from pipelines.jobs.preflight import check_devices, describe_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
-from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
+from pipelines.jobs.stop_signals import (
+    Outcome,
+    is_called_from_python,
+    raised_as_interrupts,
+    wait_for,
+)
 from pipelines.jobs.train import run_training
 from pipelines.models import Reference, newest_checkpoint
 
@@ -117,8 +122,8 @@ class Fork:
         """Write the new run's checkpoint 0; return the recipe with that as its model."""
         from areal_flow.flow.recovery.replay import write_version_0  # torch
 
-        own = {each.verifier for each in load_recipe(self.parent.config).rewards}
-        kept = (each.verifier for each in recipe.rewards if each.verifier in own)
+        own = load_recipe(self.parent.config).function_paths
+        kept = (path for path in recipe.function_paths if path in own)
         if executed := what_is_executed(kept):
             say(executed)
         model = str(checkpoint_path(layout.checkpoints, 0))
@@ -427,7 +432,7 @@ def resume(
             f"of its files: start a new one, or resume it with the command that made it"
         )
     check_devices(recipe)
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+    if executed := what_is_executed(recipe.function_paths):
         say(executed)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
@@ -490,7 +495,7 @@ def _drive(
             if is_of_user_code:
                 message += _ACCEPT
             # A notebook shows standard error in red, as a failure.
-            print(message, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
+            print(message, file=sys.stdout if is_called_from_python() else sys.stderr, flush=True)
             log(message)
     if outcome.finished:
         job.conclude(layout)
@@ -499,7 +504,7 @@ def _drive(
 
 def _resumption(job: Job, layout: RunLayout) -> str:
     runs = layout.root.parent
-    if job.command == TRAINING.command and is_loop_running():
+    if job.command == TRAINING.command and is_called_from_python():
         where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"
         return f"areal_flow.train(resume={layout.name!r}{where})"
     return command(job.command, "--resume", layout.name, runs=runs)

@@ -83,7 +83,7 @@ def prepare_run(
             "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
         )
     verifier = found_verifier(layout, recipe)
-    load_workflow(recipe.workflow)
+    load_workflow(recipe.workflow, layout.rewards)
     check_first_rows(with_fields(recipe, recipe)[0].prompt_plan(), layout.rewards)
     check_first_sft_rows(recipe)
     prepare_model(recipe, layout)
@@ -197,7 +197,7 @@ def choose_settings(
         del bounds["trainer.tokens_per_micro_batch"]
     max_tokens = min(bounds.values(), default=UNKNOWN_MODEL_LEN)
     model = model_facts(initial_model(recipe, layout), layout.model, max_tokens=max_tokens)
-    rows, gpu_bytes = prompt_facts(recipe, layout.model), smallest_gpu_bytes(recipe)
+    rows, gpu_bytes = prompt_facts(recipe, layout), smallest_gpu_bytes(recipe)
     choices |= training_settings(model, rows, recipe, given, gpu_bytes=gpu_bytes)
     return choices, describe_choices(model, choices, given)
 

@@ -311,7 +311,7 @@ def _reader(
         plan=plan,
         rows=rows,
         needs_answer=_needs_answer(rows, layout.rewards),
-        render=renderer(plan, rows.prompts, layout.model),
+        render=renderer(plan, rows.prompts, layout.model, functions=layout.rewards),
         tokenizer=tokenizer_of(layout.model),
         algebra=MathPool(1),
     )

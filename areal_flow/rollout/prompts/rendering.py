@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_flow.core.errors import ConfigError, ModelError
-from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt
 from areal_flow.policy.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.policy.tokenizer.directory import chat_template_of
+from areal_flow.rewards.shipping import load_function, located
 from areal_flow.rollout.prompts.files import read_prompts
 from areal_flow.rollout.prompts.rows import messages_in, question_field
 from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
@@ -22,10 +22,13 @@ from areal_flow.rollout.workflows.turns import MultiTurn
 Render = Callable[[Sequence[Message]], str]
 
 
-def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
-    """Return a function that renders a row's messages, the last of which is the question."""
+def renderer(plan: PromptPlan, settings: PromptSettings, model: Path, *, functions: Path) -> Render:
+    """Return a function that renders a row's messages, the last of which is the question.
+
+    `functions` is the folder of shipped tools.
+    """
     chat = required_chat_template(plan, settings, model)
-    tools = _tool_schemas(plan.workflow)
+    tools = _tool_schemas(plan.workflow, functions)
 
     def render(messages: Sequence[Message]) -> str:
         shown = conversation(messages, settings)
@@ -109,12 +112,12 @@ def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
     return messages_in(prompt.metadata, question_field(prompt.metadata, settings))
 
 
-def _tool_schemas(workflow: WorkflowSettings) -> list[Tool]:
+def _tool_schemas(workflow: WorkflowSettings, functions: Path) -> list[Tool]:
     if not isinstance(workflow, ToolUse):
         return []
     schemas = []
     for name, path in tools_by_name(workflow.tools).items():
-        tool = import_function(path, setting="workflow.tools", error=ConfigError)
+        tool = load_function(located(path, functions), setting="workflow.tools", error=ConfigError)
         schemas.append(tool_schema(name, (inspect.getdoc(tool) or name).partition("\n")[0]))
     return schemas
 

@@ -34,9 +34,7 @@ def test_no_text_installs_our_name_from_an_index() -> None:
 def test_every_extra_is_in_the_readme_and_its_message_installs_it(extra: str) -> None:
     assert how_to_install(extra).startswith(f"pip install '.[{extra}]' in a clone")
     assert f"areal-flow[{extra}] @ git+URL" in how_to_install(extra)
-    install = (
-        (ROOT / "README.md").read_text().partition("As a library")[2].partition("## From Python")[0]
-    )
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
     assert extra in install
 
 

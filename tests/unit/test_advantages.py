@@ -165,3 +165,13 @@ def test_gae_equals_brute_force_over_several_blocks(discount: float, gae_lambda:
         expected = slow_gae(*parts, discount=discount, gae_lambda=gae_lambda)
         assert advantages[row, :length].tolist() == pytest.approx(expected, abs=1e-9)
         assert not advantages[row, length:].any()
+
+
+def test_two_trajectories_have_the_deviation_of_one_degree_of_freedom() -> None:
+    advantages = reinforce_baseline_advantages(tensor([1, 0]), torch.tensor([0, 0]))
+    assert advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-7)
+
+
+def test_length_penalty_needs_a_line() -> None:
+    with pytest.raises(ValueError, match="the larger last"):
+        PPO(overlong_tokens=(100, 100))

@@ -48,7 +48,7 @@ WORKERS = workers(tenure("generator", rate=2.0), tenure("trainer"), tenure("rewa
 
 def test_work_is_charged_to_tokens_when_they_are_consumed_and_the_rest_is_idle() -> None:
     accounting = CostAccounting()
-    first = accounting.add(
+    step = accounting.add(
         row(
             1,
             110.0,
@@ -60,7 +60,9 @@ def test_work_is_charged_to_tokens_when_they_are_consumed_and_the_rest_is_idle()
             metrics={OBSERVED: 10.0, REWARD_TASKS: 1.0},
         ),
         WORKERS,
-    ).accounts
+    )
+    first = step.accounts
+    assert (step.token["generator"], step.token["trainer"]) == pytest.approx((0.1, 0.05))
     # Two generators, half of the time: ten device seconds for a hundred tokens.
     of_generator = {
         use: first["generator", use] for use in ("trained", "masked", "waiting", "idle")

@@ -182,3 +182,17 @@ def test_report_judges_engine_and_trainer_by_all_steps_and_by_the_last() -> None
     assert "IcePop" in verdict.detail
     (verdict,) = judge_engine_gap([far, near])
     assert verdict.mark == "look"
+
+
+def test_percentile_of_the_first_bin_is_even_in_it() -> None:
+    engine = torch.zeros(100, dtype=torch.float64)
+    metrics = gap_metrics(gap_sums(engine - 1e-9, engine, torch.ones(100, dtype=torch.bool)))
+    assert metrics[P99] == pytest.approx(0.99 * 10 ** (-8 + 1 / 20), rel=1e-12)
+
+
+def test_gap_is_measured_where_all_tokens_are_fresh() -> None:
+    spans = [(VersionSpan(2, len(s.output_tokens)),) for s in fresh_sequences(disturbed_by=0.0)]
+    exact = fresh_sequences(disturbed_by=0.0)
+    sequences = [replace(each, version_spans=span) for each, span in zip(exact, spans, strict=True)]
+    metrics = gap_of_step(sequences, DecoupledPPO(num_minibatches=1))
+    assert metrics["engine_gap/tokens"] == sum(s.num_trained for s in sequences)

@@ -100,6 +100,7 @@ def test_each_prompt_has_one_answer_in_the_order_of_the_request(workflow: Workfl
     for row in rows:
         assert sum(span["length"] for span in row["version_spans"]) == row["num_output_tokens"]
     assert {row["verifier"] for row in rows} == {"v@0"}
+    assert {row["evaluated_at"].tzinfo for row in rows} == {UTC}
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
 

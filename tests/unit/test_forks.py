@@ -13,6 +13,7 @@ from areal_flow.core.errors import TrainingError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import NOTHING_TRAINED, PolicyHashes, StepResult
 from areal_flow.flow.recovery.restore import ComparedStep, note_fork
+from areal_flow.policy.checkpoints import is_recorded
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 
@@ -58,3 +59,18 @@ def test_elsewhere_a_difference_is_recorded_and_reported(
     recorded = json.loads(layout.forks.read_text())
     assert recorded["replayed"]["weights_hash"] == "other"
     assert recorded["recorded"]["weights_hash"] == "w"
+
+
+def test_weights_are_recorded_in_the_row_of_their_step_or_in_a_replay_that_forked(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout(tmp_path)
+    there = step({"device": "cuda"})
+    note_fork(layout, ComparedStep(there, step({"device": "cuda"}, weights_hash="other")))
+    recorded = {
+        (number, weights_hash)
+        for number in (6, 7)
+        for weights_hash in ("w", "other", "stranger")
+        if is_recorded(number, weights_hash, {"weights_hash": "w"}, layout.forks)
+    }
+    assert recorded == {(6, "w"), (7, "w"), (7, "other")}

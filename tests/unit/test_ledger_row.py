@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from areal_flow.core.types import Discard, PolicyHashes, StepRequest
+from areal_flow.core.types import (
+    Discard,
+    GroupReceipt,
+    PolicyHashes,
+    StepRequest,
+    TrajectoryReceipt,
+    VersionSpan,
+)
 from areal_flow.flow.recovery.restore import result_from_row
 from areal_flow.log.ledger_row import (
     Provenance,
@@ -143,3 +150,15 @@ def test_genesis_is_step_zero_neutral() -> None:
         "step_s": 0.0,
     }
     assert {name: GENESIS[name] for name in expected} == expected
+
+
+def test_scored_members_are_those_with_a_reward() -> None:
+    accounting = TokenAccounting()
+    members = tuple(
+        TrajectoryReceipt(f"t{index}", (VersionSpan(0, 4),), reward, "stop")
+        for index, reward in enumerate((1.0, None, 0.0))
+    )
+    accounting.commit_group(GroupReceipt(0, (), members, member_errors=("it raised",)))
+    entries = accounting.close_entries()
+    assert (entries.num_scored, entries.num_member_errors) == (2, 1)
+    assert entries.num_generated_tokens == 12

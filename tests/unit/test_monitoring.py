@@ -39,7 +39,7 @@ def row(step: int, seconds: float, **by_staleness: float) -> dict[str, Any]:
     first = genesis_row(hashes, provenance=Parts().flow().provenance, numeric_environment="")
     trained = {f"staleness/trained_tokens_{age[1:]}": n for age, n in by_staleness.items()}
     metrics = {"rollout/pass_rate": 0.5, **trained}
-    times = dict.fromkeys((name for name in first if name.startswith("seconds_")), seconds)
+    times = dict.fromkeys((name for name in first if name.endswith("_s")), seconds)
     return {**first, **times, "step": step, "metrics": metrics, "committed_at": AT}
 
 

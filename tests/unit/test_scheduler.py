@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from areal_flow.core.errors import EngineError
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler
 from tests.plain import plain
@@ -133,3 +136,15 @@ def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:
     assert sequence.prefix(0, 4).tolist() == [4, 5, 6, 7]
     assert sequence.prefix(2, 5).tolist() == [6, 7, 8]
     assert sequence.prefix(3, 4).tolist() == [7]
+
+
+def test_group_is_added_once_and_equal_sampling_is_one_object() -> None:
+    scheduler = SlotScheduler(2)
+    add(scheduler, "a", 1)
+    with pytest.raises(EngineError, match="a is running already"):
+        add(scheduler, "a", 1)
+    add(scheduler, "b", 1)
+    scheduler.admit()
+    first, second = (scheduler.running[slot].distribution for slot in (0, 1))
+    assert first is second
+    assert first == Sampling(max_new_tokens=2, stop_token_ids=(0,)).distribution

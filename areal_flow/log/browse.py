@@ -37,7 +37,7 @@ from areal_flow.log.database import (
 from areal_flow.log.dataset import fence_condition, open_dataset, read_rows
 from areal_flow.log.queries import Run
 from areal_flow.log.trajectories import TrainingRows
-from areal_flow.rollout.prompts.rows import messages_in
+from areal_flow.rollout.prompts.rows import messages_in, question_field
 
 ROWS_PER_BATCH = 512
 QUOTE = "'"
@@ -151,7 +151,7 @@ def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, A
     plan = run.recipe.prompt_plan()
     for row in rows:
         metadata = json.loads(row.pop("metadata") or "{}")
-        field = plan.rows_of(row.pop("source")).prompts.question_field or ""
+        field = question_field(metadata, plan.rows_of(row.pop("source")).prompts)
         row["prompt"] = _question(metadata, field, row["prompt"])
     by_index = {row["group"]: row for row in rows}
     return [by_index[index] for index in indices], selected[0][1] if selected else 0

@@ -32,6 +32,7 @@ LAPTOP = DOCS / "tutorials" / "laptop.md"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 READERS_FOLDER = "/home/you/sorting"
 GSM8K = DOCS.parent / "tests" / "data" / "gsm8k" / "sample.jsonl"
+OF_A_REAL_TASK = tuple(DOCS / "tutorials" / f"{n}.md" for n in ("gsm8k", "from_trl", "from_verl"))
 SMALL = {
     "Qwen/Qwen2.5-0.5B-Instruct": "chat-model",
     "openai/gsm8k:main@train": "train.jsonl",
@@ -44,13 +45,14 @@ SMALL = {
     "max_new_tokens=512": "max_new_tokens=16",
     "max_new_tokens = 512": "max_new_tokens = 16",
 }
-"""What stands for the real task in pages that name one: a small model and a part of the data."""
+"""What stands for the real task of these pages: a small model and a part of the data."""
 SMALL_RUNS = {
     LAPTOP: " --num-steps 2 --prompts.num-held-out 8",
     DOCS / "tutorials" / "gsm8k.md": (
         " --model chat-model --num-steps 2 --prompts.num-held-out 8 --controller.batch-size 16"
         " --generation.max-new-tokens 16 --generation.engine torch --generation.device cpu"
-        " --generation.dtype float32 --trainer.device cpu --trainer.dtype float32"
+        " --generation.dtype float32 --generation.vllm.gpu-memory-utilization 0.9"
+        " --trainer.device cpu --trainer.dtype float32"
     ),
 }
 
@@ -67,7 +69,7 @@ def commands_of_all_pages() -> list[Any]:
         starts = [place for place, (command, _) in enumerate(typed) if starts_cluster(command)]
         for place, (command, expected) in enumerate(typed):
             is_needed = command.startswith("python ") and any(start > place for start in starts)
-            if page == QUICKSTART or place in starts or is_needed:
+            if page in (QUICKSTART, *OF_A_REAL_TASK) or place in starts or is_needed:
                 marks = [pytest.mark.walk]
             name = f"{page.stem}: {command}"
             parameters.append(pytest.param(page, command, expected, id=name, marks=marks))
@@ -87,7 +89,7 @@ def folder_of(
         if page != QUICKSTART:
             shutil.copytree(finished.root, folder / "runs" / "sums")
         write_files(page, folder)
-        if "gsm8k" in page.read_text():
+        if page in OF_A_REAL_TASK:
             write_small_task(folder)
         return folder
 

@@ -136,6 +136,8 @@ def with_fields(recipe: Recipe, fetched: Recipe) -> tuple[Recipe, list[str]]:
     notes = list[str]()
 
     def with_own(settings: Any, path: Path | None, shared: PromptSettings | None = None) -> Any:
+        if not getattr(settings, "source", "file").startswith(("file", "datasets:")):
+            return settings  # made rows have the usual fields
         chosen, note = chosen_fields(path, settings, shared)
         notes.extend([note] if note else [])
         return settings.model_copy(update=chosen)

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.logprobs import NUM_BINS, NUM_MOMENTS, gap_metrics, gap_sums
+from areal_flow.algorithms.logprobs import (
+    NUM_BINS,
+    NUM_MOMENTS,
+    gap_metrics,
+    gap_sums,
+    zero_gap_sums,
+)
 from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import VersionSpan
 from areal_flow.flow.diagnosis import GapWatch, is_wide
@@ -196,3 +202,8 @@ def test_gap_is_measured_where_all_tokens_are_fresh() -> None:
     sequences = [replace(each, version_spans=span) for each, span in zip(exact, spans, strict=True)]
     metrics = gap_of_step(sequences, DecoupledPPO(num_minibatches=1))
     assert metrics["engine_gap/tokens"] == sum(s.num_trained for s in sequences)
+
+
+def test_sums_are_exact_over_many_tokens() -> None:
+    sums = zero_gap_sums([0, 1], "cpu")
+    assert {rank: each.dtype for rank, each in sums.items()} == dict.fromkeys((0, 1), torch.float64)

@@ -56,6 +56,12 @@ def test_golden_losses(rule: ImportanceWeightRule, expected: float) -> None:
     assert float(golden_loss(rule).losses_T.mean()) == pytest.approx(expected, abs=1e-6)
 
 
+def test_mean_ratio_is_that_of_the_policy_to_the_proximal_one() -> None:
+    given = inputs()
+    expected = (given.logprobs_T - given.proximal_logprobs_T).exp().mean().item()
+    assert golden_loss("full").metrics["ratio_mean"].value == pytest.approx(expected)
+
+
 def test_golden_weights() -> None:
     weights = [exp(p - b) for p, b in zip(PROXIMAL, BEHAVIOR, strict=True)]
     assert weights == pytest.approx([1.4918, 0.7408, 6.6859], abs=1e-4)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from areal_flow.config import Recipe
 from areal_flow.core.errors import TrainerLost, TrainingError
+from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+from areal_flow.flow.recovery import restore
 from areal_flow.flow.recovery.restore import LedgerReplay, restore_newest
 from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row, step_row
 
@@ -48,6 +53,8 @@ class FakeTrainer:
 
 class Rows:
     """A ledger of four steps as the fake trainer would have made it."""
+
+    head = 4
 
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = [
@@ -214,3 +221,22 @@ async def test_metric_that_differs_is_refused_and_is_no_fork() -> None:
     assert (first.refused, first.forked) == (True, False)
     assert (second.equal, second.after_fork) == (True, False)
     assert replace(first, after_fork=True).differences["loss"] == (0.5, NOTHING_TRAINED.loss)
+
+
+async def test_restored_policy_is_that_of_the_ledgers_head_and_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Rows()
+    monkeypatch.setattr(restore, "checkpoint_hashes", lambda root: ledger.checkpoints(1))
+    published, progress = list[int](), list[tuple[int, int]]()
+    channel: Any = SimpleNamespace(publish=published.append)
+    held, num_replayed = await restore.restore_policy(
+        FakeTrainer(),
+        RunLayout(tmp_path),
+        Recipe(),
+        ledger,  # type: ignore[arg-type]
+        channel,
+        on_replayed=lambda *counts: progress.append(counts),
+    )
+    assert (held.weights_hash, num_replayed) == (ledger.all[4]["weights_hash"], 3)
+    assert (published, progress) == ([4], [(1, 3), (2, 3), (3, 3)])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
+from areal_flow.config import Recipe
 from areal_flow.flow.flow import Flow
 
 Result = TypeVar("Result")
@@ -28,14 +29,14 @@ async def run_barrier_schedule(flow: Flow) -> None:
     await run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
 
 
-async def run_schedule(flow: Flow) -> None:
-    """Run the recipe's schedule; batches of an exact age need the barrier between the stages."""
-    is_exact = flow.recipe.controller.exact_staleness is not None
-    await (run_barrier_schedule if is_exact else SCHEDULES[flow.recipe.schedule])(flow)
-
-
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 """By `schedule` of a recipe."""
+
+
+def schedule_of(recipe: Recipe) -> Callable[[Flow], Coroutine[Any, Any, None]]:
+    """Return a recipe's schedule; batches of an exact age need the barrier between the stages."""
+    is_exact = recipe.controller.exact_staleness is not None
+    return run_barrier_schedule if is_exact else SCHEDULES[recipe.schedule]
 
 
 async def _train_until_done(flow: Flow) -> None:

@@ -39,7 +39,7 @@ from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_t
 from areal_flow.flow.recovery.checkpointing import Checkpoints
 from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.flow.recovery.restore import restore_policy
-from areal_flow.flow.schedules import run_schedule, run_until_first_ends
+from areal_flow.flow.schedules import run_until_first_ends, schedule_of
 from areal_flow.log.directory import read_state
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger_row import Provenance, genesis_row
@@ -224,7 +224,7 @@ async def train(run: Training, start: InitialState) -> int:
         with run.signals.finishing_steps(flow.request_stop):
             run.held_out.stop_on_plateau(flow)
             evaluations.reached(start.policy_version)
-            await run_schedule(flow)
+            await schedule_of(recipe)(flow)
         if not run.signals.received:
             await evaluations.settle()
         await run.checkpoints.settle()

@@ -26,7 +26,7 @@ from areal_flow.core.types import (
 )
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState
-from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule, run_schedule
+from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule, schedule_of
 from areal_flow.log.ledger_row import Provenance, TokenAccounting
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
@@ -203,6 +203,20 @@ def test_barrier_consumes_submissions_in_order_like_async_without_staleness() ->
     assert consumed(run_async_schedule) == consumed(run_barrier_schedule)
 
 
+@pytest.mark.parametrize(
+    ("table", "schedule"),
+    [
+        ({}, run_async_schedule),
+        ({"schedule": "sync"}, run_barrier_schedule),
+        ({"controller": {"exact_staleness": 0}}, run_barrier_schedule),
+    ],
+)
+def test_schedule_is_the_recipes_but_for_batches_of_an_exact_age(
+    table: dict[str, Any], schedule: object
+) -> None:
+    assert schedule_of(build_recipe(table, source="test")) is schedule
+
+
 @given(
     seed=st.integers(0, 10_000),
     exact=st.integers(0, 3),
@@ -223,7 +237,7 @@ def test_each_batch_is_exactly_as_old_as_the_recipe_says(
     )
     numbers = {"max_staleness": exact + slack, "exact_staleness": exact, "num_steps": 7}
     flow = make_flow(cluster, log, max_attempts=5, max_consecutive_failures=99, **numbers)
-    run_in_virtual_time(run_to_end(flow, run_schedule))
+    run_in_virtual_time(run_to_end(flow, schedule_of(flow.recipe)))
     rows = [row for row in log.rows if row["step"] > 0]
     assert len(rows) == 7
     for row in rows:

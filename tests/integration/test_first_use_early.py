@@ -241,7 +241,7 @@ def test_agent_is_tried_on_the_first_row(
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("asks_nothing", "the agent agents:asks_nothing had no answer from its base_url"),
+                ("asks_nothing", "the agent asks_nothing had no answer from its base_url"),
                 ("praises", "expected a finite number as the reward, found 'well done: "),
                 ("exits", "exits (status 3) on the first prompt row"),
                 ("Shouts", "ValueError: no (at run, agents.py, line 35)"),

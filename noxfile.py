@@ -16,14 +16,17 @@ nox -s trl                 TRL beside this project, in an environment that has i
 nox -s gpu [-- ARGS]       all that a GPU shows, in 25 minutes, into docs/benchmarks.md; not in CI
 nox -s ui                  the MLflow UI on 127.0.0.1
 nox -s docs                the documentation as a site, links checked
+nox -s package             wheel and sdist in dist/, checked, installed and trained with; not in CI
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nox
 
@@ -167,6 +170,25 @@ def docs(session: nox.Session) -> None:
     run(session, "mkdocs", "build", "--strict", "--quiet")
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, check both, and train with the wheel in an empty environment."""
+    session.install("build", "twine")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, (ROOT / "dist").iterdir()))
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    # Where no import can find the clone instead of the wheel.
+    with TemporaryDirectory() as folder, session.chdir(folder):
+        binaries = Path(folder, "environment", BINARIES.name)
+        session.run(sys.executable, "-m", "venv", str(binaries.parent), external=True)
+        pip_install(session, binaries, "torch==2.13.0", str(wheel))
+        few_steps = ("--num-steps", "3", "--sft.num-steps", "20")
+        for words in (("--version",), ("train", "--name", "run", *few_steps), ("check", "run")):
+            command = (str(binaries / "areal-flow"), *words)
+            session.run(*command, external=True, env={"PYTHONPATH": ""})
+
+
 def pytest(session: nox.Session, marked: str) -> None:
     """Run the tests of these marks in two processes, a file in one of them."""
     # Keep the files' order: xdist would start files with a single, long test last.
@@ -191,15 +213,19 @@ def install(session: nox.Session) -> None:
     session.log("installing the project into .nox/project: a few minutes, once")
     session.run(sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT), external=True)
     # Only pip finds the CPU build of torch everywhere, and only by its exact version.
-    requirements = ["torch==2.13.0", "-e", ".[dev]"]
+    pip_install(session, BINARIES, "torch==2.13.0", "-e", ".[dev]")
+    session.run(str(BINARIES / "python"), "-W", "ignore", "-c", COMPILE, external=True)
+    installed.write_text(expected)
+
+
+def pip_install(session: nox.Session, binaries: Path, *requirements: str) -> None:
+    """Install the pinned versions into an environment that nox did not make."""
     session.run(
-        str(BINARIES / "python"),
+        str(binaries / "python"),
         *("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
         *("--constraint", str(CONSTRAINTS), *requirements),
         external=True,
     )
-    session.run(str(BINARIES / "python"), "-W", "ignore", "-c", COMPILE, external=True)
-    installed.write_text(expected)
 
 
 def install_vllm(session: nox.Session) -> None:

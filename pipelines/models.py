@@ -1,4 +1,4 @@
-"""Runs and models by the names that users give them; exporting and tracing models.
+"""Runs and models by the names that users give them, and the lineage of a model.
 
     NAME                    a run in the folder of runs; as a model, its newest checkpoint
     PATH                    the directory of a run, of a checkpoint, or of any model
@@ -10,8 +10,6 @@ Where a run and a model directory have the same name, it means the run; `./NAME`
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,20 +17,12 @@ from typing import TYPE_CHECKING
 from areal_flow.core.errors import ConfigError, ModelError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import find_run
-from areal_flow.policy.checkpoints import (
-    ADAPTER_FILE,
-    MODEL_FILE,
-    checkpoint_path,
-    list_checkpoints,
-    weight_files,
-)
+from areal_flow.policy.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.policy.tokenizer.directory import refuse_gguf
 
 if TYPE_CHECKING:
     from areal_flow.log.lineage import HashCheck, Lineage
     from areal_flow.tracking.mlflow import RegisteredVersion
-
-_TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json", "MLmodel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,55 +128,6 @@ class Traced:
     lineage: Lineage
     registered: RegisteredVersion | None
     checks: tuple[HashCheck, ...]
-
-
-def export(source: Path, directory: Path) -> None:
-    """Write a checkpoint as a plain Hugging Face directory."""
-    _copy_without(source, directory, *_TRAINING_ONLY)
-    if (source / ADAPTER_FILE).is_file():
-        from safetensors.torch import save_file
-
-        from areal_flow.policy.models.policy import load_policy, policy_tensors
-
-        merged = policy_tensors(load_policy(source))
-        save_file(merged, directory / MODEL_FILE, metadata={"format": "pt"})
-    print(f"Exported {source} to {directory}. Load it with:")
-    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
-    scores = architecture.endswith("SequenceClassification")
-    kind = "SequenceClassification" if scores else "CausalLM"
-    print(f"  transformers.AutoModelFor{kind}.from_pretrained({str(directory)!r})")
-
-
-def export_adapter(source: Path, directory: Path) -> None:
-    """Write a checkpoint's adapter in PEFT's format, with the path of its base model."""
-    if not (source / ADAPTER_FILE).is_file():
-        raise ModelError(
-            f"--adapter: expected a checkpoint of a run with trainer.lora.rank, found {source}, "
-            "which has no adapter: leave it out"
-        )
-    from areal_flow.policy.models.lora import adapter_description
-    from areal_flow.policy.models.policy import read_lora_settings
-
-    base = weight_files(source)[0].parent.resolve()
-    description = adapter_description(read_lora_settings(source), base=str(base))
-    _copy_without(source, directory, *_TRAINING_ONLY, MODEL_FILE, "config.json")
-    shutil.copyfile(source / ADAPTER_FILE, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps(description, indent=2, default=list))
-    print(f"Exported the adapter of {source} to {directory}. Load it with:")
-    print(f"  base = transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})")
-    print(f"  peft.PeftModel.from_pretrained(base, {str(directory)!r})")
-
-
-def _copy_without(source: Path, directory: Path, *names: str) -> None:
-    if directory.exists() and any(directory.iterdir()):
-        raise ModelError(f"{directory} is not empty; give a new directory")
-    shutil.copytree(
-        source,
-        directory,
-        dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns(*names),
-        copy_function=shutil.copyfile,  # safetensors writes files that their owner alone can read
-    )
 
 
 def trace_model(reference: Reference, *, step: int | None = None) -> Traced:

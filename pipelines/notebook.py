@@ -5,8 +5,10 @@ Text of prompts and completions is escaped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.core.pass_rates import PASS_RATE
@@ -29,8 +31,9 @@ class Run(queries.Run):
     def trajectory(self, trajectory_id: str) -> Trajectory:
         return Trajectory(self, super().trajectory(trajectory_id))
 
-    def _repr_html_(self) -> str:
-        from pipelines.pages.report import render
+    def key_figures(self) -> dict[str, Any]:
+        """Return state, length, and what changed from the first steps to the last ones."""
+        from pipelines.pages.report import held_out_rates
 
         facts = {"run": self.layout.name, "state": observed_state(self.layout).state}
         columns = ["reward_mean", "step_s", "num_trained_tokens", "staleness_mean"]
@@ -40,7 +43,16 @@ class Run(queries.Run):
             facts["mean reward"] = f"{first:.3f} → {last:.3f}, means of 8 steps"
             facts["tokens trained"] = f"{steps.num_trained_tokens.sum():,}"
             facts["mean staleness"] = f"{steps.staleness_mean.mean():.2f}"
-        return render("pages/notebook.html", facts=facts, shown=None)
+        if rates := held_out_rates(self):
+            (_, before, *_), (_, after, low, high) = rates[0], rates[-1]
+            interval = f"{after:.3f} [{low:.3f}, {high:.3f}]"
+            facts["held-out pass rate"] = f"{before:.3f} → {interval}" if rates[1:] else interval
+        return facts
+
+    def _repr_html_(self) -> str:
+        from pipelines.pages.report import render
+
+        return render("pages/notebook.html", facts=self.key_figures(), shown=None)
 
 
 class Trajectory(dict[str, Any]):
@@ -61,6 +73,18 @@ class Trajectory(dict[str, Any]):
         names = ("trajectory_id", "status", "step", "reward", "verdict", "staleness")
         facts = {**{name: self[name] for name in names}, "answer": shown.answer}
         return render("pages/notebook.html", facts=facts, shown=shown, colours=COLOURS)
+
+
+class ReportPage(PosixPath):
+    """The path of a run's report; a notebook shows the run's key figures and the page."""
+
+    facts: Mapping[str, Any] = MappingProxyType({})
+
+    def _repr_html_(self) -> str:
+        from pipelines.pages.report import render
+
+        page = os.path.relpath(self)
+        return render("pages/notebook.html", facts=self.facts, shown=None, page=page)
 
 
 class Plots:

@@ -1,9 +1,10 @@
-"""A real Slurm of one node on loopback, of the current user, that exists for one test only."""
+"""A real Slurm on loopback, of the current user, that exists for one test only."""
 
 from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -17,26 +18,38 @@ import psutil
 import pytest
 
 HOST = "127.0.0.1"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo")
+PROGRAMS = (
+    *("munged", "slurmctld", "slurmd", "sbatch", "salloc", "srun", "scancel", "squeue", "sinfo"),
+)
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 NUM_CORES = 64
-"""What the node claims to have: a test may start more workers than its machine has cores."""
+"""What a node claims to have: a test may start more workers than its machine has cores."""
+NUM_GPUS = 8
 PREEMPTING = "preempting"
 """A partition whose jobs preempt those of the default one."""
 LIMIT_S = 30.0
 
 
 @contextmanager
-def running_slurm(directory: Path) -> Iterator[None]:
+def running_slurm(directory: Path, *nodes: str) -> Iterator[None]:
     """Start the daemons; Slurm's commands of this process and its children reach them.
 
     Skips where a program is missing.
+
+    Args:
+        directory: of the daemons.
+        nodes: names of nodes, all of them this machine with `NUM_GPUS` that it only claims to have;
+            by default one, `node`, without any.
     """
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         pytest.skip(f"needs {', '.join(missing)}: apt-get install slurm-wlm munge")
     directory.chmod(0o755)
     configuration = directory / "slurm.conf"
-    configuration.write_text(_configuration(directory))
+    configuration.write_text(_configuration(directory, nodes))
+    for number in range(NUM_GPUS):
+        (directory / f"gpu{number}").touch()
+    devices = f"Name=gpu File={directory}/gpu[0-{NUM_GPUS - 1}]\n"
+    (directory / "gres.conf").write_text(devices if nodes else "")
     (directory / "key").write_bytes(secrets.token_bytes(128))
     (directory / "key").chmod(0o400)
     munge = [f"--{name}={directory / name}" for name in ("socket", "pid-file", "seed-file")]
@@ -47,7 +60,7 @@ def running_slurm(directory: Path) -> Iterator[None]:
         for command in (
             ("munged", "--foreground", "--force", *munge),
             ("slurmctld", *slurm, "-c"),
-            ("slurmd", *slurm, "-N", "node"),
+            *(("slurmd", *slurm, "-N", node) for node in nodes or ("node",)),
         ):
             daemons.enter_context(_daemon(command, directory))
         _wait_until_idle(directory)
@@ -55,6 +68,23 @@ def running_slurm(directory: Path) -> Iterator[None]:
             yield
         finally:
             _end_jobs(directory)
+
+
+@contextmanager
+def allocation() -> Iterator[None]:
+    """Hold a job without processes, for the commands of this process and its children."""
+    granted = subprocess.run(
+        ["salloc", "--no-shell", "--ntasks=1", "--time=60"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (number,) = re.findall(r"Granted job allocation (\d+)", granted.stderr)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", number)
+        patch.setenv("SLURM_JOB_NODELIST", "node")
+        yield
+    subprocess.run(["scancel", number], check=True)
 
 
 def job_numbers(*names: str, states: str = "") -> list[str]:
@@ -65,12 +95,18 @@ def job_numbers(*names: str, states: str = "") -> list[str]:
     return listed.split()
 
 
-def _configuration(directory: Path) -> str:
+def nodes_of_steps() -> list[str]:
+    """Return where the steps run that `srun` started, sorted."""
+    listed = _output("squeue", "--me", "--steps", "--noheader", "--format=%i %N")
+    rows = (line.split() for line in listed.splitlines())
+    return sorted(node for step, node in rows if step.rpartition(".")[2].isdecimal())
+
+
+def _configuration(directory: Path, nodes: Sequence[str]) -> str:
     settings = {
         "ClusterName": "test",
         "SlurmctldHost": f"localhost({HOST})",
         "SlurmctldPort": _free_port(),
-        "SlurmdPort": _free_port(),
         "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={directory / 'socket'}",
@@ -78,9 +114,9 @@ def _configuration(directory: Path) -> str:
         "SlurmUser": getpass.getuser(),
         "SlurmdUser": getpass.getuser(),
         "StateSaveLocation": directory / "state",
-        "SlurmdSpoolDir": directory / "spool",
+        "SlurmdSpoolDir": directory / "spool-%n",
         "SlurmctldPidFile": directory / "slurmctld.pid",
-        "SlurmdPidFile": directory / "slurmd.pid",
+        "SlurmdPidFile": directory / "slurmd-%n.pid",
         "SlurmctldLogFile": directory / "slurmctld.log",
         "SlurmdLogFile": directory / "slurmd.log",
         "ProctrackType": "proctrack/linuxproc",
@@ -88,22 +124,25 @@ def _configuration(directory: Path) -> str:
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "SlurmdParameters": "config_overrides",
+        "GresTypes": "gpu",
         "MpiDefault": "none",
         "KillWait": 10,
         "ReturnToService": 2,
-        "NodeName": (
-            f"node NodeHostname={socket.gethostname()} NodeAddr={HOST} CPUs={NUM_CORES} "
-            "State=UNKNOWN"
-        ),
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "CANCEL",
     }
     partitions = {"test": "PriorityTier=1 Default=YES", PREEMPTING: "PriorityTier=2"}
     (directory / "state").mkdir()
-    (directory / "spool").mkdir()
+    gpus = f" Gres=gpu:{NUM_GPUS}" if nodes else ""
     lines = [f"{name}={value}" for name, value in settings.items()]
+    for node in nodes or ("node",):
+        (directory / f"spool-{node}").mkdir()
+        lines.append(
+            f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={HOST} "
+            f"Port={_free_port()} CPUs={NUM_CORES} State=UNKNOWN{gpus}"
+        )
     for name, rules in partitions.items():
-        lines.append(f"PartitionName={name} Nodes=node MaxTime=INFINITE State=UP {rules}")
+        lines.append(f"PartitionName={name} Nodes=ALL MaxTime=INFINITE State=UP {rules}")
     return "\n".join([*lines, ""])
 
 
@@ -111,7 +150,7 @@ def _configuration(directory: Path) -> str:
 def _daemon(command: Sequence[str], directory: Path) -> Iterator[None]:
     program = shutil.which(command[0], path=PATH)
     assert program is not None
-    with (directory / f"{command[0]}.out").open("wb") as output:
+    with (directory / f"{command[0]}.out").open("ab") as output:
         daemon = subprocess.Popen([program, *command[1:]], stdout=output, stderr=output)
     try:
         yield
@@ -124,7 +163,7 @@ def _wait_until_idle(directory: Path) -> None:
     deadline = monotonic() + LIMIT_S
     while monotonic() < deadline:
         with suppress(subprocess.CalledProcessError):
-            if _output("sinfo", "--noheader", "--format=%T").strip() == "idle":
+            if {*_output("sinfo", "--noheader", "--format=%T").split()} == {"idle"}:
                 return
         sleep(0.2)
     logs = "\n".join(path.read_text() for path in sorted(directory.glob("*.out")))

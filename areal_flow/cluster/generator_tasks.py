@@ -51,7 +51,7 @@ class GeneratorRole:
 
     def __init__(self, context: WorkerContext) -> None:
         generation = context.recipe.generation
-        self.workflow = load_workflow(context.recipe.workflow)
+        self.workflow = load_workflow(context.recipe.workflow, context.layout.rewards)
         if isinstance(self.workflow, Agent):
             checked_rewards(context)
         self.max_model_len = generation.max_model_len

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
+from areal_flow.core.machine import VISIBLE_GPUS, installed_gpus, visible_gpus
 from areal_flow.flow.flow_setup import groups_in_flight
 
 WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker")
@@ -20,7 +21,7 @@ CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
 THIS_MACHINE = ""
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+NODES_OF_JOB = "SLURM_JOB_NODELIST"
 NUM_THREADS = "OMP_NUM_THREADS"
 
 
@@ -91,8 +92,8 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
             f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
             f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_needed} in all), "
             f"found {num_available} GPU(s) on {len(machines.hosts)} machine(s); start fewer "
-            "workers, or set cluster.num_gpus (of each machine) if they were not found; at 1 a "
-            "trainer and a generator share it"
+            "workers, set a device to 'cpu', or set cluster.num_gpus (of each machine) if they "
+            "were not found; at 1 a trainer and a generator share it"
         )
     placed: list[WorkerPlacement] = []
     if shares_gpu:
@@ -165,38 +166,32 @@ def machines_of(cluster: ClusterSettings) -> Machines:
     A launcher for other machines that is given no hosts has a system that chooses them.
     """
     if cluster.launcher == "local":
-        return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
+        return Machines(gpus=_gpus_here(cluster))
+    if cluster.launcher == "srun":
+        return Machines(nodes_of_job(), _gpus_here(cluster))
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines((cluster.launcher.capitalize(),), assign_gpus=True)
 
 
-def visible_gpus(
-    environment: Mapping[str, str], num_found: int, *, stated: int | None
-) -> tuple[str, ...]:
-    """Return the names of GPUs for `CUDA_VISIBLE_DEVICES`.
-
-    Args:
-        environment: of the driver; if it names devices already, only those.
-        num_found: how many the machine has.
-        stated: the number in the recipe, if there is one.
-    """
-    named = environment.get(VISIBLE_GPUS)
-    if named is not None:
-        listed = tuple(name.strip() for name in named.split(",") if name.strip())
-        return listed if stated is None else listed[:stated]
-    return tuple(map(str, range(num_found if stated is None else stated)))
+def _gpus_here(cluster: ClusterSettings) -> tuple[str, ...]:
+    return visible_gpus(os.environ, len(installed_gpus()), stated=cluster.num_gpus)
 
 
-def count_gpus() -> int:
-    """Return how many NVIDIA GPUs this machine has; load no library that uses them."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
+def nodes_of_job() -> tuple[str, ...]:
+    """Return the nodes of the Slurm job that this process runs in."""
+    if not os.environ.get(NODES_OF_JOB):
+        raise ConfigError(
+            "cluster.launcher = 'srun' starts workers on the nodes of the driver's own Slurm job, "
+            f"found none ({NODES_OF_JOB} is not set): start the driver by sbatch or in salloc, or "
+            f"set {NODES_OF_JOB}, such as node[1-2], to see a plan. 'slurm' submits a job a worker"
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    command = ["scontrol", "show", "hostnames", os.environ[NODES_OF_JOB]]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"the nodes of this job cannot be listed: {error}") from error
+    return tuple(listed.stdout.split())
 
 
 def trainer_name(rank: int) -> str:

@@ -279,7 +279,10 @@ class Page:
             label = name.rpartition("/")[2].replace("_", " ")
             made.line("step", name, source=source, color=colour, line_width=2, legend_label=label)
         made.legend.visible = len(_CURVES[title]) > 1
-        made.legend.location = "bottom_right"
+        made.legend.orientation, made.legend.location = "horizontal", "left"
+        made.legend.margin = made.legend.padding = 0
+        made.legend.border_line_color = None
+        made.add_layout(made.legend[0], "above")  # in the plot it would cover a curve
         return made
 
     def _bars(self, part: str, **options: Any) -> figure:

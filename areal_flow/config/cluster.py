@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -79,15 +80,15 @@ class ClusterSettings(Settings):
     """GPUs of each machine; none: those that are found here. At 1, of one machine, a trainer and a
     generator share it: `generation.vllm.gpu_memory_utilization` is the generator's part."""
     launcher: str = "local"
-    """`local`: on this machine; `ssh`: on `remote.hosts`; `slurm`: each worker is a job;
-    `kubernetes`: each is a Pod."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`; `srun`: on the nodes of the driver's own
+    Slurm job; `slurm`: each worker is a job; `kubernetes`: each is a Pod."""
     remote: RemoteSettings = RemoteSettings()
     """Remote machines for workers."""
     kubernetes: KubernetesSettings = KubernetesSettings()
     """Pods of workers."""
     slurm: dict[Workers, SbatchOptions] = Field({})
-    """`sbatch` options of worker jobs, such as `--partition=gpu`, for `all` or for one role
-    (`trainer`, `generator`, `reward`); the last of two equal options wins."""
+    """Options of workers' `sbatch`, such as `--partition=gpu`, or of their `srun`, for `all` or for
+    one role (`trainer`, `generator`, `reward`); the last of two equal options wins."""
     network: NetworkSettings = NetworkSettings()
     """Addresses and certificates."""
     prices: dict[Priced, Price] = Field({})
@@ -98,6 +99,11 @@ class ClusterSettings(Settings):
     """Port of Dask's dashboard on 127.0.0.1; 0: any free port."""
     heartbeat_timeout_s: float = Field(10.0, ge=1)
     """Replace a worker after this many seconds without a heartbeat or processor time."""
+
+    def slurm_options(self, role: str) -> list[str]:
+        """Return the options for all workers, then those of a role."""
+        chosen = (options for of, options in sorted(self.slurm.items()) if of in ("all", role))
+        return [*chain.from_iterable(chosen)]
 
     @property
     def is_one_machine(self) -> bool:

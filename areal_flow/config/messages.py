@@ -13,36 +13,15 @@ from pydantic import ValidationError
 
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config.listing import setting_names
+from areal_flow.config.other_tools import TOOLS, missing, renamed
 from areal_flow.core.settings import nest
 
 OPTION = "--{}"
 """How a setting is spelled on the command line."""
 MIN_SIMILARITY = 0.6
 """Minimum similarity of a suggested name, from 0 to 1."""
-OTHER_NAMES = {
-    "beta": "algorithm.kl_coefficient",
-    "delta": "algorithm.dual_clip",
-    "entropy_coef": "algorithm.entropy_coefficient",
-    "eval_dataset": "prompts.held_out_path",
-    "eval_steps": "evaluation.every_steps",
-    "loss_type": "algorithm.name",
-    "max_completion_length": "generation.max_new_tokens",
-    "max_response_length": "generation.max_new_tokens",
-    "max_steps": "num_steps",
-    "num_generations": "controller.group_size",
-    "num_train_epochs": "num_steps",
-    "per_device_train_batch_size": "controller.batch_size",
-    "rollout.n": "controller.group_size",
-    "save_steps": "trainer.checkpoint_every_steps",
-    "total_epochs": "num_steps",
-    "train_batch_size": "controller.batch_size",
-    "train_dataset": "prompts.path",
-    "train_files": "prompts.path",
-    "val_files": "prompts.held_out_path",
-    "vllm_max_model_length": "generation.max_model_len",
-    "warmup_steps": "trainer.num_warmup_steps",
-}
-"""Our names of settings of TRL 1.16 and verl 0.8, by the last parts of their names."""
+MISTYPED = 0.85
+"""Similarity from which a name is a mistyped one of ours, whatever other tools have."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Advantage estimators that other tools call algorithms."""
 
@@ -117,12 +96,30 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return a question that suggests the nearest settings or options; empty if none is near."""
+    """Return a sentence that suggests the nearest settings or options; empty if none is near.
+
+    For an option of TRL, verl or AReaL, it says how the meaning differs, or why there is none.
+    """
+    candidates = list(candidates)
     matches = nearest(name, candidates)
+    theirs = renamed(_plain(name))
+    if theirs is not None and [theirs.setting] == [_plain(each) for each in matches]:
+        differs = f" {TOOLS[theirs.tool]}'s {theirs.option} differs: {theirs.note}."
+        return f". Did you mean {matches[0]}?{differs * bool(theirs.note)}"
+    lacking = missing(_plain(name))
+    if lacking is not None and not nearest(name, candidates, min_similarity=MISTYPED):
+        tool = TOOLS[lacking.tool]
+        return f". {tool}'s {_plain(name)} has no counterpart here: {lacking.reason}."
     return f". Did you mean {' or '.join(matches)}?" if matches else ""
 
 
-def nearest(name: str, candidates: Iterable[str], *, max_names: int = 2) -> list[str]:
+def nearest(
+    name: str,
+    candidates: Iterable[str],
+    *,
+    max_names: int = 2,
+    min_similarity: float = MIN_SIMILARITY,
+) -> list[str]:
     """Return the candidates most similar to a name, best first.
 
     Dotted names are compared in full and by their last part, also by its words and its initials:
@@ -130,13 +127,12 @@ def nearest(name: str, candidates: Iterable[str], *, max_names: int = 2) -> list
     our name of the same setting.
     """
     names = {_plain(each): each for each in candidates}
-    parts = _plain(name).split(".")
-    for ours in (OTHER_NAMES.get(".".join(parts[place:])) for place in range(len(parts))):
-        if ours in names:
-            return [names[ours]]
+    theirs = renamed(_plain(name))
+    if theirs is not None and theirs.setting in names:
+        return [names[theirs.setting]]
     similarity = {each: _similarity(name, each) for each in names.values()}
     best = max(similarity.values(), default=0.0)
-    near = [each for each in similarity if similarity[each] >= max(MIN_SIMILARITY, best - 0.05)]
+    near = [each for each in similarity if similarity[each] >= max(min_similarity, best - 0.05)]
     return sorted(near, key=lambda each: (-similarity[each], each.count(".")))[:max_names]
 
 

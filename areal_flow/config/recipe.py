@@ -9,12 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_flow.algorithms.registry import AlgorithmSettings, DecoupledPPO
 from areal_flow.config.cluster import ClusterSettings
+from areal_flow.config.devices import with_devices
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.pass_rates import HELD_OUT, PASS_THRESHOLD
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION, GenerationSettings
+from areal_flow.rollout.engines.registry import choose_engine
 from areal_flow.rollout.prompts.settings import (
     HeldOutSettings,
     PromptPlan,
@@ -38,6 +40,10 @@ class ControllerSettings(Settings):
     """Completions per prompt."""
     max_staleness: int = Field(2, ge=0)
     """Maximum age of a trained token, in policy versions."""
+    exact_staleness: int | None = Field(None, ge=0)
+    """For studies: each batch is sampled by the policy of exactly this many versions before (by
+    version 0 until there are so many), and generation waits for training. Unset: whatever is
+    ready, up to `max_staleness`."""
     max_attempts: int = Field(3, ge=1)
     """Maximum attempts per group, in generation and scoring together."""
     max_consecutive_failures: int = Field(4, ge=1)
@@ -49,6 +55,11 @@ class ControllerSettings(Settings):
             self.batch_size % self.group_size == 0,
             f"controller.group_size ({self.group_size}) must divide "
             f"controller.batch_size ({self.batch_size})",
+        )
+        require(
+            (self.exact_staleness or 0) <= self.max_staleness,
+            f"controller.exact_staleness ({self.exact_staleness}) must not exceed "
+            f"controller.max_staleness ({self.max_staleness}), above which tokens are discarded",
         )
         return self
 
@@ -183,6 +194,11 @@ class Recipe(Settings):
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_devices(cls, given: Any) -> Any:
+        return with_devices(given)
+
     @field_validator("rewards", mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
@@ -203,7 +219,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _with_sleep_mode(self) -> Recipe:
-        if self.takes_turns and self.generation.engine != "torch":
+        if self.takes_turns and choose_engine(self.generation).name == "vllm":
             vllm = self.generation.vllm.model_copy(update={"enable_sleep_mode": True})
             generation = self.generation.model_copy(update={"vllm": vllm})
             object.__setattr__(self, "generation", generation)
@@ -238,6 +254,11 @@ class Recipe(Settings):
         rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
         repeated = [each[0] for place, each in enumerate(rewards) if each in rewards[:place]]
         require(not repeated, f"rewards: {repeated} named twice with the same settings and sources")
+        require(
+            self.schedule == "async" or not self.controller.exact_staleness,
+            f"controller.exact_staleness ({self.controller.exact_staleness}): schedule = 'sync' "
+            "trains what the newest policy sampled; set schedule to 'async'",
+        )
         self._check_sources()
         self._check_trainer_ranks()
         self._check_algorithm()
@@ -373,6 +394,12 @@ class Recipe(Settings):
     def rewarding_agent(self) -> str:
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    @property
+    def function_paths(self) -> tuple[str, ...]:
+        """The names and import paths of verifiers, an agent and tools."""
+        tools = self.workflow.tools if isinstance(self.workflow, ToolUse) else ()
+        return (*(each.verifier for each in self.rewards), self.rewarding_agent, *tools)
 
     def prompt_plan(self) -> PromptPlan:
         held_out = self.evaluation.held_out

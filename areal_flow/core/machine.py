@@ -1,4 +1,4 @@
-"""What this machine gives a process: cores, memory, open files, and the one GPU by turns."""
+"""What this machine gives a process: cores, memory, open files, GPUs, and the one GPU by turns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import asyncio
 import fcntl
 import os
 import platform
+import re
 import resource
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -63,6 +69,106 @@ def raise_open_files_limit() -> int:
     except (OSError, ValueError):  # macOS has a lower limit, which it does not say
         return soft
     return target
+
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=uuid,name,memory.total,compute_cap",
+    "--format=csv,noheader,nounits",
+)
+NVIDIA_DEVICES = Path("/dev")
+"""Has a file `nvidiaN` for each GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU, as its driver describes it."""
+
+    name: str
+    num_bytes: int = 0
+    """Its memory; 0: unknown."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None: unknown."""
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs that this process may use, and whether torch can compute on them."""
+
+    visible: tuple[Gpu, ...] = ()
+    unusable: str = ""
+    """Why torch cannot; empty if it can."""
+
+    @property
+    def usable(self) -> tuple[Gpu, ...]:
+        return () if self.unusable else self.visible
+
+    def __str__(self) -> str:
+        names = [gpu.name for gpu in self.visible]
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+
+
+@cache
+def gpus_here() -> Gpus:
+    """Return the GPUs of this machine, without loading torch or a library of the driver."""
+    installed = installed_gpus()
+    named = {str(index): gpu for index, gpu in enumerate(installed)}
+    named |= {gpu.uuid: gpu for gpu in installed}
+    names = visible_gpus(os.environ, len(installed), stated=None) if installed else ()
+    return Gpus(tuple(named.get(name, installed[0]) for name in names), why_torch_has_no_cuda())
+
+
+@cache
+def installed_gpus() -> tuple[Gpu, ...]:
+    try:
+        listed = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=False)
+        gpus = tuple(map(_gpu_of, listed.stdout.splitlines())) if not listed.returncode else ()
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        gpus = ()
+    # A container may have the devices without the program.
+    files = (file for file in NVIDIA_DEVICES.glob("nvidia*") if file.name[6:].isdecimal())
+    return gpus or tuple(Gpu("NVIDIA GPU") for _ in files)
+
+
+def _gpu_of(line: str) -> Gpu:
+    uuid, name, mebibytes, capability = (part.strip() for part in line.split(","))
+    major, _, minor = capability.partition(".")
+    num_bytes = int(mebibytes) << 20 if mebibytes.isdecimal() else 0
+    return Gpu(name, num_bytes, (int(major), int(minor)), uuid)
+
+
+def visible_gpus(
+    environment: Mapping[str, str], num_found: int, *, stated: int | None
+) -> tuple[str, ...]:
+    """Return the names of GPUs for `CUDA_VISIBLE_DEVICES`.
+
+    Args:
+        environment: of the driver; if it names devices already, only those.
+        num_found: how many the machine has.
+        stated: the number in the recipe, if there is one.
+    """
+    named = environment.get(VISIBLE_GPUS)
+    if named is not None:  # -1 hides itself and what follows
+        listed = takewhile(
+            lambda name: name[0] != "-", filter(None, map(str.strip, named.split(",")))
+        )
+        return tuple(listed)[:stated]
+    return tuple(map(str, range(num_found if stated is None else stated)))
+
+
+def why_torch_has_no_cuda() -> str:
+    """Return why the installed torch cannot use any GPU; empty if it was built for one."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed"
+    with suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text()
+        versions = dict(re.findall(r"^(\w+)\b[^=\n]*= *['\"]([^'\"]+)", text, re.MULTILINE))
+        if "__version__" in versions and not versions.keys() & {"cuda", "hip"}:
+            return f"torch {versions['__version__']} is a build for CPUs: install one for CUDA"
+    return ""
 
 
 ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH

@@ -13,6 +13,8 @@ NAME = "areal-flow"
 VERSION = "0.1.0"
 CODE_VERSION = f"areal-flow {VERSION}"
 _PACKAGE = Path(__file__).parent.parent
+_RECORDED_COMMIT = Path("core", "commit.txt")
+"""In a package that was built: the commit of the clone that it was built in."""
 _GIT_TIMEOUT_S = 10.0
 
 
@@ -24,7 +26,12 @@ def how_to_install(extra: str) -> str:
 
 
 def git_commit(directory: Path = _PACKAGE) -> str:
-    """Return the commit that a clone of the package has, with `-dirty` if it was changed since."""
+    """Return the commit of a package, with `-dirty` if its clone was changed since.
+
+    It is that recorded at build time, or else that of the clone.
+    """
+    if (recorded := directory / _RECORDED_COMMIT).is_file():
+        return recorded.read_text().strip()
     described = _git(directory, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return described if _git(directory, "ls-files", "--", "*.py") else ""
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.errors import ArealFlowError
+
+AUTO: dict[str, JsonValue] = {"default": "auto"}
+"""The schema of a setting that a recipe which leaves it out, or sets "auto", gets a value for."""
 
 
 class Settings(BaseModel):

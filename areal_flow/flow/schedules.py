@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
+from areal_flow.config import Recipe
 from areal_flow.flow.flow import Flow
 
 Result = TypeVar("Result")
@@ -20,12 +21,22 @@ async def run_async_schedule(flow: Flow) -> None:
 
 
 async def run_barrier_schedule(flow: Flow) -> None:
-    """Generate one batch, wait for its last completion, train, load the weights, repeat."""
+    """Generate one batch, wait for its last completion, train, load the weights, repeat.
+
+    With `exact_staleness` N, version 0 generates N + 1 batches; each later version generates one,
+    behind the N that wait.
+    """
     await run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
 
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 """By `schedule` of a recipe."""
+
+
+def schedule_of(recipe: Recipe) -> Callable[[Flow], Coroutine[Any, Any, None]]:
+    """Return a recipe's schedule; batches of an exact age need the barrier between the stages."""
+    is_exact = recipe.controller.exact_staleness is not None
+    return run_barrier_schedule if is_exact else SCHEDULES[recipe.schedule]
 
 
 async def _train_until_done(flow: Flow) -> None:
@@ -66,9 +77,11 @@ async def _keep_committing(flow: Flow) -> None:
 
 
 async def _generate_batch(flow: Flow) -> None:
+    num_batches = 1 + (flow.recipe.controller.exact_staleness or 0)
+    num_groups = num_batches * flow.recipe.groups_per_step
     while not flow.done():
         seen = flow.num_changes
-        unaccounted = flow.recipe.groups_per_step - len(flow.buffer) - flow.num_pending_groups
+        unaccounted = num_groups - len(flow.buffer) - flow.num_pending_groups
         for _ in range(unaccounted):
             flow.submit()
         if not flow.num_pending_groups:

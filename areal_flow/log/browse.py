@@ -7,6 +7,7 @@ ledger where it names none of the ledger's columns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from areal_flow.log.database import (
 from areal_flow.log.dataset import fence_condition, open_dataset, read_rows
 from areal_flow.log.queries import Run
 from areal_flow.log.trajectories import TrainingRows
+from areal_flow.rollout.prompts.rows import messages_in, question_field
 
 ROWS_PER_BATCH = 512
 QUOTE = "'"
@@ -47,6 +49,8 @@ ORDERS = {
 }
 MAX_GROUPS = 50
 MAX_QUERY_S = 60
+MAX_CHARACTERS = 200
+"""Of a prompt in a list of groups."""
 _MEMBER_COLUMNS = (
     *LOG_COLUMNS,
     *("source", "prompt_id", "difficulty", "submission_index", "reward", "version_spans"),
@@ -144,6 +148,11 @@ def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, A
         database.register("prompts", run.prompts())
         database.register("consumption", _consumption_of(run, members))
         rows = database.sql(read_sql("groups")).to_arrow_table().to_pylist()
+    plan = run.recipe.prompt_plan()
+    for row in rows:
+        metadata = json.loads(row.pop("metadata") or "{}")
+        field = question_field(metadata, plan.rows_of(row.pop("source")).prompts)
+        row["prompt"] = _question(metadata, field, row["prompt"])
     by_index = {row["group"]: row for row in rows}
     return [by_index[index] for index in indices], selected[0][1] if selected else 0
 
@@ -157,6 +166,13 @@ def condition(run: Run, selection: GroupSelection) -> str:
         raise RunError(f"{run.layout.name} has no step {selection.step}")
     trained = set(map(submission_index_of, step["trajectory_ids"][0].as_py()))
     return f"{where} AND {_in_submissions(sorted(trained))}"
+
+
+def _question(metadata: dict[str, Any], field: str, prompt: str) -> str:
+    """Return the user's last message, or the question; the prompt where a row has neither."""
+    questions = [m["content"] for m in messages_in(metadata, field) if m["role"] == "user"]
+    text = questions[-1] if questions else metadata.get(field)
+    return (text if isinstance(text, str) else prompt).replace("\n", " ")[:MAX_CHARACTERS]
 
 
 def _indices_and_count(run: Run, clauses: str) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from areal_flow.config import Recipe
@@ -76,7 +77,7 @@ def record_inputs(
             if path.is_file()
         },
         model=_hashes(model.resolve().iterdir()) if model != layout.model else {},
-        sources=_hashes(path.resolve() for path in sources if path),
+        sources=_hashes(chain.from_iterable(_files_of(path) for path in sources if path)),
         reference=_hashes(reference.resolve().iterdir()) if reference else {},
     )
     _write(layout, inputs)
@@ -147,6 +148,11 @@ def check_verifier(layout: RunLayout, identity: str) -> None:
             f"expected the verifier {current}, found {identity} while run {layout.name} goes on: "
             "restore it, or stop the run and resume it with --accept-verifier"
         )
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    """Yield a file, or the files of a folder such as a Lance dataset."""
+    yield from path.resolve().rglob("*") if path.is_dir() else [path.resolve()]
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:

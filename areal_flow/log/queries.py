@@ -42,6 +42,7 @@ from areal_flow.log.directory import check_schema_version, find_run
 from areal_flow.log.ledger import STEPS, read_steps
 from areal_flow.log.lineage import Lineage
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
+from areal_flow.rollout.prompts.rows import value_at
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,7 +85,8 @@ class Run:
         Args:
             format: "pandas" (Arrow-backed), "polars", "arrow" (a `pyarrow.Table`) or "duckdb" (a
                 lazy relation that pushes filters and projections down into the dataset).
-            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
+            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row,
+                "metadata.a.b" the field `b` in its column `a`.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
             at: time travel: only trajectories that were in the log when this step was recorded.
             text: add prompt and completion as text, `status`, `step`, `reason` and the other
@@ -166,7 +168,10 @@ class Run:
         )
         rows: list[dict[str, Any]] = result.to_arrow_table().to_pylist()
         if not rows:
-            raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
+            raise RunError(
+                f"{self.layout.name} has no trajectory {trajectory_id!r}: expected one of "
+                "run.trajectories().trajectory_id, such as '00000001-0000-00'"
+            )
         return rows[0]
 
     def lineage(self, version: int) -> Lineage:
@@ -209,7 +214,7 @@ class Run:
     def prompts(self) -> pa.Table:
         """Return the training prompts, memory-mapped; an empty table if there is no file."""
         if not self.layout.train_prompts.is_file():
-            names = ("source", "prompt_id", "prompt", "answer")
+            names = ("source", "prompt_id", "prompt", "answer", "metadata")
             return pa.table(dict.fromkeys(names, pa.array([], "str")))
         return pa.ipc.open_file(pa.memory_map(str(self.layout.train_prompts))).read_all()
 
@@ -333,7 +338,7 @@ def _with_prompt_columns(
         }
     for name in names:
         field = name.removeprefix(PROMPT_COLUMN)
-        values = {index: row.get(field) for index, row in rows.items()}
+        values = {index: value_at(row, field) for index, row in rows.items()}
         table = table.append_column(name, _json_column([values.get(index) for index in indices]))
     return table.select(columns)
 

@@ -37,7 +37,7 @@ from areal_flow.flow.flow_setup import (
     groups_in_flight,
     max_running_trajectories,
 )
-from areal_flow.flow.schedules import SCHEDULES
+from areal_flow.flow.schedules import schedule_of
 from areal_flow.log.ledger_row import Provenance
 from areal_flow.planning.costs import Costs, Lengths
 from areal_flow.planning.virtual_time import Spans, VirtualGenerator, run_in_virtual_time
@@ -240,7 +240,7 @@ async def _simulate(
     )
     failing = asyncio.create_task(cluster.inject_failures())
     try:
-        await SCHEDULES[recipe.schedule](flow)
+        await schedule_of(recipe)(flow)
     finally:
         failing.cancel()
         await flow.close()

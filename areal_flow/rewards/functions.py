@@ -2,6 +2,11 @@
 
     def f(completion, answer, **columns) -> float | Score
     def f(prompts, completions, **columns) -> list[float]
+    def f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+
+The last one is verl's: `solution_str` is the completion, `ground_truth` the reference answer unless
+the row has such a column, and the other two are columns. A dict has the reward as `score`, and
+other values to be stored with it.
 
 As in TRL 1.16, a function of many may also name `completion_ids`, `trainer_state`, `log_extra`,
 `log_metric` and single columns, and a None in its list gives that completion no reward. Prompts and
@@ -53,6 +58,8 @@ BATCH_ARGUMENTS = (
     *("trainer_state", "log_extra", "log_metric"),
 )
 """What a function of many completions may name besides columns of the rows and its own settings."""
+VERL_COMPLETION = "solution_str"
+"""The parameter that marks a function with verl's signature."""
 NUM_AT_ONCE = 16
 """Completions of several groups that an `async` function judges at the same time."""
 CHECKS_PER_LIMIT = 4
@@ -70,13 +77,22 @@ def is_batched(function: Callable[..., Any]) -> bool:
     """Return whether a function has TRL's signature.
 
     It names `completions` and no `completion`; or neither of them and no `prompt`, but `prompts`
-    or `**columns`.
+    or `**columns`. A function with verl's signature judges one completion.
     """
     parameters = inspect.signature(function).parameters
+    if VERL_COMPLETION in parameters:
+        return False
     if "completion" in parameters or "completions" in parameters:
         return "completion" not in parameters
     takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return "prompt" not in parameters and (takes_columns or "prompts" in parameters)
+
+
+def requires_answer(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter for the reference answer that has no default."""
+    parameters = inspect.signature(function).parameters
+    name = "ground_truth" if VERL_COMPLETION in parameters else "answer"
+    return name in parameters and parameters[name].default is inspect.Parameter.empty
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -121,6 +137,10 @@ class FunctionReward:
     def _call(self, item: RewardInput) -> Any:
         own = {name: getattr(item, name) for name in COMPLETION_ARGUMENTS}
         columns = {name: value for name, value in item.metadata.items() if name not in own}
+        if VERL_COMPLETION in self._names:
+            verl = {"data_source": item.prompt_source, "extra_info": {}}
+            columns = {**verl, "ground_truth": item.answer, **columns}
+            columns[VERL_COMPLETION] = item.completion
         named = self._named(own | columns)
         return self.function(**(columns | named if self._takes_columns else named))
 
@@ -242,6 +262,9 @@ def as_score(result: Any) -> Score:
     try:
         if isinstance(result, BaseException):
             raise result
+        if isinstance(result, Mapping) and "score" in result:
+            extra = {name: value for name, value in result.items() if name != "score"}
+            return Score(_as_number(result["score"]), extra=extra)
         return result if isinstance(result, Score) else Score(_as_number(result))
     except Exception as error:  # noqa: BLE001 - counted, and stored with its completion
         FAILURES.note(error)
@@ -252,7 +275,10 @@ def _as_number(result: Any) -> float:
     try:
         return float(result)
     except (TypeError, ValueError):
-        message = f"the verifier returned {result!r:.80}, expected a number or a Score"
+        message = (
+            f"the verifier returned {result!r:.80}, expected a number, a Score, or a dict with "
+            "'score'"
+        )
         raise TypeError(message) from None
 
 

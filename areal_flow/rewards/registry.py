@@ -25,6 +25,7 @@ from areal_flow.rewards.functions import (
     LimitedReward,
     as_score,
     function_reward,
+    requires_answer,
 )
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.math.reward import MathReward, verify_exact, verify_numeric
@@ -55,6 +56,8 @@ REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "reasoning_gym": verify_reasoning_gym,
 }
 """A function or a `Reward` class; the recipe's settings are keyword arguments."""
+COMPARING = ("numeric", "exact", "regex", "math", "reasoning_gym")
+"""Those that compare a completion with the reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,10 @@ def load_reward(
     `timeout_s` limits the time per completion of rewards that are not built in.
     """
     settings = settings or {}
+    code = _code_of(name, directory)
     if name.startswith(SHIPPED):
-        code: Any = load_shipped(name, directory)
         identity, source = name.removeprefix(SHIPPED), ""
     else:
-        code = REWARDS.get(name) or import_function(
-            name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
-        )
         identity, source = f"{name}@{code_hash(code)}", source_file(code)
     if settings:
         identity += f"-{text_hash(json.dumps(settings, sort_keys=True, default=str))}"
@@ -104,6 +104,26 @@ def load_reward(
         function = partial(code, **settings) if settings else code
         reward = function_reward(function, timeout_s=timeout_s)
     return NamedReward(name, identity, reward, source)
+
+
+def _code_of(name: str, directory: Path) -> Any:
+    if name.startswith(SHIPPED):
+        return load_shipped(name, directory)
+    return REWARDS.get(name) or import_function(
+        name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
+    )
+
+
+def reads_answer(name: str, directory: Path) -> bool:
+    """Return whether a reward cannot score a prompt without a reference answer.
+
+    A function of the user needs one if it has a parameter for it without a default; a class of the
+    user is given None.
+    """
+    if name in REWARDS:
+        return name in COMPARING
+    code = _code_of(name, directory)
+    return not inspect.isclass(code) and requires_answer(code)
 
 
 def _check_settings(name: str, code: Any, settings: Mapping[str, Any]) -> None:
@@ -156,9 +176,9 @@ class WeightedRewards:
         identities = [*map(_weighted_identity, self._parts, self._weights)]
         files = [part.source for part in self._parts]
         if agent:
-            code = import_function(agent, setting="workflow.path", error=RewardError)
-            identities.insert(0, f"agent:{agent}@{code_hash(code)}")
-            files.insert(0, source_file(code))
+            identity, source = _identity_of_agent(agent, directory)
+            identities.insert(0, f"agent:{identity}")
+            files.insert(0, source)
         self.identity = " + ".join(identities)
         """Name and code hash of the agent and of each reward."""
         self.files = tuple(dict.fromkeys(filter(None, files)))
@@ -205,6 +225,15 @@ class WeightedRewards:
         first = rewarded[0]
         verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
         return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
+
+
+def _identity_of_agent(agent: str, directory: Path) -> tuple[str, str]:
+    """Return the identity of an agent's code, and its file if it was not shipped."""
+    if agent.startswith(SHIPPED):
+        load_shipped(agent, directory)  # checks the hash in its name
+        return agent.removeprefix(SHIPPED), ""
+    code = import_function(agent, setting="workflow.path", error=RewardError)
+    return f"{agent}@{code_hash(code)}", source_file(code)
 
 
 def _weighted_identity(part: NamedReward, weight: float) -> str:

@@ -29,7 +29,7 @@ ANY_SOURCE = ""
 
 
 def main(run_directory: Path, output: Path) -> None:
-    """Judge the reference answer and an empty completion with each verifier of the user."""
+    """Judge `trial_completion` and an empty completion with each verifier of the user."""
     request: dict[str, Any] = json.load(sys.stdin)
     layout = RunLayout(run_directory)
     rewards = [RewardSettings.model_validate_json(json.dumps(each)) for each in request["rewards"]]
@@ -52,6 +52,11 @@ def is_foreign(reward: RewardSettings) -> bool:
     return reward.verifier not in REWARDS
 
 
+def trial_completion(answer: Any, prompt: str) -> str:
+    """Return a row's answer as text, or its prompt if it has none."""
+    return prompt if answer is None else answer_text(answer)
+
+
 async def _judge(
     settings: RewardSettings, layout: RunLayout, row: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -59,7 +64,7 @@ async def _judge(
     rewards.open()
     scores: list[dict[str, Any]] = []
     tokenizer = tokenizer_of(layout.model)
-    for completion in (answer_text(row["answer"]), ""):
+    for completion in (trial_completion(row["answer"], row["prompt"]), ""):
         tokens = tokenizer.encode(completion, add_special_tokens=False).ids
         began = perf_counter()
         (score,) = await rewards.score(

@@ -1,7 +1,7 @@
 """Serves MLflow's own pages over a folder of runs, opened at the newest run's experiment.
 
-MLflow's first page is about applications, and its charts have one metric each: here a value and its
-bounds are one chart.
+MLflow's first page is about applications, and its charts have one metric each, in sections by
+alphabet: here reward and pass rate come first, and a value and its bounds are one chart.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from areal_flow.core.pass_rates import PASS_RATE
+
 logger = logging.getLogger(__name__)
 
 VIEW = "intervals"
+FIRST = "Reward and pass rate"
+FIRST_METRICS = ("rollout/reward_mean", PASS_RATE)
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """Of an experiment: what MLflow writes when a user shares a view. It adds all other charts."""
 
@@ -72,14 +76,19 @@ def first_page(client: Any) -> str:
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
     names = set(metrics)
+    first = [
+        {**_chart([name]), "metricSectionId": FIRST} for name in FIRST_METRICS if name in names
+    ]
     bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(names)}
     bounds = {name: both for name, both in bounds.items() if names.issuperset(both)}
     charts = [_chart([name, *both]) for name, both in bounds.items()]
     hidden = [{**_chart([name]), "deleted": True} for both in bounds.values() for name in both]
-    areas = sorted({_area(name) for name in bounds})
+    areas = [*([FIRST] if first else []), *sorted({_area(name) for name in bounds})]
+    section = {"display": True, "isReordered": True}
     return {
-        "compareRunCharts": [*charts, *hidden],
-        "compareRunSections": [{"uuid": area, "name": area, "display": True} for area in areas],
+        "compareRunCharts": [*first, *charts, *hidden],
+        "compareRunSections": [{"uuid": area, "name": area, **section} for area in areas],
+        "isAccordionReordered": True,  # else MLflow sorts the sections
     }
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.protocol import TokenLoss
-from areal_flow.core.settings import Settings, require
+from areal_flow.core.settings import AUTO, Settings, require
 from areal_flow.policy.settings import LoraSettings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -54,9 +54,9 @@ class SftSettings(Settings):
     """`cross_entropy`: imitate completions; `dpo`: prefer one of two; `reward_model`: score
     them."""
     path: Path | None = Field(None, strict=False)
-    """JSONL rows with `prompt` and `completion`, or with `chosen` and `rejected`, or with
-    `messages`; each field a text, a list of texts of policy and environment in turn, or messages. A
-    tiny model has its own."""
+    """Rows, as `prompts.path`, with `prompt` and `completion`, or with `chosen` and `rejected`, or
+    with `messages`; each field a text, a list of texts of policy and environment in turn, or
+    messages, with the schemas of their tools in `tools`. A tiny model has its own."""
     num_held_out: int = Field(0, ge=0)
     """Number of rows at the end of the file to hold out and evaluate at each checkpoint."""
     num_steps: int = Field(0, ge=0)
@@ -135,14 +135,15 @@ class TrainerSettings(Settings):
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
     """`keep` all activations, keep those of matrix products and attention (`selective`),
     `recompute` them (a third more work), or `offload` those of layers to main memory."""
-    dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = Field("float32", json_schema_extra=AUTO)
     """Data type of forward and backward passes; master weights stay float32. `tf32`: float32 with
-    TF32 products on a GPU."""
+    TF32 products on a GPU; `auto`: bfloat16 on a GPU that has it, else float32."""
     kernels: Literal["compiled", "eager", "deterministic"] = "compiled"
     """On a GPU: `compiled` uses torch.compile for the layers, `eager` does not, `deterministic`
     makes replays on the same GPU model bit-identical."""
-    device: str = "cpu"
-    """`cpu` or `cuda` for the trainer; CUDA_VISIBLE_DEVICES selects GPUs."""
+    device: str = Field("cpu", json_schema_extra=AUTO)
+    """`cpu`, `cuda` (CUDA_VISIBLE_DEVICES selects GPUs), or `auto`: `cuda` where torch can use a
+    GPU, on other machines where `cluster` states or requests GPUs, but `cpu` for a tiny model."""
     checkpoint_every_steps: int = Field(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from pydantic import TypeAdapter, ValidationError
@@ -37,7 +37,7 @@ def evaluate(
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, or a model directory.
-        data: JSONL or Parquet, instead of the run's own sets; may be repeated.
+        data: Rows, as of `train --data`, instead of the run's own sets; may be repeated.
         num_prompts: Answer only this many prompts of each set.
         against: Another model to compare on the same prompts, with the same verifier and sampling.
         to: Write every answer and its verdict to a new .lance, .parquet, .jsonl or .csv.
@@ -66,18 +66,43 @@ def evaluate(
     return report
 
 
-def export(model: str, directory: Path, /, *, adapter: bool = False, folders: Given) -> None:
-    """Write a plain Hugging Face directory.
+def export(
+    model: str,
+    directory: Path,
+    /,
+    *,
+    adapter: Flag = False,
+    trajectories: Flag = False,
+    format_: Annotated[Literal["datasets", "sft", "dpo"] | None, Parameter(name="--format")] = None,
+    where: str | None = None,
+    folders: Given,
+) -> None:
+    """Write a plain Hugging Face directory with a model card, or a run's trajectories as a dataset.
 
     Args:
         model: A run, RUN@STEP, models:/NAME@ALIAS, or a checkpoint directory.
         directory: A new directory.
         adapter: Write only the LoRA adapter, for `peft`.
+        trajectories: Write the run's trajectories instead, for `datasets.load_dataset`.
+        format_: With --trajectories: datasets (every column), or rows for TRL: sft (prompt and
+            completion of those that passed), dpo (best and worst of each group).
+        where: With --trajectories: SQL, as of the command trajectories.
     """
-    from pipelines import models
+    if not trajectories and (format_ or where):
+        raise ConfigError("--format and --where go with --trajectories")
+    if trajectories and adapter:
+        raise ConfigError("expected one of --adapter and --trajectories, found both")
+    from pipelines import export as exports
 
-    write = models.export_adapter if adapter else models.export
-    write(folders.find(model).model(), directory)
+    reference = folders.find(model)
+    if trajectories:
+        from areal_flow.log.queries import Run
+
+        run = Run(reference.whole_run("export --trajectories").root)
+        exports.export_trajectories(run, directory, form=format_ or "datasets", where=where)
+    else:
+        write = exports.export_adapter if adapter else exports.export_model
+        write(reference.model(), directory, run=reference.layout)
 
 
 def trajectories(

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from errno import EACCES, EEXIST, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOptionError
 
-import areal_flow
-from areal_flow.config.messages import did_you_mean, why_no_algorithm
+from areal_flow.config.messages import OPTION, did_you_mean, spell, why_no_algorithm
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.settings import search_here_last
-from pipelines.cli import inspecting, plan, runs, training
+from pipelines.cli import importing, inspecting, plan, runs, training
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
+from pipelines.cli.version import version_text
 from pipelines.console.tables import Report, show
 
 WHAT_TO_DO = {
@@ -34,18 +34,23 @@ WHAT_TO_DO = {
 """Advice about a path that cannot be used, by errno."""
 IMPORT_USER_CODE = {"train", "evaluate", "replay", "verify", "plan"}
 """Commands that import verifiers, workflows or losses by path, or preview workers that do."""
+SECTIONS = dict.fromkeys(("train", "plan"), "prompts") | dict.fromkeys(
+    ("sft", "dpo", "reward-model"), "sft"
+)
+"""Commands that take all settings, and the section that comes first where several have a name."""
 
 app = App(
     name="areal-flow",
     help="Fully asynchronous reinforcement learning for reasoning models, as a dataflow.",
-    version=areal_flow.__version__,
+    version=version_text,
+    version_format="plaintext",
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
 )
 app.meta.suppress_keyboard_interrupt = False  # `main` ends with the code of the signal
 app.register_install_completion_command()
-for module in (training, inspecting, runs, plan):
+for module in (training, inspecting, runs, plan, importing):
     for command in module.COMMANDS:
         app.command(command)
 
@@ -61,7 +66,7 @@ def launch(
 ) -> int:
     """Run one command; shared options may stand before or after its name."""
     began = monotonic()
-    command, bound, ignored = app.parse_args(tokens)
+    command, bound, ignored = _parsed(tokens)
     if json and command.__annotations__.get("return") != Report.__name__:
         raise ConfigError(f"`{' '.join(tokens[:1])}` prints no report: it takes no --json")
     if command.__name__ in IMPORT_USER_CODE:
@@ -69,6 +74,37 @@ def launch(
     shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
     outcome = command(*bound.args, **bound.kwargs, **shared)
     return show(outcome, as_json=json) if isinstance(outcome, Report) else int(outcome or 0)
+
+
+def _parsed(tokens: Sequence[str]) -> tuple[Any, Any, Any]:
+    """Parse a command; a setting that only one section has needs no section."""
+    try:
+        return app.parse_args(tokens)
+    except UnknownOptionError as error:
+        command = next(iter(error.command_chain or ()), "")
+        if command not in SECTIONS:
+            raise
+        given, options = _unknown(error)
+        from pipelines.arguments import NOT_OF_TRAINING, full_name
+
+        refused = NOT_OF_TRAINING if SECTIONS[command] == "prompts" else {}
+        name = given.removeprefix("--").replace("-", "_")
+        name = full_name(name, "", section=SECTIONS[command], refused=refused, spelling=OPTION)
+        option = spell(name, OPTION)
+        if option == given or option not in options:
+            raise
+        rest = [f"{option}{t.removeprefix(given)}" if _is(given, t) else t for t in tokens]
+        return _parsed(rest)
+
+
+def _is(option: str, token: str) -> bool:
+    return token.partition("=")[0] == option
+
+
+def _unknown(error: UnknownOptionError) -> tuple[str, list[str]]:
+    """Return the option as it was given, and those that the command has."""
+    given = (error.token.keyword or error.token.value).partition("=")[0]
+    return given, [name for argument in error.argument_collection for name in argument.names]
 
 
 class _Warnings(logging.Handler):
@@ -111,8 +147,7 @@ def _explain(error: CycloptsError) -> str:
         advice += "; it takes settings as --set SECTION.KEY=VALUE"
     problem = str(error)
     if isinstance(error, UnknownOptionError):
-        given = (error.token.keyword or error.token.value).partition("=")[0]
-        options = [name for argument in error.argument_collection for name in argument.names]
+        given, options = _unknown(error)
         problem = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
     elif (
         isinstance(error, CoercionError)

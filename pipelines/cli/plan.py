@@ -6,7 +6,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 
+from areal_flow.config.devices import SECTIONS, TINY_MODELS, has_bfloat16, is_too_old
 from areal_flow.config.messages import OPTION
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.machine import is_linux, system_name, usable_cores
-from areal_flow.core.settings import nest
-from areal_flow.planning.gpus import GIB, gpu_bytes, gpu_named
+from areal_flow.core.machine import Gpus, gpus_here, is_linux, system_name, usable_cores
+from areal_flow.core.program import how_to_install
+from areal_flow.core.settings import flatten, merge, nest
+from areal_flow.planning.gpus import GIB, gpu_named
 from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
 from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.registry import AUTO, choose_engine
-from areal_flow.rollout.engines.vllm.support import BUILDS, installed_vllm
+from areal_flow.rollout.engines.vllm.support import BUILDS, VERSION, installed_vllm
 from pipelines.cli.settings import Flag, Given, Overrides
 from pipelines.console.tables import Report, Table
 
@@ -59,7 +62,8 @@ def plan(
     """Show which workers `train` would start, and estimate memory, time and cost.
 
     Args:
-        recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        recipe: A TOML recipe, or the name of a shipped one; without it, as for `train`. With
+            --memory and --gpus, devices that a recipe leaves open are GPUs.
         placement: Workers, their hosts, and the command line or batch script of each kind.
         memory: Peak memory of each trainer rank for the longest rows, and whether it fits the GPU.
         gpu: GPU type.
@@ -69,14 +73,20 @@ def plan(
         calibrate: With --gpus: calibrate efficiency on this run, whose workers had one GPU each.
         price: With --gpus: price of a GPU hour in US dollars.
     """
-    from pipelines.jobs.job import DEFAULT_RECIPE, chosen_recipe
+    from pipelines.jobs.job import chosen_recipe, names_task, recipe_path
 
     if placement + memory + (gpus is not None) != 1:
         raise ConfigError("expected what to plan: --placement, --memory or --gpus N")
     if gpus is None and (best_split or from_ or calibrate or price):
         raise ConfigError("--best-split, --from, --calibrate and --price go with --gpus N")
-    chosen = chosen_recipe(recipe or DEFAULT_RECIPE, nest(settings or {}), spelling=OPTION)[1]
-    name = str(recipe or DEFAULT_RECIPE)
+    over = nest(settings or {})
+    name, chosen = chosen_recipe(recipe, over, spelling=OPTION)
+    if memory or gpus is not None:
+        spec = gpu_named(gpu)  # report an unknown GPU before computing a step
+        over = _on_gpus(recipe_path(recipe) if recipe else None, over, num_gpus=gpus)
+        chosen = chosen_recipe(recipe, over, spelling=OPTION)[1]
+        if recipe is None and names_task(over):
+            chosen = _with_plain_defaults(chosen, over, gpu_bytes=int(spec.gib * GIB))
     if memory:
         return _report_memory(name, chosen, gpu=gpu)
     if gpus is not None:
@@ -91,6 +101,41 @@ def plan(
             price=price,
         )
     return _report_placement(chosen, logs=folders.runs.resolve() / "NAME" / "jobs")
+
+
+def _on_gpus(recipe: Path | None, over: dict[str, Any], *, num_gpus: int | None) -> dict[str, Any]:
+    """Return overrides that put on GPUs what a recipe leaves open, whatever this machine has."""
+    table = merge(tomllib.loads(recipe.read_text()) if recipe else {}, over)
+    if table.get("model", TINY_MODELS[0]) in TINY_MODELS:
+        return over
+    for section in SECTIONS:
+        if table.get(section, {}).get("device", AUTO) == AUTO:
+            over = merge(over, {section: {"device": "cuda"}})
+            if section == "generation" and table.get(section, {}).get("engine", AUTO) == AUTO:
+                over = merge(over, {section: {"engine": "vllm"}})
+    if num_gpus == 1 and "num_gpus" not in table.get("cluster", {}):
+        over = merge(over, {"cluster": {"num_gpus": 1}})
+    return over
+
+
+def _with_plain_defaults(recipe: Recipe, over: dict[str, Any], *, gpu_bytes: int) -> Recipe:
+    """Return what `train` would choose for the model on such a GPU, without measuring rows."""
+    from areal_flow.planning.costs import model_config
+    from pipelines.jobs.defaults import (
+        ModelFacts,
+        RowFacts,
+        parameters_of,
+        training_settings,
+        with_choices,
+    )
+
+    if recipe.model in TINY_MODELS:
+        return recipe
+    config = model_config(recipe.model)
+    size, length = parameters_of(config.to_dict()), config.get_text_config().max_position_embeddings
+    model, given = ModelFacts(size, length), [*flatten(over)]
+    choices = training_settings(model, RowFacts(), recipe, given, gpu_bytes=gpu_bytes)
+    return with_choices(recipe, choices)
 
 
 def _report_placement(recipe: Recipe, *, logs: Path) -> Report:
@@ -125,7 +170,6 @@ def _report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
     from areal_flow.planning.memory import plan_memory, trainer_memory
     from areal_flow.policy.models.policy import policy_from_config
 
-    gpu_bytes(gpu)  # report an unknown GPU before computing a step
     config = model_config(recipe.model)
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
@@ -343,14 +387,13 @@ def _subjects(runs: Path) -> Iterator[Subject]:
         release = installed.get(name)
         advice = "installed" if release else "install the project with its constraints"
         yield name, release or "missing", bool(release), advice
-    gpus = _gpus()
-    yield gpus
+    gpus = gpus_here()
+    yield _gpus(gpus)
     builds = {
         build: version for device, build in BUILDS.items() if (version := installed_vllm(device))
     }
-    means = "installed" if builds else "not needed: the torch engine needs nothing more"
-    yield "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
-    device = "cuda" if gpus[2] else "cpu"
+    yield _vllm(builds, has_gpu=bool(gpus.usable))
+    device = "cuda" if gpus.usable else "cpu"
     engine, reason = choose_engine(GenerationSettings(engine=AUTO, device=device))
     yield "engine", engine, None, f"what generation.engine = 'auto' uses: {reason}"
     try:
@@ -373,15 +416,30 @@ def _system() -> Subject:
     return "system", system_name(), False, "Linux or macOS is needed: on Windows use WSL"
 
 
-def _gpus() -> Subject:
-    try:
-        import torch
-    except ImportError:
-        return "gpu", "unknown", None, "torch is missing"
-    if not torch.cuda.is_available():
-        return "gpu", "none", None, "policies run on the CPU: trainer.device = 'cpu'"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return "gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first"
+def _gpus(gpus: Gpus) -> Subject:
+    if not gpus.visible:
+        return "gpu", "none", None, "models are trained on the CPU; no NVIDIA driver lists a GPU"
+    if gpus.unusable:
+        return "gpu", str(gpus), False, f"idle: {gpus.unusable}, or set both devices to 'cpu'"
+    if all(map(is_too_old, gpus.visible)):
+        return "gpu", str(gpus), None, "idle: torch no longer supports them"
+    dtype = "bfloat16" if all(map(has_bfloat16, gpus.visible)) else "float32, for lack of bfloat16"
+    return "gpu", str(gpus), True, f"what device = 'auto' uses, in {dtype}"
+
+
+def _vllm(builds: Mapping[str, str], *, has_gpu: bool) -> Subject:
+    needed = BUILDS["cuda"]
+    if builds.get(needed) == VERSION:
+        means = "installed"
+    elif needed in builds:
+        means = f"expected {VERSION}, the only version that is tested: {how_to_install('vllm')}"
+    elif builds:
+        means = "generates on the CPU with generation.engine = 'vllm'"
+    elif has_gpu:
+        means = f"generation is slow without it; {VERSION} fits: {how_to_install('vllm')}"
+    else:
+        means = f"for GPUs, version {VERSION}; on a CPU the torch engine needs nothing more"
+    return "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
 
 
 COMMANDS = (plan, doctor)

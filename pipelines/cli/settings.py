@@ -144,8 +144,10 @@ def settings_page() -> str:
         "",
         "Everything that a recipe may say, with its default. On the command line each is an option",
         "of its dotted name, `--trainer.learning-rate 1e-5`; in Python, a keyword of its section,",
-        '`trainer={"learning_rate": 1e-5}`. Made from `areal_flow/config` by',
-        "`python -m pipelines.cli.settings > docs/settings.md`.",
+        '`trainer={"learning_rate": 1e-5}`. Both take a name that only one section has without it:',
+        "`--learning-rate 1e-5`, `learning_rate=1e-5`; a name that several have is refused, with",
+        "them. [Names](guides/names.md) has what TRL, verl and AReaL call them. Made from",
+        "`areal_flow/config` by `python -m pipelines.cli.settings > docs/settings.md`.",
     ]
     for section, meaning, settings in all_settings():
         lines += ["", f"## {section or 'The run'}", ""]

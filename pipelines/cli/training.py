@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ def train(
     accept_verifier: Flag = False,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
-    data: Annotated[Path | None, Parameter(name=("--data", "--prompts"))] = None,
+    data: Annotated[str | None, Parameter(name=("--data", "--prompts"))] = None,
     skip_bad_rows: Flag = False,
     settings: Overrides | None = None,
     folders: Given,
@@ -53,13 +52,15 @@ def train(
     """Train a policy: everything from prompts to a registered model.
 
     Args:
-        recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        recipe: A TOML recipe, or the name of a shipped one. Without it, settings follow --model
+            and --data; with none of these it is `arithmetic`.
         accept_verifier: With --resume: accept a changed verifier; nothing is compared across the
             change.
         from_: Fork a run (RUN) or one of its steps (RUN@STEP); other options override its
             recipe.
         reset_optimizer: With --from: start with a fresh optimizer state.
-        data: Prompts as JSONL or Parquet, instead of those of the recipe.
+        data: Prompts instead of those of the recipe: a file (JSONL, Parquet, CSV, Arrow), a folder
+            of save_to_disk, or a dataset of the hub (openai/gsm8k:main@train).
         skip_bad_rows: Skip bad rows and list them.
     """
     if reset_optimizer and from_ is None:
@@ -68,7 +69,7 @@ def train(
 
     choice, given = choice or RunChoice(), dict(settings or {})
     if data is not None:
-        given["prompts.path"] = str(data)
+        given["prompts.path"] = data
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     source: Path | Fork | None = recipe
@@ -90,7 +91,7 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
         recipe: Path | None = None,
         /,
         *,
-        data: Path | None = None,
+        data: str | None = None,
         choice: RunChoice | None = None,
         settings: Overrides | None = None,
         folders: Given,
@@ -101,19 +102,19 @@ def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callab
         if data is not None and choice.resume is not None:
             raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
         if data is not None:
-            given["sft.path"] = str(data)
+            given["sft.path"] = data
         if name == "sft":
             return _launch(SFT, recipe, choice, given, folders, data=data)
         if choice.resume is None:
             given["sft.objective"] = name
-            recipe = recipe or Path(name)
-        return _launch(supervised(name), recipe, choice, given, folders)
+        return _launch(supervised(name), recipe, choice, given, folders, data=data)
 
     learn.__name__ = name
     learn.__doc__ = f"""{meaning}
 
     Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `{by_default}` by default.
+        recipe: A TOML recipe with [sft], or the name of a shipped one. Without it, settings
+            follow --model and --data; with none of these it is `{by_default}`.
         data: {fields}, texts or messages, instead of the recipe's.
     """
     return learn
@@ -127,9 +128,9 @@ def _launch(
     folders: Given,
     *,
     accept_verifier: bool = False,
-    data: Path | None = None,
+    data: str | None = None,
 ) -> int:
-    from pipelines.jobs.job import DEFAULT_RECIPE, launch
+    from pipelines.jobs.job import launch
 
     if choice.resume is None and (choice.take_over or accept_verifier):
         raise ConfigError("--take-over and --accept-verifier go with --resume")
@@ -137,7 +138,7 @@ def _launch(
         raise ConfigError("a resumed run keeps its recipe, name and datasets: leave them out")
     _, outcome = launch(
         job,
-        recipe or DEFAULT_RECIPE,
+        recipe,
         nest(settings),
         runs=folders.runs,
         began=folders.began,
@@ -145,7 +146,7 @@ def _launch(
         take_over=choice.take_over,
         accept_verifier=accept_verifier,
         name=choice.name,
-        default_stem=re.sub(r"[^\w.-]+", "-", data.stem) if data and not recipe else "",
+        default_stem=Path(data).stem if data and not recipe else "",
         datasets=choice.datasets,
         spelling=OPTION,
         log_format=choice.log_format,
@@ -153,13 +154,13 @@ def _launch(
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 
-_PAIRS = "JSONL or Parquet with prompt, chosen and rejected"
+_PAIRS = "Rows (as of `train --data`) with prompt, chosen and rejected"
 COMMANDS = (
     train,
     _supervised(
         "sft",
         "Fine-tune a policy on prompts with completions; `train --model` continues from it.",
-        "JSONL with prompt and completion",
+        "Rows (as of `train --data`) with prompt and completion",
         "arithmetic",
     ),
     _supervised(

@@ -1,7 +1,7 @@
 """Runs one episode of a user's workflow as a generator will, in a process of its own.
 
-The policy always generates the answer of the prompt's row, and every reward is 0, so the trial
-needs neither weights nor reward workers. The result is a JSON file.
+The policy always generates the answer of the prompt's row, or its prompt if it has none, and every
+reward is 0, so the trial needs neither weights nor reward workers. The result is a JSON file.
 
     python -m pipelines.jobs.agent_trial RUN_DIRECTORY OUTPUT
 """
@@ -34,9 +34,9 @@ from areal_flow.core.types import (
     Score,
     Tokens,
     VersionSpan,
-    answer_text,
     as_tokens,
 )
+from areal_flow.rewards.trial import trial_completion
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import CallRefused
 from areal_flow.rollout.workflows.episode import contexts_of
@@ -50,6 +50,8 @@ NO_WRITER = 0
 class Trial:
     """The result of one episode."""
 
+    completion: str = "answer"
+    """What of its row the policy generates."""
     num_answers: int = 0
     rewards: tuple[float | None, ...] = ()
     seconds: float = 0.0
@@ -89,10 +91,10 @@ class StandIn(GeneratorRole):
 async def try_episode(layout: RunLayout) -> Trial:
     context = WorkerContext(layout.root, NO_WRITER)
     prompt = PromptTable(layout.train_prompts, seed=context.recipe.seed).row(0)
-    policy = StandIn(context, answer_text(prompt.answer))
+    policy = StandIn(context, trial_completion(prompt.answer, prompt.text))
     episode = Episode(0, prompt, (0,), 0, NO_WRITER, datetime.now(UTC))
     (member,) = contexts_of(episode, policy)
-    trial, began = Trial(), perf_counter()
+    trial, began = Trial("prompt" if prompt.answer is None else "answer"), perf_counter()
     try:
         async with asyncio.timeout(LIMIT_S) as limit:
             drafts = await policy.workflow.run(prompt, member)

@@ -26,6 +26,7 @@ from areal_flow.policy.tokenizer.directory import (
     tokenizer_of,
 )
 from areal_flow.rewards.reasoning_gym import scorer_of
+from areal_flow.rollout.prompts.formats import hub_dataset, is_saved_dataset
 from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
@@ -83,6 +84,7 @@ def dataset_rows(
     """Return the rows of a Hugging Face dataset, from the hub or a directory.
 
     Args:
+        name: a directory or a name on the hub, with config and split: `owner/name:config@split`.
         settings: `config`, `split` (`train`), `held_out_split` (none: a part of the split is held
             out) and `revision`.
     """
@@ -91,25 +93,52 @@ def dataset_rows(
         raise ConfigError(
             f"source 'datasets:{name}' has no setting {unknown[0]!r}: it takes {', '.join(allowed)}"
         )
+    if is_saved_dataset(Path(name)):
+        raise PromptError(
+            f"source 'datasets:{name}' is a folder of `datasets.save_to_disk`: name it as "
+            "prompts.path (--data)"
+        )
+    if on_hub := hub_dataset(Path(name)):
+        name, of_name = on_hub.name, {"config": on_hub.config, "split": on_hub.split}
+        settings = {key: value for key, value in of_name.items() if value} | dict(settings)
+    load = partial(load_rows, name, settings.get("config"), revision=settings.get("revision"))
+    held_out_split = settings.get("held_out_split")
+    held_out = islice(load(held_out_split), recipe.prompts.num_held_out) if held_out_split else ()
+    return load(settings.get("split", "train")), [*held_out]
+
+
+def load_rows(
+    name: str, config: str | None, split: str, *, revision: str | None = None
+) -> Iterable[Row]:
+    """Load a split with the package `datasets`: from the hub, a mirror, its cache or a folder."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise _missing("datasets", "datasets") from None
+    try:
+        rows: Iterable[Row] = load_dataset(name, config, split=split, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        of = "" if Path(name).exists() else " of the hub (no path here has this name)"
+        raise PromptError(
+            f"dataset {name!r}{of}, config {config or 'by default'}, split {split!r}: {reason}. "
+            "Name another as OWNER/NAME:CONFIG@SPLIT. Without a network, set HF_ENDPOINT to a "
+            "mirror, or save its rows elsewhere as JSONL or Parquet and name the file"
+        ) from error
+    return rows
 
-    def load(split: str) -> Any:
-        options = {"name": settings.get("config"), "revision": settings.get("revision")}
-        try:
-            return load_dataset(name, split=split, **options)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise PromptError(
-                f"source 'datasets:{name}', split {split!r}: {reason}. Without a network, save its "
-                "rows elsewhere as JSONL or Parquet, and name the file as prompts.path"
-            ) from error
 
-    held_out_split = settings.get("held_out_split")
-    held_out = islice(load(held_out_split), recipe.prompts.num_held_out) if held_out_split else ()
-    return load(settings.get("split", "train")), [*held_out]
+def fetched(path: Path, target: Path, *, split: str = "train") -> Path:
+    """Return the path of rows; those of a dataset on the hub are written to `target`.
+
+    Args:
+        path: a path, or `owner/name:config@split`.
+        target: a JSONL file.
+        split: the split of a name without one.
+    """
+    if (dataset := hub_dataset(path)) is None:
+        return path
+    return write_jsonl(target, load_rows(dataset.name, dataset.config, dataset.split or split))
 
 
 def verifiers_rows(
@@ -212,6 +241,7 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
 
     The default recipe with another model is trained without fine-tuning on the tiny model's rows.
     """
+    recipe = _with_fetched(recipe, layout)
     sft = recipe.sft
     recipe = _with_sources(recipe, layout)
     if recipe.sft.path or not sft.num_steps:
@@ -224,6 +254,37 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
             "the gsm8k recipe"
         )
     return changed(recipe, "sft", num_steps=0)
+
+
+def _with_fetched(recipe: Recipe, layout: RunLayout) -> Recipe:
+    """Write rows of the hub; return the recipe with these files."""
+    folder = layout.train_prompts.parent
+
+    def with_local(settings: Any, folder: Path) -> Any:
+        files = {"path": ("train.jsonl", "train"), "held_out_path": ("held_out.jsonl", "test")}
+        update = {
+            setting: fetched(path, folder / file, split=split)
+            for setting, (file, split) in files.items()
+            if (path := getattr(settings, setting))
+        }
+        return settings.model_copy(update=update)
+
+    sets = recipe.evaluation.held_out
+    files = [fetched(s.path, folder / f"set-{s.name}.jsonl", split="test") for s in sets]
+    held_out = [s.model_copy(update={"path": p}) for s, p in zip(sets, files, strict=True)]
+    update = {
+        "prompts": with_local(recipe.prompts, folder),
+        "sources": tuple(with_local(each, folder / each.name) for each in recipe.sources),
+        "evaluation": recipe.evaluation.model_copy(update={"held_out": tuple(held_out)}),
+    }
+    return with_fetched_sft(recipe.model_copy(update=update), layout)
+
+
+def with_fetched_sft(recipe: Recipe, layout: RunLayout) -> Recipe:
+    if not (recipe.sft.num_steps and recipe.sft.path):
+        return recipe
+    rows = fetched(recipe.sft.path, layout.sft_rows.with_name("rows.jsonl"))
+    return changed(recipe, "sft", path=rows)
 
 
 def rows_wanted(recipe: Recipe) -> str:

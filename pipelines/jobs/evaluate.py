@@ -7,10 +7,11 @@ weights published and without a log.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
@@ -50,11 +51,16 @@ from areal_flow.policy.weights.directory import DirectoryReader, publish_model_d
 from areal_flow.rewards.shipping import what_is_executed
 from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rollout.engines.registry import require_served
-from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_held_out
+from areal_flow.rollout.prompts.formats import hub_dataset
+from areal_flow.rollout.prompts.prepare import (
+    check_first_rows,
+    chosen_fields,
+    prepare_held_out,
+)
 from areal_flow.rollout.prompts.rendering import unused_chat_template, why_chat_template
 from areal_flow.rollout.prompts.table import PromptTable
 from pipelines.console.progress import Progress, counted, make_progress
-from pipelines.jobs.built_in import changed
+from pipelines.jobs.built_in import changed, fetched
 from pipelines.jobs.preflight import check_devices
 from pipelines.jobs.prepare import with_context_length
 from pipelines.jobs.stop_signals import wait_for
@@ -78,12 +84,24 @@ class EvaluationResult:
     """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
 
     table: EvaluationTable
-    answers: list[dict[str, Any]] = field(repr=False)
+    answers: list[dict[str, Any]]
     title: str = ""
     """Name of the model."""
     pass_threshold: float = PASS_THRESHOLD
     policy_version: int | None = None
     """The policy version of its run; None for a model that no run trained."""
+
+    def __repr__(self) -> str:
+        passed = self.table.overall.passed
+        rate = f"pass rate {passed.pass_rate:.3f} [{passed.low:.3f}, {passed.high:.3f}]"
+        return f"<EvaluationResult {self.title}: {rate} of {passed.n} prompts>"
+
+    def _repr_html_(self) -> str:
+        from pipelines.pages.report import render
+
+        kind, parts = self.table.parts
+        rows = {**(parts if len(parts) > 1 else {}), "all": self.table.overall}
+        return render("pages/evaluation.html", title=self.title, kind=kind, rows=rows)
 
 
 def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedComparison:
@@ -123,25 +141,42 @@ def evaluate_model(
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
-        data: files, PATH or NAME=PATH each, instead of the run's own held-out sets.
+        data: files or hub names, PATH or NAME=PATH each, instead of the run's own held-out sets.
         limit: answer only the first ones of each set.
         title: name of the model; by default its directory.
         settings: a nested table over the run's settings.
         judged_as: the run whose settings and prompts apply to a model of no run.
     """
+    with tempfile.TemporaryDirectory(prefix="areal-flow-rows-") as folder:
+        local = with_fetched_sets(data, Path(folder))
+        return _evaluate(directory, local, limit, title, settings, judged_as)
+
+
+def _evaluate(
+    directory: Path,
+    data: Sequence[str],
+    limit: int | None,
+    title: str,
+    settings: Mapping[str, Any] | None,
+    judged_as: RunLayout | None,
+) -> EvaluationResult:
     check_model_directory(directory)
     own = run_of_checkpoint(directory)
     run = own or judged_as
     if run is None and not data:
         raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
-    recipe, chat_note = _recipe(run, data, settings), ""
+    recipe, notes = _recipe(run, data, settings), list[str]()
+    if executed := what_is_executed(recipe.function_paths):
+        print(executed, file=sys.stderr, flush=True)
     if data:
-        check_first_rows(recipe.prompt_plan(), held_out=[*held_out_sets(data)])
+        recipe, notes = _with_fields(recipe, held_out_sets(data))
+        rewards = (run or RunLayout(directory)).rewards
+        check_first_rows(recipe.prompt_plan(), rewards, held_out=[*held_out_sets(data)])
         if why := why_chat_template(recipe.prompt_plan()):
             recipe = changed(recipe, "prompts", chat_template=True)
-            chat_note = f"prompts.chat_template = true, since {why}"
-        else:
-            chat_note = unused_chat_template(recipe.prompts, directory)
+            notes.append(f"prompts.chat_template = true, since {why}")
+        elif unused := unused_chat_template(recipe.prompts, directory):
+            notes.append(unused)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -152,8 +187,8 @@ def evaluate_model(
         prompts = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
         warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts])
         progress = make_progress(to_stderr=True)
-        if chat_note:
-            progress.phase(chat_note)
+        for note in notes:
+            progress.phase(note)
         phase = f"Evaluating {title or directory} on {len(prompts)} held-out prompts"
         try:
             answers = wait_for(lambda: _answer(layout, recipe, prompts, progress, phase=phase))
@@ -161,6 +196,29 @@ def evaluate_model(
             progress.close()
     table = tabulate(answers, threshold=recipe.pass_threshold)
     return EvaluationResult(table, answers, title or str(directory), recipe.pass_threshold, version)
+
+
+def _with_fields(recipe: Recipe, names: Collection[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the fields of these held-out sets, and notes about them."""
+    sets, notes = [], list[str]()
+    for each in recipe.evaluation.held_out:
+        own = (each.path, each, recipe.prompts)
+        chosen, note = chosen_fields(*own) if each.name in names else ({}, "")
+        sets.append(each.model_copy(update=chosen))
+        notes += [note] if note else []
+    return changed(recipe, "evaluation", held_out=tuple(sets)), notes
+
+
+def with_fetched_sets(data: Sequence[str], folder: Path) -> list[str]:
+    """Return NAME=PATH of each file; datasets of the hub are written to a folder."""
+    files = []
+    for given in data:
+        name, _, path = given.rpartition("=")
+        if dataset := hub_dataset(Path(path)):
+            name = name or dataset.name.rpartition("/")[2]
+            given = f"{name}={fetched(Path(path), folder / f'{name}.jsonl', split='test')}"
+        files.append(given)
+    return files
 
 
 def _fill(
@@ -287,8 +345,6 @@ async def _answer(
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
-        progress.phase(executed)
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
         progress.phase(phase)

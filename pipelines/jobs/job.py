@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -30,7 +30,7 @@ from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout, run_layout
 from areal_flow.core.lease import Writer
 from areal_flow.core.program import command, from_here
-from areal_flow.core.settings import flatten, merge
+from areal_flow.core.settings import flatten, merge, nest
 from areal_flow.log.dataset import read_errors
 from areal_flow.log.directory import (
     State,
@@ -49,10 +49,16 @@ from areal_flow.training.settings import SftSettings
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.console.progress import line_progress
 from pipelines.console.run_log import log, log_kept, print_as, say
-from pipelines.jobs.preflight import check_devices, found_verifier
+from pipelines.jobs.defaults import batch_sizes
+from pipelines.jobs.preflight import check_devices, describe_devices, found_verifier
 from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
-from pipelines.jobs.stop_signals import Outcome, is_loop_running, raised_as_interrupts, wait_for
+from pipelines.jobs.stop_signals import (
+    Outcome,
+    is_called_from_python,
+    raised_as_interrupts,
+    wait_for,
+)
 from pipelines.jobs.train import run_training
 from pipelines.models import Reference, newest_checkpoint
 
@@ -67,6 +73,7 @@ _ACCEPT = (
     "\nIf you change the verifier or agent before resuming, add --accept-verifier (in Python "
     "accept_verifier=True); without it the resume is refused."
 )
+_NOT_OF_NAMES = re.compile(r"[^\w.-]+")
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 
 logger = logging.getLogger(__name__)
@@ -115,8 +122,8 @@ class Fork:
         """Write the new run's checkpoint 0; return the recipe with that as its model."""
         from areal_flow.flow.recovery.replay import write_version_0  # torch
 
-        own = {each.verifier for each in load_recipe(self.parent.config).rewards}
-        kept = (each.verifier for each in recipe.rewards if each.verifier in own)
+        own = load_recipe(self.parent.config).function_paths
+        kept = (path for path in recipe.function_paths if path in own)
         if executed := what_is_executed(kept):
             say(executed)
         model = str(checkpoint_path(layout.checkpoints, 0))
@@ -168,21 +175,46 @@ def fork_of(reference: Reference, *, reset_optimizer: bool = False) -> Fork:
 
 
 def chosen_recipe(
-    given: Recipe | Path | str | Fork | None, over: dict[str, Any], *, spelling: str = "{}"
+    given: Recipe | Path | str | Fork | None,
+    over: dict[str, Any],
+    *,
+    default: str = DEFAULT_RECIPE.stem,
+    spelling: str = "{}",
 ) -> tuple[str, Recipe]:
-    """Return a recipe's name, and the recipe with overrides."""
+    """Return a recipe's name, and the recipe with overrides.
+
+    Args:
+        given: None: plain defaults if the overrides name a model or rows, else `default`.
+        over: a nested table.
+        default: name of a shipped recipe.
+        spelling: how messages spell a setting.
+    """
+    if given is None and not names_task(over):
+        given = default
     match given:
         case Fork():
             return given.parent.name, given.recipe(over, spelling=spelling)
         case Path() | str():
             path = recipe_path(Path(given))
             return path.stem, load_recipe(path, over, spelling=spelling)
-        case Recipe() | None:
-            table = given.model_dump(mode="json") if given else {}
+        case Recipe():
+            table = given.model_dump(mode="json")
             return "python", build_recipe(table, over, source="the recipe given")
+        case None:
+            sizes = nest(batch_sizes(flatten(over)))
+            name = Path(str(over.get("model", ""))).name
+            return name or "plain", build_recipe(sizes, over, source="", spelling=spelling)
     raise ConfigError(
         f"expected a recipe as a path or a Recipe, found {type(given).__name__}: give "
         "settings as keywords, train(**settings)"
+    )
+
+
+def names_task(over: dict[str, Any]) -> bool:
+    """Return whether overrides name a model or rows: then no shipped recipe is meant."""
+    prompts, sft = over.get("prompts", {}), over.get("sft", {})
+    return bool({"model", "sources"} & over.keys() or {"path", "source"} & prompts.keys()) or (
+        "path" in sft
     )
 
 
@@ -191,8 +223,9 @@ class Job:
     """What a command does with a run."""
 
     command: str
-    prepare: Callable[[RunLayout, Recipe], str]
-    """Writes what a new run needs; returns a summary to print."""
+    prepare: Callable[[RunLayout, Recipe, Collection[str] | None], str]
+    """Writes what a new run needs; returns a summary to print. The names are of settings that the
+    user gave, where others may follow the model and the rows; None: all stay."""
     drive: Callable[..., Coroutine[Any, Any, Outcome]]
     workers: Callable[[Recipe], list[WorkerPlacement]]
     """The workers that `drive` starts."""
@@ -202,6 +235,8 @@ class Job:
     """Returns the identity of the code that scores now."""
     conclude: Callable[[RunLayout], None]
     """Called after a run is finished and recorded as such."""
+    default: str = DEFAULT_RECIPE.stem
+    """The shipped recipe of a run without a recipe, a model or rows."""
 
 
 def _draw_report(layout: RunLayout) -> None:
@@ -278,7 +313,7 @@ def url_of_datasets(folder: str, name: str) -> str:
 
 
 def supervised(objective: str) -> Job:
-    return replace(SFT, command=objective.replace("_", "-"))
+    return replace(SFT, command=objective.replace("_", "-"), default=objective)
 
 
 def launch(
@@ -301,7 +336,7 @@ def launch(
     """Start a new run, or resume one, and drive it to its end.
 
     Args:
-        recipe: the recipe of a new run.
+        recipe: the recipe of a new run; None: see `chosen_recipe`.
         overrides: a nested table of settings that override the recipe's.
         runs: the folder of a new run.
         began: `monotonic()` when the program began.
@@ -325,8 +360,9 @@ def launch(
             accept_verifier=accept_verifier,
             began=began,
         )
-    recipe_name, chosen = chosen_recipe(recipe, overrides, spelling=spelling)
-    stem = _TIME_OF_NAME.sub("", default_stem or recipe_name)
+    recipe_name, chosen = chosen_recipe(recipe, overrides, default=job.default, spelling=spelling)
+    is_plain = recipe is None and names_task(overrides)
+    stem = _NOT_OF_NAMES.sub("-", _TIME_OF_NAME.sub("", default_stem or recipe_name))
     layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
     print_as(log_format, layout.name)
     fork = recipe if isinstance(recipe, Fork) else None
@@ -337,6 +373,7 @@ def launch(
         recipe_name=recipe_name,
         fill=fill,
         fork=fork,
+        given=[*flatten(overrides)] if is_plain else None,
         datasets=datasets,
         began=began,
     )
@@ -351,9 +388,14 @@ def start(
     recipe_name: str = "",
     fill: Callable[[RunLayout, Recipe], Recipe] | None = None,
     fork: Fork | None = None,
+    given: Collection[str] | None = None,
     datasets: str = "",
 ) -> Outcome:
-    """Create a run and drive it to its end; an error while it is prepared removes it again."""
+    """Create a run and drive it to its end; an error while it is prepared removes it again.
+
+    Args:
+        given: names of settings that stay, where others follow the model and the rows.
+    """
     check_devices(recipe)
     url = url_of_datasets(datasets, layout.name) if datasets else ""
     create_run(layout, recipe, recipe_name=recipe_name)
@@ -368,10 +410,10 @@ def start(
             if fork is not None:
                 recipe = fork.begin(layout, recipe, writer)
             layout.config.write_text(dump_recipe(recipe))
-            prepared = job.prepare(layout, recipe)
+            prepared = job.prepare(layout, recipe, given)
             recipe = load_recipe(layout.config)  # `prepare` may choose what it leaves open
         with log_kept(layout.log):
-            say(f"Run {layout.name} in {layout.root}: {prepared}")
+            say(f"Run {layout.name} in {layout.root}: {prepared}", describe_devices(recipe))
             return _drive(job, layout, recipe, writer, fork_server, resume=False, began=began)
 
 
@@ -390,7 +432,7 @@ def resume(
             f"of its files: start a new one, or resume it with the command that made it"
         )
     check_devices(recipe)
-    if executed := what_is_executed(each.verifier for each in recipe.rewards):
+    if executed := what_is_executed(recipe.function_paths):
         say(executed)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
@@ -453,7 +495,7 @@ def _drive(
             if is_of_user_code:
                 message += _ACCEPT
             # A notebook shows standard error in red, as a failure.
-            print(message, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
+            print(message, file=sys.stdout if is_called_from_python() else sys.stderr, flush=True)
             log(message)
     if outcome.finished:
         job.conclude(layout)
@@ -462,7 +504,7 @@ def _drive(
 
 def _resumption(job: Job, layout: RunLayout) -> str:
     runs = layout.root.parent
-    if job.command == TRAINING.command and is_loop_running():
+    if job.command == TRAINING.command and is_called_from_python():
         where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"
         return f"areal_flow.train(resume={layout.name!r}{where})"
     return command(job.command, "--resume", layout.name, runs=runs)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe
+from areal_flow.config.devices import TINY_MODELS, has_bfloat16, is_too_old
 from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.machine import gpus_here
 from areal_flow.core.program import how_to_install
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
@@ -98,6 +101,40 @@ def check_devices(recipe: Recipe) -> None:
         require_installed(recipe.generation)
 
 
+def describe_devices(recipe: Recipe) -> str:
+    """Return a line about where trainer and generators compute, and about GPUs that stay idle."""
+    parts: dict[str, TrainerSettings | GenerationSettings]
+    parts = {"trainer": recipe.trainer, "generation": recipe.generation}
+    on_gpu = [name for name, part in parts.items() if part.device == "cuda"]
+    chosen = ", ".join(f"{name} {part.device} {part.dtype}" for name, part in parts.items())
+    return f"Devices: {chosen}; {_describe_gpus(recipe, on_gpu)}"
+
+
+def _describe_gpus(recipe: Recipe, on_gpu: Sequence[str]) -> str:
+    if recipe.cluster.launcher != "local":
+        advice = "" if on_gpu else "no GPU is requested: set cluster.num_gpus for one, "
+        return f"{advice}workers are on other machines"
+    gpus = gpus_here()
+    if on_gpu:
+        num_used = 1 if recipe.shares_gpu else sum(w.num_gpus for w in place_workers(recipe))
+        line = f"{num_used} of the GPUs here ({gpus})"
+        if recipe.shares_gpu:
+            line += ", which trainer and generator share"
+        elif num_used < len(gpus.usable):
+            line += ": cluster.num_generators and cluster.num_trainers use more"
+        return line if all(map(has_bfloat16, gpus.visible)) else f"{line}; it has no bfloat16"
+    if not gpus.visible:
+        return "no GPU here"
+    why = "settings say so"
+    if gpus.unusable:
+        why = gpus.unusable
+    elif recipe.model in TINY_MODELS:
+        why = "a tiny model is as fast on a CPU"
+    elif all(map(is_too_old, gpus.visible)):
+        why = "torch no longer supports them"
+    return f"GPUs here stay idle ({gpus}): {why}"
+
+
 def _available_gpus() -> dict[str, Any]:
     command = [sys.executable, "-P", "-c", AVAILABLE_GPUS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -115,7 +152,8 @@ def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
 def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Call each of the user's verifiers on the first prompt row; return a line about each.
 
-    It is called with the right answer and with an empty completion, and may fail on one of them.
+    It is called with the right answer, or the prompt if there is none, and with an empty
+    completion; it may fail on one of them.
     For the verifier `code` and the tool `python` a line names the tier of sandboxes.
     """
     lines, workflow = [], recipe.workflow
@@ -157,15 +195,16 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
                 f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
                 "it yourself on that row, and fix it"
             )
-        lines.append(_describe_scores(verifier, scores, recipe))
+        completion = "prompt" if prompt.answer is None else "answer"
+        lines.append(_describe_scores(verifier, scores, recipe, completion=completion))
     return lines
 
 
 def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Run one episode of a user's workflow on the first prompt row; return a line about it.
 
-    Every completion is the row's answer. An error after such a completion may come from it, so it
-    is only reported.
+    Every completion is the row's answer, or its prompt if it has none. An error after such a
+    completion may come from it, so it is only reported.
     """
     if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
         return []
@@ -180,10 +219,11 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
         raise ConfigError(
             f"{subject} fails on the first prompt row: {outcome['error']}. Fix it, then start again"
         )
-    num_answers = outcome["num_answers"]
+    num_answers, completion = outcome["num_answers"], outcome["completion"]
     line = (
-        f"Workflow {recipe.workflow.path}, tried on the first row with its answer as all that the "
-        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {outcome['seconds']:.2g} s"
+        f"Workflow {recipe.workflow.path}, tried on the first row with its {completion} as all "
+        f"that the policy says: {num_answers} answer{'s' * (num_answers != 1)}, "
+        f"{outcome['seconds']:.2g} s"
     )
     if outcome["error"]:
         return [f"{line}, then {outcome['error']}"]
@@ -218,11 +258,13 @@ def _shown_reward(score: dict[str, Any]) -> str:
     return f"{score['reward']:g}"
 
 
-def _describe_scores(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
+def _describe_scores(
+    verifier: str, scores: list[dict[str, Any]], recipe: Recipe, *, completion: str
+) -> str:
     seconds = min(score["seconds"] for score in scores)
     for_answer, for_empty = map(_shown_reward, scores)
     line = (
-        f"Verifier {verifier}, tried on the first row: {for_answer} for its answer as the "
+        f"Verifier {verifier}, tried on the first row: {for_answer} for its {completion} as the "
         f"completion, {for_empty} for an empty one; {1000 * seconds:.3g} ms"
     )
     num_workers, size = recipe.cluster.num_reward_workers, recipe.controller.batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker import WorkerContext
-from areal_flow.config import Recipe
+from areal_flow.config import Recipe, dump_recipe
 from areal_flow.core.errors import ConfigError, TrainerLost
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
@@ -33,7 +34,21 @@ from areal_flow.rollout.prompts.completions import (
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.cluster_address import dashboard_text
 from pipelines.console.progress import Progress, make_progress
-from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
+from pipelines.jobs.built_in import (
+    initial_model,
+    prepare_model,
+    rows_wanted,
+    with_fetched_sft,
+    with_files,
+)
+from pipelines.jobs.defaults import (
+    completion_facts,
+    describe_choices,
+    model_facts,
+    smallest_gpu_bytes,
+    supervised_settings,
+    with_choices,
+)
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 
 MAX_LOST_TRAINERS = 3
@@ -62,16 +77,10 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     if not (sft.num_steps and sft.path):
         return 0
     objective = OBJECTIVES[sft.objective]
-    encoder = RowEncoder(
-        tokenizer_of(layout.model),
-        stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
-        chat=chat_template_of(layout.model),
-        system=recipe.prompts.system_prompt,
-    )
     num_rows = tokenise_completions(
         sft.path,
         layout.sft_rows,
-        encoder=encoder,
+        encoder=_encoder(layout, recipe),
         max_tokens=recipe.trainer.tokens_per_micro_batch,
         fields=objective.fields,
     )
@@ -83,10 +92,29 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     return num_rows
 
 
-def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a run of supervised fine-tuning alone needs; return a summary to print."""
-    objective = OBJECTIVES[recipe.sft.objective]
-    filled = recipe if recipe.sft.path else with_files(recipe, layout)
+def _encoder(layout: RunLayout, recipe: Recipe) -> RowEncoder:
+    return RowEncoder(
+        tokenizer_of(layout.model),
+        stop_token_ids=stop_token_ids(layout.model),
+        chat=chat_template_of(layout.model),
+        system=recipe.prompts.system_prompt,
+        with_stop=not OBJECTIVES[recipe.sft.objective].makes_reward_model,
+    )
+
+
+def prepare_sft_run(layout: RunLayout, recipe: Recipe, given: Collection[str] | None = None) -> str:
+    """Write what a run of supervised fine-tuning alone needs; return a summary to print.
+
+    Args:
+        given: names of settings that stay; other ones follow the model and the rows. None: all
+            stay.
+    """
+    objective, notes = OBJECTIVES[recipe.sft.objective], list[str]()
+    fill = with_fetched_sft if recipe.sft.path else with_files
+    filled = fill(recipe, layout)
+    if given is not None and recipe.sft.path:
+        recipe, notes = _with_choices(layout, filled, given)
+        filled = recipe
     if not (filled.sft.num_steps and filled.sft.path):
         raise ConfigError(
             f"expected sft.num_steps of 1 or more and {rows_wanted(filled)}: found "
@@ -104,7 +132,23 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
         first = np.split(arrays["tokens"], np.cumsum(arrays["lengths"][:NUM_COMPARED]))[:-1]
     warn_of_other_tokens(model, layout.model, texts_of(tokenizer_of(layout.model), first))
     record_inputs(layout, recipe, verifier=Verifier(), model=model)
-    return f"{num_rows} rows to learn from"
+    return "\n".join([f"{num_rows} rows to learn from", *notes])
+
+
+def _with_choices(
+    layout: RunLayout, recipe: Recipe, given: Collection[str]
+) -> tuple[Recipe, list[str]]:
+    """Return a recipe with settings that follow from its model and rows, and lines about them."""
+    assert recipe.sft.path
+    check_first_completions(recipe.sft.path, OBJECTIVES[recipe.sft.objective].fields)
+    prepare_model(recipe, layout)
+    model = model_facts(initial_model(recipe, layout), layout.model, max_tokens=0)
+    rows = completion_facts(recipe, layout.model, _encoder(layout, recipe))
+    gpu_bytes = smallest_gpu_bytes(recipe)
+    choices = supervised_settings(model, rows, recipe, given, gpu_bytes=gpu_bytes)
+    recipe = with_choices(recipe, choices)
+    layout.config.write_text(dump_recipe(recipe))
+    return recipe, describe_choices(model, choices, given)
 
 
 def sft_workers(recipe: Recipe) -> list[WorkerPlacement]:

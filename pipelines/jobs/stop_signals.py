@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REQUESTED = "stop()"
+"""What takes the place of a signal's name where a program requests the stop."""
 WAKE_EVERY_S = 0.2
 _RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
 """Receivers of signals, by event loop."""
@@ -138,7 +140,7 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     try:
         return _run_in_thread(work()) if is_loop_running() else asyncio.run(work())
     except asyncio.CancelledError as stop:
-        if (name := str(stop)) not in signal.Signals.__members__:
+        if (name := str(stop)) not in {*signal.Signals.__members__, REQUESTED}:
             raise
     raise StoppedAtOnce(name)  # with no context, of which a notebook would print all
 
@@ -151,19 +153,36 @@ def is_loop_running() -> bool:
     return True
 
 
+def is_called_from_python() -> bool:
+    """Return whether a notebook or a background thread runs the work, not a program's main thread.
+
+    Commands to go on with are then in Python, and what is said is no error.
+    """
+    return is_loop_running() or threading.current_thread() is not threading.main_thread()
+
+
+def stop_sender() -> Callable[[str], object]:
+    """Return what sends a signal, or `REQUESTED`, to the current task from any other thread."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def receive(name: str) -> None:
+        receiver: Callable[[str], object] = _RECEIVERS.get(loop, task.cancel)
+        receiver(name)
+
+    def send(name: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the work is done
+            loop.call_soon_threadsafe(receive, name)
+
+    return send
+
+
 def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
     started: Future[Callable[[str], object]] = Future()
     interrupts: list[str] = []
 
     async def run() -> Result:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-
-        def receive(name: str) -> None:
-            receiver: Callable[[str], object] = _RECEIVERS.get(loop, task.cancel)
-            receiver(name)
-
-        started.set_result(lambda name: loop.call_soon_threadsafe(receive, name))
+        started.set_result(stop_sender())
         return await work
 
     with ThreadPoolExecutor(max_workers=1) as thread, _interrupts_noted(interrupts):
@@ -171,8 +190,7 @@ def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
         # Python handles signals between waits: a library's handler with SA_RESTART ends no wait.
         while wait([running], timeout=WAKE_EVERY_S).not_done:
             while interrupts and started.done():
-                with suppress(RuntimeError):  # the loop is closed: the work is done
-                    started.result()(interrupts.pop(0))
+                started.result()(interrupts.pop(0))
         return running.result()
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
+
+import numpy as np
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.control import PoolSnapshot
@@ -36,7 +39,7 @@ from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_t
 from areal_flow.flow.recovery.checkpointing import Checkpoints
 from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.flow.recovery.restore import restore_policy
-from areal_flow.flow.schedules import SCHEDULES, run_until_first_ends
+from areal_flow.flow.schedules import run_until_first_ends, schedule_of
 from areal_flow.log.directory import read_state
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger_row import Provenance, genesis_row
@@ -52,6 +55,11 @@ from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[dict[str, Any]], object]
+"""Takes the row of a committed step, with its metrics as columns, as in `Run.steps`."""
+
 
 async def run_training(
     layout: RunLayout,
@@ -61,6 +69,7 @@ async def run_training(
     fork_server: ForkServer | None = None,
     resume: bool,
     began: float,
+    on_step: OnStep | None = None,
 ) -> Outcome:
     """Start a prepared run's workers, run all stages on them, and summarise a finished run."""
     progress = make_progress(
@@ -79,7 +88,10 @@ async def run_training(
                 workers, recipe.cluster, context, fork_server=fork_server
             ) as cluster:
                 progress.phase(dashboard_text(cluster.dashboard))
-                run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
+                run = Training(
+                    *(layout, recipe, writer, cluster, progress, tracking, signals, began),
+                    callback=StepCallback(on_step),
+                )
                 with reachable(layout, cluster):
                     outcome = await cluster.pool.guard(run_stages(run, resume=resume))
                 status = "FINISHED" if outcome.finished else "KILLED"
@@ -182,6 +194,8 @@ async def train(run: Training, start: InitialState) -> int:
         run.tracking.wake()
         autoscaler.after_step(row)
         await run.checkpoints.after_step(row)
+        if await run.callback.wants_stop(row):
+            flow.request_stop()
 
     totals = await run.on_generators(generator_tasks.engine_stats)
     flow = Flow(
@@ -210,11 +224,12 @@ async def train(run: Training, start: InitialState) -> int:
         with run.signals.finishing_steps(flow.request_stop):
             run.held_out.stop_on_plateau(flow)
             evaluations.reached(start.policy_version)
-            await SCHEDULES[recipe.schedule](flow)
+            await schedule_of(recipe)(flow)
         if not run.signals.received:
             await evaluations.settle()
         await run.checkpoints.settle()
     finally:
+        run.callback.report_failures()
         deadline.cancel()
         await evaluations.cancel()
         await flow.close()
@@ -240,6 +255,40 @@ def write_summary(run: Training) -> None:
     print_summary(layout, summary, run.held_out.tables, model=model)
 
 
+class StepCallback:
+    """Calls a user's function after each step, in a thread, so that generation goes on meanwhile.
+
+    An error in it, as in a plot, must not end a run of hours: the first is logged, all are counted.
+    """
+
+    def __init__(self, function: OnStep | None) -> None:
+        self._function = function
+        self._num_calls = self._num_failures = 0
+
+    async def wants_stop(self, row: Mapping[str, Any]) -> bool:
+        """Call the function with a step's row; return whether it returned True."""
+        return self._function is not None and await asyncio.to_thread(self._call, row)
+
+    def _call(self, row: Mapping[str, Any]) -> bool:
+        assert self._function is not None
+        self._num_calls += 1
+        columns = {name: value for name, value in row.items() if name != "metrics"}
+        try:
+            returned = self._function({**columns, **row["metrics"]})
+        except Exception:
+            self._num_failures += 1
+            if self._num_failures == 1:
+                logger.exception("on_step failed after step %d; the run goes on", row["step"])
+            return False
+        return isinstance(returned, bool | np.bool_) and bool(returned)
+
+    def report_failures(self) -> None:
+        if self._num_failures > 1:
+            logger.warning(
+                "on_step failed after %d of %d steps", self._num_failures, self._num_calls
+            )
+
+
 @dataclass
 class Training:
     """The parts of a run while its workers are up."""
@@ -252,6 +301,7 @@ class Training:
     tracking: RunTracking
     signals: StopSignals
     began: float
+    callback: StepCallback
 
     def __post_init__(self) -> None:
         layout, recipe, writer = self.layout, self.recipe, self.writer

@@ -56,14 +56,18 @@ IDLE_SHARE = 10
 """A refresh that took a second is followed by a pause of ten seconds."""
 LINEAGE_STEPS = 8
 _BODY = "body { margin: 0 auto; padding: 12px 8px; max-width: 1180px; }"
+_PROMPT = {"field": "prompt", "responsive": 0, "minWidth": 170}
 _WIDTHS = {
-    **{"run": 150, "group": 80, "reward": 90, "status": 110, "prompt": 330, "tokens": 84},
-    **{"versions": 96, "rewards": 96, "difficulty": 104, "members": 96},
+    **{"run": 150, "group": 88, "reward": 98, "status": 100, "prompt": None, "tokens": 94},
+    **{"versions": 104, "rewards": 120, "difficulty": 110, "members": 108},
 }
+"""The prompt gets the rest of the page; a narrow page hides columns, and the prompt never."""
 _WIDE = {"sizing_mode": "stretch_width"}
-_TABLE: dict[str, Any] = {"layout": "fit_data_stretch", "theme": "simple", "widths": _WIDTHS}
+_TABLE: dict[str, Any] = {"layout": "fit_columns", "theme": "simple"}
+_TABLE |= {"widths": {name: width for name, width in _WIDTHS.items() if width}}
 _TABLE |= {"page_size": 10, "pagination": "local", "show_index": False, "disabled": True}
-_TABLE |= {"configuration": {"responsiveLayout": "hide"}, "selectable": False, **_WIDE}
+_TABLE |= {"configuration": {"responsiveLayout": "hide", "columns": [_PROMPT]}}
+_TABLE |= {"selectable": False, **_WIDE}
 HELD_OUT = "held_out"
 _FIGURES = ("Mean reward", "Pass rate", "Completion length", "Staleness", "Masked")
 _READ = (
@@ -230,7 +234,8 @@ class Page:
             "Two policies": [pn.FlexBox(*self.policies), self.compared],
             "Lineage": [pn.FlexBox(self.of_run, self.version, self.show_lineage), self.lineage],
         }
-        below = pn.Tabs(*((name, pn.Column(*tab, **_WIDE)) for name, tab in tabs.items()), **_WIDE)
+        columns = ((name, pn.Column(*tab, **_WIDE)) for name, tab in tabs.items())
+        below = pn.Tabs(*columns, dynamic=True, **_WIDE)  # else all are as high as the highest
         return pn.Column(self.heading, pn.FlexBox(*charts, **_WIDE), self.error, below, **_WIDE)
 
 

@@ -34,7 +34,7 @@ from areal_flow.cluster.registry import Executions
 from areal_flow.config.cluster import ClusterSettings, KubernetesSettings, RemoteSettings
 from areal_flow.core.errors import EngineError
 from tests.kubernetes_api import IMAGE, running_kubernetes
-from tests.slurmd import running_slurm
+from tests.slurmd import allocation, running_slurm
 from tests.sshd import HOST, running_sshd
 
 LIMIT_S = 60.0
@@ -59,6 +59,10 @@ def settings(
     if request.param == "slurm":
         with running_slurm(tmp_path_factory.mktemp("slurm")):
             yield ClusterSettings(launcher="slurm")
+        return
+    if request.param == "srun":
+        with running_slurm(tmp_path_factory.mktemp("slurm")), allocation():
+            yield ClusterSettings(launcher="srun")
         return
     if request.param == "kubernetes":
         with running_kubernetes(tmp_path_factory.mktemp("kubernetes")):

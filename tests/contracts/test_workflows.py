@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +49,8 @@ SUBJECTS: dict[str, Workflow] = {
     "imported": load_workflow(
         ImportedWorkflow(
             name="imported", path=f"{__name__}:AsksACalculator", settings={"mark": "#"}
-        )
+        ),
+        Path(),
     ),
 }
 

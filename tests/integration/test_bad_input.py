@@ -56,10 +56,10 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (
             [str(RECIPE), "--prompts", "absent.jsonl"],
             1,
-            "a prompt file at absent.jsonl, found none",
+            "a file or folder of rows at absent.jsonl, found none",
         ),
-        (["--prompts", "absent.jsonl"], 1, "a prompt file at absent.jsonl, found none"),
-        (["--prompts", "mine.jsonl"], 2, "see the gsm8k recipe"),
+        (["--prompts", "absent.jsonl"], 1, "a file or folder of rows at absent.jsonl, found none"),
+        (["arithmetic", "--prompts", "mine.jsonl"], 2, "see the gsm8k recipe"),
         (["--controller.max-staleness", "-1"], 2, "--controller.max-staleness = -1"),
         (["--name", "../outside"], 1, "run name '../outside'"),
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),

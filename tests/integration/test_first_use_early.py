@@ -91,7 +91,7 @@ def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Pat
         ("exits", "exits (status 3) on the first prompt row, instead of returning a reward"),
         ("exits_by_sys", "called sys.exit(3): it must return a reward (at exits_by_sys, own.py"),
         ("hangs", "no verdict on a completion within 0.5 s, it stands in hangs, own.py, line 20"),
-        ("returns_nothing", "returned None, expected a number or a Score"),
+        ("returns_nothing", "returned None, expected a number, a Score"),
         ("holds_the_loop", "no verdict on a completion within 0.5 s, it stands in holds_the_loop"),
     ],
 )
@@ -241,7 +241,7 @@ def test_agent_is_tried_on_the_first_row(
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("asks_nothing", "the agent agents:asks_nothing had no answer from its base_url"),
+                ("asks_nothing", "the agent asks_nothing had no answer from its base_url"),
                 ("praises", "expected a finite number as the reward, found 'well done: "),
                 ("exits", "exits (status 3) on the first prompt row"),
                 ("Shouts", "ValueError: no (at run, agents.py, line 35)"),

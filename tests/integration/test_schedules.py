@@ -79,3 +79,15 @@ def test_resumed_epochs_are_those_of_one_run_to_the_bit(tmp_path: Path) -> None:
 def sorted_rows(run: Any, columns: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = run.steps("arrow", columns=columns).to_pylist()
     return sorted(rows, key=lambda row: row["step"])
+
+
+def test_exact_staleness_holds_in_a_run_and_over_its_resume(tmp_path: Path) -> None:
+    recipe = small_recipe(
+        num_steps=4, prompts={"num_held_out": 0}, controller={"exact_staleness": 2}
+    )
+    layout = run_small(tmp_path / "runs" / "exact", recipe)
+    done(tmp_path, "train", "--resume", "exact", "--num-steps", "6")
+    check_accounting(layout)
+    steps = areal_flow.open_run(layout.root).steps(where="step > 0")
+    assert steps.staleness_mean.tolist() == [0, 1, 2, 2, 2, 2]
+    assert steps.staleness_max.tolist() == [0, 1, 2, 2, 2, 2]

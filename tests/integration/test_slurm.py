@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from tests.chaos import SETTINGS
 from tests.integration.runs import ENVIRONMENT
-from tests.slurmd import job_numbers, running_slurm
+from tests.slurmd import job_numbers, nodes_of_steps, running_slurm
 from tests.struck_run import StruckRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,6 +28,7 @@ ON_SLURM = {
     "cluster.slurm": '{all = ["--time=60"], reward = ["--comment=scores"]}',
     "cluster.heartbeat-timeout-s": "10",
 }
+ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "pipelines.cli.main")
 
 
@@ -69,8 +71,10 @@ def test_cancelled_generator_and_killed_driver_lose_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("slurm")
-def test_driver_runs_as_a_job_itself(tmp_path: Path) -> None:
-    options = [text for name, value in ON_SLURM.items() for text in (f"--{name}", value)]
+@pytest.mark.parametrize("launcher", ["slurm", "srun"])
+def test_driver_runs_as_a_job_itself(launcher: str, tmp_path: Path) -> None:
+    settings = {**ON_SLURM, "cluster.launcher": launcher}
+    options = [text for name, value in settings.items() for text in (f"--{name}", value)]
     driver = [*COMMAND, "train", "--name", "inner", "--num-steps", "3", *options]
     submit = ["sbatch", "--wait", "--output=driver.log", "--cpus-per-task=2"]
     script = f"#!/bin/bash\nexec {shlex.join(driver)}\n"
@@ -79,6 +83,44 @@ def test_driver_runs_as_a_job_itself(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, (tmp_path / "driver.log").read_text()
     subprocess.run([*COMMAND, "check", "inner"], cwd=tmp_path, env=environment(), check=True)
+
+
+def test_one_job_has_workers_on_two_nodes_and_its_script_resumes_the_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings = {**SETTINGS, "cluster.num-generators": "3"}
+    options = [text for name, value in settings.items() for text in (f"--{name}", value)]
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "areal-flow"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    program.chmod(0o700)
+    log, runs = tmp_path / "driver.log", tmp_path / "runs"
+    submit = ["sbatch", "--time=60", f"--output={log}", "--open-mode=append"]
+    submit += [str(ROOT / "infra/slurm/nodes.sh"), "arithmetic", str(runs), "both", *options]
+    paths = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+    def train_for_steps() -> None:
+        """Submit the script; wait for two steps of this driver."""
+        subprocess.run(submit, cwd=tmp_path, env=environment() | {"PATH": paths}, check=True)
+        num_printed = len(log.read_text()) if log.exists() else 0
+        until(
+            lambda: log.exists() and log.read_text()[num_printed:].count("\nstep ") >= 2,
+            "two steps",
+        )
+
+    def end(*signal: str) -> None:
+        subprocess.run(["scancel", *signal, *job_numbers()], check=True)
+        until(lambda: not job_numbers(), "the job to end")
+
+    with running_slurm(tmp_path_factory.mktemp("slurm"), "n1", "n2"):
+        train_for_steps()
+        assert nodes_of_steps() == ["n1", "n1", "n1", "n2", "n2"]
+        end("--signal=KILL", "--full")
+        train_for_steps()
+        end("--signal=TERM", "--batch")
+    subprocess.run([*COMMAND, "check", "both"], cwd=tmp_path, env=ENVIRONMENT, check=True)
+    state = json.loads((runs / "both" / "state.json").read_text())["state"]
+    assert state == "stopped", log.read_text()
 
 
 def environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,10 @@ from areal_flow.config import Recipe
 from areal_flow.core.errors import ArealFlowError, ConfigError, PromptError
 from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rewards.shipping import load_function, what_is_executed
+from areal_flow.rollout.workflows.registry import load_workflow
+from areal_flow.rollout.workflows.tool_use import tool_result, tools_by_name
 from pipelines.arguments import placed, rows_of
 from pipelines.jobs.built_in import write_jsonl
 from pipelines.jobs.job import Job
@@ -424,3 +429,108 @@ def test_path_of_a_model_is_never_the_name_of_one_made_here(
     monkeypatch.chdir(tmp_path)
     assert placed({"model": Path("./tiny")}) == {"model": str(tmp_path / "tiny")}
     assert placed({"model": "tiny"}) == {"model": "tiny"}
+
+
+def test_held_out_rows_in_memory_are_written_beside_the_prompts(started: list[Any]) -> None:
+    held_out = pd.DataFrame(ROWS[:1])
+    areal_flow.train(prompts=ROWS, held_out=held_out, name="n")
+    areal_flow.train(prompts=ROWS, held_out="mine.jsonl", name="by-path")
+    (_, layout, recipe), (_, _, by_path) = started
+    assert recipe.prompts.held_out_path == layout.root / "held_out.jsonl"
+    assert rows_of_file(recipe.prompts.held_out_path) == ROWS[:1]
+    assert by_path.prompts.held_out_path == Path("mine.jsonl").resolve()
+
+
+def test_bad_held_out_row_is_named_as_such(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"runs": tmp_path, "tracking": {"enabled": False}}
+    with pytest.raises(PromptError, match=r"^row 2 of the held-out rows given: field 'answer'"):
+        areal_flow.train(prompts=ROWS, held_out=[ROWS[0], {"question": "?"}], **given)
+    path = write_jsonl(tmp_path / "h.jsonl", [{"question": "?"}])
+    with pytest.raises(PromptError, match=r"h\.jsonl, line 1: field 'answer'"):
+        areal_flow.train(prompts=ROWS, held_out=path, **given)
+
+
+async def guess(base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+def weather(text: str) -> str:
+    """Return the weather of a town."""
+    return f"sunny in {text}"
+
+
+STOP = {"generation": {"stop": {"strings": ["</tool>"]}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"agent": guess, "workflow": {"max_calls": 3}},
+        {"workflow": {"name": "agent", "path": guess, "max_calls": 3}},
+        {"agent": guess, "workflow.max_calls": 3},
+    ],
+)
+def test_agent_may_be_a_function(started: list[Any], given: dict[str, Any]) -> None:
+    areal_flow.train(prompts=ROWS, name="n", **given)
+    ((_, layout, recipe),) = started
+    workflow = recipe.workflow
+    assert re.fullmatch(r"shipped:guess@\w{12}", workflow.path)
+    assert (workflow.name, workflow.max_calls) == ("agent", 3)
+    agent = load_workflow(workflow, layout.rewards)
+    loaded = load_function(agent.path, setting="workflow.path", error=ConfigError)
+    assert asyncio.run(loaded("url", "key")) == 1.0
+    rewards = WeightedRewards(recipe.rewards, layout.rewards, agent=recipe.rewarding_agent)
+    assert rewards.identity == f"agent:{workflow.path.removeprefix('shipped:')}"
+    assert recipe.function_paths[-1] == workflow.path
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"tools": [weather, "calculator"]}, ["weather", "calculator"]),
+        ({"tools": weather}, ["weather"]),
+        ({"workflow": {"name": "tool_use", "tools": ["calculator", weather]}}, None),
+    ],
+)
+def test_tools_may_be_functions(
+    started: list[Any], given: dict[str, Any], names: list[str] | None
+) -> None:
+    areal_flow.train(prompts=ROWS, name="n", **given, **STOP)
+    ((_, layout, recipe),) = started
+    workflow = load_workflow(recipe.workflow, layout.rewards)
+    paths = tools_by_name(workflow.tools)
+    assert [*paths] == (names or ["calculator", "weather"])
+    assert tool_result(paths["weather"], "Rome", 5, 100) == "sunny in Rome"
+    assert "sunny" in next(layout.rewards.glob("weather@*.py")).read_text()
+    announced = what_is_executed(recipe.function_paths)
+    assert re.search(r"came with the run directory: rewards/weather@\w+\.py$", announced)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"agent": guess, "tools": [weather]}, "expected agent or tools, found both"),
+        (
+            {"agent": guess, "workflow": "tool_use"},
+            r"workflow\.name = 'tool_use' does not go with agent: leave one out",
+        ),
+        ({"tools": [weather, weather], **STOP}, "two tools are called 'weather'"),
+        ({"agent": 5}, r"workflow\.agent\.path|workflow\.path"),
+    ],
+)
+def test_functions_that_do_not_fit_are_refused_before_a_run_is_made(
+    started: list[Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        areal_flow.train(prompts=ROWS, **given)
+    assert not started
+
+
+def test_changed_shipped_tool_is_refused(started: list[Any]) -> None:
+    areal_flow.train(prompts=ROWS, tools=weather, name="n", **STOP)
+    ((_, layout, recipe),) = started
+    (pickled,) = layout.rewards.glob("*.pickle")
+    pickled.write_bytes(pickled.read_bytes() + b".")
+    (path,) = tools_by_name(load_workflow(recipe.workflow, layout.rewards).tools).values()
+    with pytest.raises(ArealFlowError, match="expected the function that was shipped"):
+        tool_result(path, "Rome", 5, 100)

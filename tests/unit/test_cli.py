@@ -229,8 +229,7 @@ def test_data_names_the_input_of_every_command_that_trains(
     assert main([command, "--data", "mine.jsonl"]) == 143
     ((_, layout, recipe),) = started
     assert getattr(recipe, section).path == Path("mine.jsonl")
-    stem = {"dpo": "dpo", "reward-model": "reward_model"}.get(command, "mine")
-    assert layout.name.startswith(f"{stem}-")
+    assert layout.name.startswith("mine-")
     assert main([command, "gsm8k", "--data", "mine.jsonl", "--sft.num-steps", "1"]) == 143
     assert started[1][1].name.startswith("gsm8k-")
 
@@ -249,6 +248,21 @@ def test_commands_of_pairs_are_fine_tuning_with_their_objective(
 
 
 @pytest.mark.parametrize(
+    ("command", "section"), [("train", "trainer"), ("sft", "sft"), ("dpo", "sft")]
+)
+def test_setting_that_one_section_has_needs_no_section(
+    started: list[tuple[str, RunLayout, Recipe]], command: str, section: str
+) -> None:
+    options = ["--learning-rate", "2e-5", "--max-new-tokens=9", "--trainer.max-grad-norm", "2"]
+    assert main([command, *options, "--weight-decay=0.3", "--vllm.enforce-eager=true"]) == 143
+    ((_, _, recipe),) = started
+    assert getattr(recipe, section).learning_rate == 2e-5
+    assert (recipe.trainer.learning_rate == 2e-5) == (section == "trainer")
+    assert (recipe.generation.max_new_tokens, recipe.trainer.max_grad_norm) == (9, 2)
+    assert (recipe.trainer.adamw.weight_decay, recipe.generation.vllm.enforce_eager) == (0.3, True)
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["trian"], 'Did you mean "train"'),
@@ -260,6 +274,12 @@ def test_commands_of_pairs_are_fine_tuning_with_their_objective(
         (["train", "--beta", "0.1"], "Did you mean --algorithm.kl-coefficient?"),
         (["train", "--max-completion-length", "9"], "Did you mean --generation.max-new-tokens?"),
         (["train", "--per-device-train-batch-size", "9"], "mean --controller.batch-size?"),
+        (["train", "--num-train-epochs", "3"], "--num-steps? TRL's num_train_epochs differs: "),
+        (["train", "--num-iterations", "2"], "TRL's num_iterations has no counterpart here: a ba"),
+        (["train", "--temperature", "1"], "of --generation.temperature, --evaluation.temperature"),
+        (["train", "--top-p", "0.9"], "--top-p: evaluation.top_p has this name, which only eva"),
+        (["runs", "--learning-rate", "1"], "Unknown option: --learning-rate. `areal-flow runs"),
+        (["train", "--learning-rate=-1"], "  --trainer.learning-rate = -1: Input should be gr"),
         (["train", "--eval-dataset", "e"], "Did you mean --prompts.held-out-path?"),
         (["train", "--algorithm.name", "grpo"], "name grpo: GRPO is a way to compute advantages"),
         (["train", "--algorithm.name", "dapo"], "dapo: use algorithm.name = 'ppo' with advantage"),

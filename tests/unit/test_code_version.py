@@ -40,3 +40,9 @@ def test_package_that_is_installed_in_a_clone_has_no_commit(clone: Path) -> None
 def test_no_commit_without_git(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_commit(clone / "package") == ""
+
+
+def test_commit_that_a_build_recorded_is_that_of_the_package(clone: Path) -> None:
+    (clone / "installed" / "core").mkdir(parents=True)
+    (clone / "installed" / "core" / "commit.txt").write_text("recorded\n")
+    assert git_commit(clone / "installed") == "recorded"

@@ -102,13 +102,13 @@ def test_conversation_is_what_transformers_renders_with_its_answers_trained(
     rows = learn(layout, {"messages": messages}, objective="cross_entropy")
     (sequence,) = rows.sequences(0)
     tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
-    rendered = reference.apply_chat_template(messages, tokenize=False)
-    text = reference.decode(tokens)
-    assert rendered.replace(" <|im_end|>", "<|im_end|>").rstrip() == text
+    expected = reference.apply_chat_template(messages)["input_ids"]
+    assert tokens == expected[: len(tokens)]
+    assert not reference.decode(expected[len(tokens) :]).strip()
     end = reference.convert_tokens_to_ids("<|im_end|>")
     assert sequence.output_tokens[sequence.trained].tolist().count(end) == 2
     answers = [text.strip() for text in trained_texts(tokenizer_of(layout.model), sequence)]
-    assert answers == ["3<|im_end|>", "1<|im_end|>"]
+    assert [text.replace(" ", "") for text in answers] == ["3<|im_end|>", "1<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,11 @@ def test_template_that_rewrites_answers_is_refused_where_that_changes_them(
     thought = message_of("assistant", "<think>1</think>2")
     with pytest.raises(PromptError, match="field 'messages': the chat template rewrites the answ"):
         learn(layout, {"messages": [ASKED, thought]}, objective="cross_entropy")
+    with pytest.raises(PromptError, match="field 'messages': the chat template rewrites the answ"):
+        learn(layout, {"messages": [ASKED, thought, AGAIN, SAME]}, objective="cross_entropy")
+    rows = learn(layout, {"messages": [ASKED, ANSWERED, AGAIN, SAME]}, objective="cross_entropy")
+    assert [texts for _, texts in shown(layout, rows)] == [["2<|im_end|>", "1<|im_end|>"]]
+    give_chat_template(layout.model, SHOWS_NO_REASONING)
     with pytest.raises(PromptError, match="field 'messages': the chat template rewrites earlier"):
         learn(layout, {"messages": [ASKED, ANSWERED, AGAIN, SAME]}, objective="cross_entropy")
 

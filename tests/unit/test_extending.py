@@ -154,7 +154,7 @@ def adds_up(max_calls: int) -> Any:
     recipe = build_recipe(
         {"workflow": {**named, "settings": {"max_calls": max_calls}}}, source="the page"
     )
-    return load_workflow(recipe.workflow)
+    return load_workflow(recipe.workflow, Path())
 
 
 @pytest.mark.usefixtures("my_project")

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.core.errors import ArealFlowError, TrainingError
+from areal_flow.config import build_recipe
+from areal_flow.core.errors import ArealFlowError, ConfigError, TrainingError
 from areal_flow.core.types import (
     SKIPPED_UPDATES,
     GroupReceipt,
@@ -25,7 +26,7 @@ from areal_flow.core.types import (
 )
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState
-from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.flow.schedules import run_async_schedule, run_barrier_schedule, schedule_of
 from areal_flow.log.ledger_row import Provenance, TokenAccounting
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
@@ -200,6 +201,65 @@ def test_barrier_consumes_submissions_in_order_like_async_without_staleness() ->
         return [request.trajectory_ids for request in cluster.requests]
 
     assert consumed(run_async_schedule) == consumed(run_barrier_schedule)
+
+
+@pytest.mark.parametrize(
+    ("table", "schedule"),
+    [
+        ({}, run_async_schedule),
+        ({"schedule": "sync"}, run_barrier_schedule),
+        ({"controller": {"exact_staleness": 0}}, run_barrier_schedule),
+    ],
+)
+def test_schedule_is_the_recipes_but_for_batches_of_an_exact_age(
+    table: dict[str, Any], schedule: object
+) -> None:
+    assert schedule_of(build_recipe(table, source="test")) is schedule
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    exact=st.integers(0, 3),
+    slack=st.integers(0, 2),
+    death_rate=st.sampled_from([0.0, 0.2]),
+    unscored_rate=st.sampled_from([0.0, 0.1]),
+)
+def test_each_batch_is_exactly_as_old_as_the_recipe_says(
+    seed: int, exact: int, slack: int, death_rate: float, unscored_rate: float
+) -> None:
+    """However long episodes take, whoever dies, and whatever is not scored."""
+    log = MemoryLog()
+    cluster = FakeCluster(
+        random.Random(seed),
+        duration_s=heavy_tailed,
+        death_rate=death_rate,
+        unscored_rate=unscored_rate,
+    )
+    numbers = {"max_staleness": exact + slack, "exact_staleness": exact, "num_steps": 7}
+    flow = make_flow(cluster, log, max_attempts=5, max_consecutive_failures=99, **numbers)
+    run_in_virtual_time(run_to_end(flow, schedule_of(flow.recipe)))
+    rows = [row for row in log.rows if row["step"] > 0]
+    assert len(rows) == 7
+    for row in rows:
+        age = min(exact, row["step"] - 1)
+        assert (row["staleness_mean"], row["staleness_max"]) == (age, age)
+    check_rows(log)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"controller": {"exact_staleness": 3}}, r"exact_staleness \(3\) must not exceed"),
+        (
+            {"schedule": "sync", "controller": {"exact_staleness": 1}},
+            "set schedule to 'async'",
+        ),
+        ({"controller": {"exact_staleness": -1}}, "greater than or equal to 0"),
+    ],
+)
+def test_exact_staleness_that_cannot_be_is_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(table, source="test")
 
 
 @pytest.mark.parametrize("schedule", [run_async_schedule, run_barrier_schedule])

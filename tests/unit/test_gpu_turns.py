@@ -167,7 +167,7 @@ def within_seconds(work: Coroutine[Any, Any, None]) -> None:
 
 
 def test_a_shared_gpu_is_taken_in_turns_by_the_sync_schedule_alone() -> None:
-    chosen = in_turns()
+    chosen = in_turns(generation={"device": "cuda", "engine": "vllm"})
     assert chosen.takes_turns
     assert chosen.generation.vllm.enable_sleep_mode
     for other in (

@@ -143,7 +143,7 @@ def test_image_runs_without_privileges_and_uses_only_sent_files() -> None:
     sent.remove(".dockerignore")  # always sent
     assert sent == {
         *("areal_flow", "pipelines", "schemas"),
-        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE"),
+        *("constraints.txt", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"),
     }
     copied: set[str] = set()
     for name, arguments in instructions():

@@ -32,7 +32,7 @@ from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.step import train_step
-from pipelines import models
+from pipelines import export
 from pipelines.jobs import preflight
 from tests.policies import served_weights, small_policy, write_model_directory
 from tests.unit.test_trainer import make_sequences, settings
@@ -145,8 +145,8 @@ def test_export_is_a_plain_model_and_an_adapter_that_peft_loads(
     from transformers import AutoModelForCausalLM
 
     first, later = (tmp_path / "checkpoints" / f"{step:08d}" for step in (0, 7))
-    models.export(later, tmp_path / "plain")
-    models.export_adapter(later, tmp_path / "adapter")
+    export.export_model(later, tmp_path / "plain")
+    export.export_adapter(later, tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     base = AutoModelForCausalLM.from_pretrained(first)
     assert not list((tmp_path / "plain").glob("*adapter*"))
@@ -167,7 +167,7 @@ def test_mistakes_are_reported_before_anything_starts(
         check_adapter(model, LoraSettings(rank=2, target_modules="q_proj_x"))
     check_adapter(model, LoraSettings(rank=2, target_modules="q_proj, v_proj"))
     with pytest.raises(ModelError, match="which has no adapter: leave it out"):
-        models.export_adapter(model, tmp_path / "adapter")
+        export.export_adapter(model, tmp_path / "adapter")
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     recipe = build_recipe({"trainer": {"lora": {"rank": 2}}}, source="")
     with pytest.raises(ConfigError, match=r"pip install '\.\[lora\]'"):

@@ -210,7 +210,7 @@ def test_a_trainer_on_a_shared_gpu_has_the_memory_the_generator_leaves() -> None
     assert of_one.trainer_bytes == pytest.approx(half, abs=1)
     assert of_one.fits
     assert of_one.generator
-    assert of_one.generator.cache_token_bytes == 2 * 2 * 2 * 32 * 4
+    assert of_one.generator.cache_token_bytes == 2 * 2 * 2 * 32 * 2
     assert of_two.trainer_bytes == of_two.gpu_bytes
     larger = RankMemory(0, half, {"parameters": half})
     assert not plan_memory(shared, [larger], policy, gpu="H100-80GB").fits

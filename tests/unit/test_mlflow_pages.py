@@ -33,6 +33,20 @@ def test_a_value_and_its_bounds_are_one_chart_and_no_bound_has_its_own() -> None
     assert section["name"] == "held_out/gsm8k", "where MLflow shows other metrics of this set"
 
 
+def test_reward_and_pass_rate_come_first_whatever_the_alphabet_says() -> None:
+    bounds = {"held_out/pass_rate", "held_out/pass_rate_low", "held_out/pass_rate_high"}
+    others = {"device_seconds/idle", "rollout/generated_tokens"}
+    view = interval_view({"rollout/pass_rate", "rollout/reward_mean", *bounds, *others})
+    assert [section["name"] for section in view["compareRunSections"]] == [
+        "Reward and pass rate",
+        "held_out",
+    ]
+    first = view["compareRunSections"][0]["uuid"]
+    charts = [c["metricKey"] for c in view["compareRunCharts"] if c["metricSectionId"] == first]
+    assert charts == ["rollout/reward_mean", "rollout/pass_rate"]
+    assert view["isAccordionReordered"]
+
+
 def test_database_that_cannot_be_written_is_served_without_the_view(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
-import nbformat
 import pyarrow as pa
 import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
-from nbclient import NotebookClient
 
 import areal_flow
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.pass_rates import tabulate
 from areal_flow.log.browse import ShownToken
+from pipelines.jobs.evaluate import EvaluationResult
 from pipelines.pages.charts import COLOURS
 from schemas import PromptRow, arrow_schema
+from tests import notebooks
 from tests.finished_runs import HOSTILE, make_finished_run
-
-EXPLORE = Path(__file__).parents[2] / "examples" / "explore.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,42 @@ def test_run_has_an_html_summary_even_without_steps(layout: RunLayout, tmp_path:
     assert ">steps<" not in areal_flow.open_run(new.root)._repr_html_()
 
 
+def test_report_is_a_path_that_a_notebook_shows_with_key_figures_and_the_page(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pages").mkdir()
+    page = areal_flow.report(layout.root, to=tmp_path / "pages" / "r&d.html")
+    assert page.read_text().startswith("<!doctype html>")
+    assert f"{page}" == str(tmp_path / "pages" / "r&d.html")
+    shown = page._repr_html_()
+    assert 'href="pages/r&amp;d.html"' in shown
+    assert '<iframe src="pages/r&amp;d.html"' in shown
+    assert re.search(r">held-out pass rate<.*>0\.000 → 1\.000 \[0\.\d{3}, 1\.000\]<", shown)
+
+
+def test_evaluation_is_one_line_and_in_a_notebook_a_table() -> None:
+    def answer(difficulty: int, reward: float) -> dict[str, Any]:
+        row = {"prompt_id": f"{difficulty}", "sample": 0, "num_output_tokens": 4}
+        return {**row, "held_out": "held_out", "difficulty": difficulty, "reward": reward}
+
+    answers = [answer(1, 1.0), answer(2, 0.0)]
+    table = tabulate(answers, threshold=0.5)
+    result = EvaluationResult(table, answers, "<b>mine</b>")
+    assert (
+        repr(result)
+        == "<EvaluationResult <b>mine</b>: pass rate 0.500 [0.095, 0.905] of 2 prompts>"
+    )
+    shown = result._repr_html_()
+    assert "&lt;b&gt;mine" in shown
+    assert re.findall(r"<tr><td>(\w+)</td><td>(\d)</td>", shown) == [
+        ("1", "1"),
+        ("2", "1"),
+        ("all", "2"),
+    ]
+    assert "<td>0.500 [0.095, 0.905]</td>" in shown
+
+
 def test_trajectory_shows_its_tokens_and_runs_nothing(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,11 +128,22 @@ def test_trajectory_shows_its_tokens_and_runs_nothing(
 
 @pytest.mark.slow
 def test_explore_notebook_runs_over_the_newest_run(layout: RunLayout, tmp_path: Path) -> None:
-    notebook = nbformat.read(EXPLORE, 4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
     (tmp_path / "runs").symlink_to(layout.root.parent)
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=60, resources=place).execute()
+    notebook = notebooks.execute("explore", tmp_path)
+    assert notebooks.shape(notebook) == notebooks.shape(notebooks.read("explore"))
     data = [o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ())]
     assert sum("image/png" in shown for shown in data) >= 2
     assert sum("text/html" in shown for shown in data) >= 3
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_committed_notebook_has_outputs_of_every_cell_that_shows_something(name: str) -> None:
+    notebook = notebooks.read(name)
+    (run_cells,) = [[c for c in notebook.cells if c.cell_type == "code"]]
+    assert all(cell.execution_count for cell in run_cells), "run `python -m tests.notebooks`"
+    kinds = {kind for cell in notebooks.shape(notebook) for kind in cell["kinds"]}
+    assert {"image/png", "text/html"} <= kinds
+    assert "error" not in kinds
+    text = (notebooks.EXAMPLES / f"{name}.ipynb").read_text()
+    assert len(text) < notebooks.MAX_BYTES
+    assert not re.search(r"/(home|root|tmp|work)/", text), "a path of the machine that ran it"

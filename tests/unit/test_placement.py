@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,9 +145,10 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
     [
         (
             {"launcher": "shh"},
-            "'shh': expected one of kubernetes, local, slurm, ssh",
+            "'shh': expected one of kubernetes, local, slurm, srun, ssh",
         ),
         ({"launcher": "ssh"}, "needs cluster.remote.hosts"),
+        ({"launcher": "srun"}, "start the driver by sbatch or in salloc"),
         ({"num_gpus": 0}, "found 0 GPU"),
         (
             {"num_gpus": 2, "network": {"tls_directory": "/nowhere"}},
@@ -165,6 +167,22 @@ def test_gpus_of_other_machines_are_stated_not_detected() -> None:
     assert {worker.host for worker in stated if worker.gpus} == {"127.0.0.1", "localhost"}
     with pytest.raises(ConfigError, match=r"found 0 GPU\(s\) on 2 machine\(s\).*cluster.num_gpus"):
         place_workers(recipe(launcher="ssh", remote=remote))
+
+
+def test_ranks_of_a_trainer_fill_one_node_of_the_job_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    placed = place_workers(recipe(launcher="srun", num_gpus=8, num_trainers=4, num_generators=12))
+    hosts = {
+        role: [worker.host for worker in placed if worker.role == role]
+        for role in ("trainer", "generator")
+    }
+    assert hosts == {"trainer": ["n1"] * 4, "generator": ["n1"] * 4 + ["n2"] * 8}
 
 
 def test_devices_are_gpus_or_else_cores_and_half_of_a_gpu_that_two_share() -> None:

@@ -81,6 +81,21 @@ def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     assert [score["reward"] for score in recorded["scores"]] == [1, 0]
 
 
+def echoes(*, prompt: str, completion: str, answer: object) -> float:
+    return float(completion == prompt and answer is None)
+
+
+def test_verifier_is_tried_with_the_prompt_of_a_row_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(RunLayout(tmp_path).model, max_model_len=32)
+    given = trial_input(f"{__name__}:echoes", {"prompt": "2 =", "answer": None, "metadata": {}})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    trial.main(tmp_path, tmp_path / "scores.jsonl")
+    recorded = json.loads((tmp_path / "scores.jsonl").read_text().splitlines()[-1])
+    assert [score["reward"] for score in recorded["scores"]] == [1, 0]
+
+
 def test_trial_finds_files_of_the_working_directory_which_shadow_no_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

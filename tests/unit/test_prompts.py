@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import pickle
+from contextlib import nullcontext
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -18,11 +20,13 @@ from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_rec
 from areal_flow.core.errors import ConfigError, PromptError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Prompt
+from areal_flow.rewards.functions import function_reward
 from areal_flow.rewards.math.reward import verify_numeric
-from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rollout.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
-from pipelines.jobs.prepare import describe_prompts, prepare_run
+from pipelines.jobs.evaluate import _with_fields
+from pipelines.jobs.prepare import describe_prompts, prepare_run, with_fields
 from pipelines.tiny_jobs.sums import (
     CHAIN_OF_THOUGHT_FRACTION,
     GUESS_ERROR,
@@ -53,6 +57,9 @@ def layout(tmp_path: Path) -> RunLayout:
     made = RunLayout(tmp_path / "run")
     write_tiny_model(made.model, max_model_len=96)
     return made
+
+
+ASKED = {"role": "user", "content": "1 + 1 ="}
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -124,8 +131,10 @@ def test_row_may_have_megabytes_of_tests(tmp_path: Path, layout: RunLayout) -> N
 
 
 def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayout) -> None:
-    path = write_rows(tmp_path / "p.jsonl", [{**good(n), "difficulty": "hard"} for n in range(20)])
-    assert prepare_prompts(recipe(path).prompt_plan(), layout).num_train == 16
+    words = ("hard", "12", "²", "-1")
+    path = write_rows(tmp_path / "p.jsonl", [{**good(0), "difficulty": word} for word in words])
+    prompts = prepared(recipe(path, num_held_out=0), layout)
+    assert [prompt.difficulty for prompt in prompts] == [0, 12, 0, 0]
 
 
 def test_first_ten_kinds_of_bad_rows_are_named_at_once_in_the_order_of_the_file(
@@ -249,7 +258,7 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
             'solution; set prompts.question_field = "prompt" and prompts.answer_field = "solution"',
         ),
         (
-            {"messages": [], "answer": "1"},
+            {"messages": [ASKED], "answer": "1"},
             'set prompts.question_field = "messages". Fix',
         ),
         ({"question": "q", "ground_truth": 3}, 'set prompts.answer_field = "ground_truth"'),
@@ -259,9 +268,142 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
 def test_missing_field_comes_with_the_setting_that_takes_the_one_that_is_there(
     tmp_path: Path, layout: RunLayout, row: dict[str, Any], advice: str
 ) -> None:
+    fields = {"question_field": "question", "answer_field": "answer"}
+    path = write_rows(tmp_path / "p.jsonl", [row])
     with pytest.raises(PromptError) as raised:
-        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", [row])).prompt_plan(), layout)
+        prepare_prompts(recipe(path, **fields).prompt_plan(), layout)
     assert advice in str(raised.value)
+
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [ASKED],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "note"),
+    [
+        ([{"question": "q =", "answer": 3}], ("question", "answer"), ""),
+        (
+            [{"problem": "q =", "solution": "#### 3", "answer": 3}],
+            ("problem", "answer"),
+            'question_field = "problem", answer_field = "answer" (ignored: solution)',
+        ),
+        ([VERL_ROW], ("prompt", "reward_model.ground_truth"), 'question_field = "prompt", '),
+        (
+            [{"prompt": None, "messages": [ASKED], "solution": "3"}, {"prompt": None}],
+            ("messages", "solution"),
+            'question_field = "messages", answer_field = "solution"',
+        ),
+        ([{"text": "q =", "value": 3}], (None, None), "no question_field, no answer_field"),
+    ],
+)
+def test_fields_that_a_recipe_leaves_open_are_found_by_their_usual_names_and_recorded(
+    tmp_path: Path, rows: list[dict[str, Any]], fields: tuple[str | None, ...], note: str
+) -> None:
+    given = recipe(write_rows(tmp_path / "p.jsonl", rows))
+    filled, notes = with_fields(given, given)
+    assert (filled.prompts.question_field, filled.prompts.answer_field) == fields
+    assert [line.startswith(f"Fields of p.jsonl: {note}") for line in notes] == [True] * bool(note)
+    again, no_notes = with_fields(filled, filled)
+    assert (again, no_notes if fields[0] else []) == (filled, [])
+
+
+def test_recipe_with_usual_fields_has_the_digest_that_it_had_with_them_as_defaults(
+    tmp_path: Path,
+) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [good(1)])
+    explicit = recipe(path, question_field="question", answer_field="answer")
+    filled, _ = with_fields(recipe(path), recipe(path))
+    assert filled.digest() == explicit.digest()
+
+
+def test_field_of_prompts_comes_first_in_files_that_have_it(tmp_path: Path) -> None:
+    """A set without it is read by the usual names; a field of its own must be there."""
+    train = write_rows(tmp_path / "p.jsonl", [{"word": "q =", "value": 3}])
+    alike = write_rows(tmp_path / "alike.jsonl", [{"word": "q =", "value": 3, "answer": 4}])
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "q =", "solution": 4}])
+    sets = [{"name": p.stem, "path": str(p)} for p in (alike, other)]
+    sets.append({"name": "own", "path": str(other), "question_field": "solution"})
+    fields = {"question_field": "word", "answer_field": "value"}
+    table = recipe(train, **fields).model_dump(mode="json", exclude_none=True)
+    given = build_recipe(table, {"evaluation": {"held_out": sets}}, source="test")
+    filled, notes = with_fields(given, given)
+    chosen = [(s.question_field, s.answer_field) for s in filled.evaluation.held_out]
+    assert chosen == [(None, None), ("prompt", "solution"), ("solution", "solution")]
+    assert [note.partition(":")[0] for note in notes] == ["Fields of other.jsonl"] * 2
+
+
+def test_parquet_as_verl_prepares_gsm8k_is_trained_with_its_reward_as_it_is(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert (data_source, extra_info["split"]) == ("openai/gsm8k", "train")
+        is_right = solution_str.rpartition("#### ")[2] == ground_truth
+        return {"score": float(is_right), "index": extra_info["index"]}
+
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} + 1 = Answer after ####."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"split": "train", "index": n, "question": f"{n} + 1 ="},
+        }
+        for n in range(6)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    give_chat_template(layout.model, CHATML)
+    given = recipe(tmp_path / "train.parquet", num_held_out=0, chat_template=True)
+    filled, _ = with_fields(given, given)
+    prompts = prepared(filled, layout)
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3", "4", "5", "6"]
+    inputs = [
+        RewardInput(prompt.text, "so #### 3", prompt.answer, dict(prompt.metadata))
+        for prompt in prompts
+    ]
+    scores = asyncio.run(function_reward(compute_score, timeout_s=5).score(inputs))
+    assert [score.reward for score in scores] == [0, 0, 1, 0, 0, 0]
+    assert [score.extra["index"] for score in scores] == [*range(6)]
+
+
+def test_evaluated_files_are_read_by_their_own_fields(tmp_path: Path) -> None:
+    """Neither a run's own rows nor its other sets, which may be gone, are looked at."""
+    file = write_rows(tmp_path / "other.jsonl", [{"prompt": "q =", "solution": 4}])
+    sets = [{"name": name, "path": str(file)} for name in ("given", "own")]
+    fields = {"question_field": "word", "answer_field": "value"}
+    table = recipe(tmp_path / "gone.jsonl", **fields).model_dump(mode="json", exclude_none=True)
+    run = build_recipe(table, {"evaluation": {"held_out": sets}}, source="test")
+    filled, notes = _with_fields(run, ["given"])
+    chosen = [(s.question_field, s.answer_field) for s in filled.evaluation.held_out]
+    assert chosen == [("prompt", "solution"), (None, None)]
+    assert len(notes) == 1
+
+
+def test_nested_fields_are_read_and_a_column_of_the_full_name_comes_first(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    settings = {"num_held_out": 0, "chat_template": True}
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([VERL_ROW]), path)
+    (prompt,) = prepared(recipe(path, **settings), layout)
+    assert prompt.answer == "2"
+    assert prompt.metadata == VERL_ROW
+    assert "1 + 1 =" in prompt.text
+    row = {"a": {"q": "2 =", "b": {"c": 2}}, "a.b.c": 5}
+    path = write_rows(tmp_path / "p.jsonl", [row])
+    fields = {"question_field": "a.q", "answer_field": "a.b.c"}
+    (prompt,) = prepared(recipe(path, num_held_out=0, **fields), layout)
+    assert (prompt.text, prompt.answer, prompt.metadata) == ("2 =", 5, row)
+    with pytest.raises(PromptError, match=r"field 'a\.b\.d' is missing"):
+        prepared(recipe(path, num_held_out=0, question_field="a.q", answer_field="a.b.d"), layout)
 
 
 def test_file_without_a_good_row_comes_with_the_settings_that_name_its_fields(
@@ -278,9 +420,9 @@ def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> N
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(PromptError, match="is empty: expected one row or more"):
         prepare_prompts(recipe(tmp_path / "empty.jsonl").prompt_plan(), layout)
-    (tmp_path / "p.csv").write_text("question,answer\n")
-    with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
-        prepare_prompts(recipe(tmp_path / "p.csv").prompt_plan(), layout)
+    (tmp_path / "p.txt").write_text("question,answer\n")
+    with pytest.raises(PromptError, match=r"save_to_disk`, found \.txt"):
+        prepare_prompts(recipe(tmp_path / "p.txt").prompt_plan(), layout)
     (tmp_path / "p.parquet").write_text("not parquet")
     with pytest.raises(PromptError, match="not a readable Parquet"):
         prepare_prompts(recipe(tmp_path / "p.parquet").prompt_plan(), layout)
@@ -430,11 +572,11 @@ def test_bad_rows_are_refused_without_a_model(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"question": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
     with pytest.raises(PromptError, match=r"line 2: field 'answer' is missing"):
-        check_first_rows(recipe(path).prompt_plan())
-    check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan())
+        check_first_rows(recipe(path).prompt_plan(), tmp_path)
+    check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan(), tmp_path)
     path.write_text("")
     with pytest.raises(PromptError, match="is empty: expected one row or more"):
-        check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan())
+        check_first_rows(recipe(path, skip_bad_rows=True).prompt_plan(), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
@@ -445,7 +587,7 @@ def test_each_file_without_a_row_is_named(tmp_path: Path, name: str) -> None:
         pq.write_table(pa.table({"question": [], "answer": []}), path)
     for given in (recipe(path), recipe(other, held_out_path=str(path))):
         with pytest.raises(PromptError, match=rf"{name} is empty: expected one row or more"):
-            check_first_rows(given.prompt_plan())
+            check_first_rows(given.prompt_plan(), tmp_path)
 
 
 def test_run_of_too_few_rows_to_hold_one_out_evaluates_nothing(tmp_path: Path) -> None:
@@ -461,7 +603,7 @@ def test_rows_of_messages_are_not_bad_before_the_chat_template_is_chosen(tmp_pat
     path = tmp_path / "p.jsonl"
     messages = [{"role": "user", "content": "1 + 1 ="}]
     path.write_text(json.dumps({"question": messages, "answer": "2"}) + "\n")
-    check_first_rows(recipe(path).prompt_plan())
+    check_first_rows(recipe(path).prompt_plan(), tmp_path)
 
 
 def test_fewer_held_out_rows_than_requested_are_reported(tmp_path: Path, layout: RunLayout) -> None:
@@ -476,16 +618,64 @@ def test_fewer_held_out_rows_than_requested_are_reported(tmp_path: Path, layout:
     )
 
 
+@pytest.mark.parametrize(
+    ("verifier", "is_needed"),
+    [
+        *(("numeric", True), ("regex", True), ("reasoning_gym", True), ("format", False)),
+        *(("code", False), ("judge", False)),
+        *(("tests.unit.test_prompts:brevity", False), ("tests.unit.test_prompts:equals", True)),
+        *(("tests.unit.test_prompts:near", False), ("tests.unit.test_prompts:verl", True)),
+        *(("tests.unit.test_prompts:batched", False), ("tests.unit.test_prompts:Own", False)),
+    ],
+)
+def test_rows_need_an_answer_only_if_a_reward_reads_it(
+    tmp_path: Path, verifier: str, is_needed: bool
+) -> None:
+    rows = [{"question": f"{n} + 1 =", "answer": None if n else ""} for n in range(9)]
+    table = recipe(write_rows(tmp_path / "p.jsonl", rows), num_held_out=0).model_dump(
+        mode="json", exclude_none=True
+    )
+    table["rewards"] = [{"verifier": verifier}]
+    plan = build_recipe(table, source="test").prompt_plan()
+    with pytest.raises(PromptError, match="field 'answer'") if is_needed else nullcontext():
+        check_first_rows(plan, tmp_path)
+
+
+def brevity(completion: str) -> float:
+    return 1 / (1 + len(completion))
+
+
+def equals(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def near(completion: str, answer: str = "0") -> float:
+    return float(completion == answer)
+
+
+def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return float(solution_str == ground_truth)
+
+
+def batched(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class Own:
+    async def score(self, inputs: Any) -> Any: ...
+
+
 def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: RunLayout) -> None:
     give_chat_template(layout.model, CHATML)
     rows = [{"question": f"{n} + 1 ="} for n in range(9)] + [{"question": "9 =", "answer": "9"}]
     base = recipe(write_rows(tmp_path / "rows.jsonl", rows), num_held_out=0, chat_template=True)
     table = base.model_dump(mode="json", exclude_none=True)
     given = build_recipe(table, {"workflow": {"name": "agent", "path": "my:agent"}}, source="test")
-    check_first_rows(given.prompt_plan())
+    check_first_rows(given.prompt_plan(), tmp_path)
     prepare_prompts(given.prompt_plan(), layout)
     answers = [prompt.answer for prompt in PromptTable(layout.train_prompts, seed=0).rows()]
     assert sorted(answers, key=str) == ["9", *[None] * 9]
-    for unanswered in (check_first_rows, partial(prepare_prompts, layout=layout)):
+    check = partial(check_first_rows, rewards=tmp_path)
+    for unanswered in (check, partial(prepare_prompts, layout=layout)):
         with pytest.raises(PromptError, match="field 'answer' is missing"):
             unanswered(base.prompt_plan())

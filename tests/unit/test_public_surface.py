@@ -30,7 +30,7 @@ def test_public_names() -> None:
 def test_package_runs_as_the_command_line() -> None:
     command = [sys.executable, "-m", "areal_flow", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == areal_flow.__version__
+    assert done.stdout.splitlines()[0] == f"areal-flow {areal_flow.__version__}"
 
 
 def test_import_loads_no_vendor() -> None:

@@ -126,18 +126,21 @@ def test_genesis_has_no_means_and_its_counts_are_zero(tmp_path: Path) -> None:
     assert run.steps("arrow", columns=["reward_mean"])["reward_mean"].to_pylist()[0] is None
 
 
+ROW = {"kind": "sum", "level": 2, "info": {"index": 7}}
+
+
 def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> None:
     run = open_run(make_finished_run(tmp_path / "r", num_steps=2).root)
     first_id, *_ = run.trajectories("arrow", columns=["prompt_id"])["prompt_id"].to_pylist()
     prompts = {
         "source": ["elsewhere", "", ""],
         "prompt_id": [first_id, first_id, "unasked"],
-        "metadata": ['{"kind": "wrong"}', json.dumps({"kind": "sum", "level": 2}), "{}"],
+        "metadata": ['{"kind": "wrong"}', json.dumps(ROW), "{}"],
     }
     run.layout.train_prompts.parent.mkdir(exist_ok=True)
     with pa.ipc.new_file(str(run.layout.train_prompts), pa.table(prompts).schema) as writer:
         writer.write_table(pa.table(prompts))
-    names = ["reward", "metadata.kind", "metadata.level", "metadata.missing"]
+    names = ["reward", "metadata.kind", "metadata.level", "metadata.info.index", "metadata.missing"]
     assert run.trajectories("polars", columns=names).columns == names
     rows = run.trajectories("arrow", columns=[*names, "prompt_id"]).to_pylist()
     assert rows
@@ -145,6 +148,7 @@ def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> No
         of_known = row["prompt_id"] == first_id
         assert row["metadata.kind"] == ("sum" if of_known else None)
         assert row["metadata.level"] == (2 if of_known else None)
+        assert row["metadata.info.index"] == (7 if of_known else None)
         assert row["metadata.missing"] is None
     with pytest.raises(
         RunError, match=r"where: metadata\.kind is no stored column; expected it in"

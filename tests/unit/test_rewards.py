@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from areal_flow.core.errors import RewardError
 from areal_flow.core.settings import code_hash
 from areal_flow.core.types import RewardPart, Score
-from areal_flow.rewards.functions import FAILURES, FunctionReward
+from areal_flow.rewards.functions import FAILURES, FunctionReward, function_reward
 from areal_flow.rewards.math.reward import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
@@ -271,13 +272,56 @@ def test_verifier_that_exits_hangs_or_returns_nothing_is_reported() -> None:
         waits_for_ever: "within 0.05 s, it stands in waits_for_ever, test_rewards.py, line",
         waits_on_the_loop: "no verdict on a completion within 0.05 s. Give it a time limit",
         will_not_be_cancelled: "no verdict on a completion within 0.05 s. Give it a time limit",
-        returns_nothing: "returned None, expected a number or a Score",
+        returns_nothing: "returned None, expected a number, a Score",
     }
     for function, message in expected.items():
         reward = FunctionReward(function, timeout_s=0.05)  # type: ignore[arg-type]
         (score,) = asyncio.run(reward.score([RewardInput("", "c", "a")]))
         assert score.reward is None
         assert message in score.error
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+    is_right = solution_str.split("####")[-1].strip() == ground_truth
+    return {"score": float(is_right), "acc": is_right, "of": data_source, "at": extra_info["index"]}
+
+
+VERL_INPUT = RewardInput(
+    *("1 + 1 =", "so #### 2", "2"),
+    metadata={"data_source": "openai/gsm8k", "extra_info": {"index": 7, "split": "train"}},
+)
+
+
+def test_functions_with_verls_signature_are_called_for_one_completion() -> None:
+    def takes_all(solution_str: str, ground_truth: str, **others: Any) -> float:
+        return float(
+            solution_str == ground_truth and sorted(others) == ["data_source", "extra_info"]
+        )
+
+    async def waits(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = 3
+    ) -> int:
+        return int((data_source, extra_info) == ("sums", {}))
+
+    def scored(function: Any, item: RewardInput) -> Score:
+        (score,) = asyncio.run(function_reward(function, timeout_s=5).score([item]))
+        return score
+
+    score = scored(compute_score, VERL_INPUT)
+    extra = {"acc": True, "of": "openai/gsm8k", "at": 7}
+    assert (score.reward, score.extra, score.error) == (1.0, extra, "")
+    wrong = replace(VERL_INPUT, completion="#### 3")
+    assert scored(compute_score, wrong).reward == 0.0
+    plain = RewardInput("?", "2", "2", prompt_source="sums")
+    assert [scored(function, plain).reward for function in (takes_all, waits)] == [1.0, 1]
+    assert (
+        "asks for 'answers'; it may ask"
+        in scored(lambda solution_str, answers: 1.0, VERL_INPUT).error
+    )
+    own = replace(VERL_INPUT, metadata={**VERL_INPUT.metadata, "ground_truth": "3"})
+    assert scored(compute_score, own).reward == 0.0  # a column of the name comes first
+    no_score = scored(lambda solution_str: {"acc": 1}, VERL_INPUT)
+    assert "expected a number, a Score, or a dict with 'score'" in no_score.error
 
 
 FOREVER = threading.Event()

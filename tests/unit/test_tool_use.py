@@ -224,4 +224,4 @@ def test_tool_that_cannot_be_imported_is_reported_before_a_run() -> None:
     workflow = {"name": "tool_use", "tools": ["nowhere:search"]}
     plan = build_recipe({**stop, "workflow": workflow}, source="test").prompt_plan()
     with pytest.raises(ConfigError, match=r"workflow.tools = 'nowhere:search' cannot be imported"):
-        renderer(plan, plan.rows.prompts, Path("unread"))
+        renderer(plan, plan.rows.prompts, Path("unread"), functions=Path())

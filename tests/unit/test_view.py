@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from areal_flow.config import Recipe
@@ -32,6 +33,7 @@ from areal_flow.log.queries import Run
 from areal_flow.log.run_log import RunLog
 from pipelines.cli import runs as commands
 from pipelines.cli.main import main
+from schemas import PromptRow, arrow_schema
 from tests.finished_runs import HOSTILE, make_finished_run
 from tests.rows import append, commit, written_group
 from tests.tracked_runs import step_row
@@ -54,6 +56,39 @@ def add_step(layout: RunLayout, step: int) -> None:
     ids = [trajectory_id(step, member) for member in range(2)]
     row = step_row(step, trajectory_watermark=log.watermark, trajectory_ids=ids)
     append(log, {**row, "policy_version": step - 1})
+
+
+def test_group_is_named_by_the_last_message_of_its_user(tmp_path: Path) -> None:
+    """With a chat template all prompts begin with the same system message."""
+    layout = make_finished_run(tmp_path / "chat", num_steps=3)
+    messages = [
+        {"role": "system", "content": "You help."},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "How many\napples?"},
+    ]
+    rows = {1: {"question": messages}, 2: {"question": "6 * 7 ="}, 3: {"other": 1}}
+    prompts = [
+        {
+            "prompt_id": f"prompt-{n}",
+            "prompt": f"<system>You help.<user>{n}",
+            "answer": "4",
+            "difficulty": 0,
+            "source": "",
+            "metadata": json.dumps(row),
+            "prompt_tokens": [1],
+        }
+        for n, row in rows.items()
+    ]
+    layout.train_prompts.parent.mkdir(exist_ok=True)
+    with pa.ipc.new_file(layout.train_prompts, arrow_schema(PromptRow)) as file:
+        file.write(pa.Table.from_pylist(prompts, arrow_schema(PromptRow)))
+    shown, _ = select_groups(Run(layout.root), GroupSelection(order="oldest"))
+    assert [row["prompt"] for row in shown] == [
+        "How many apples?",
+        "6 * 7 =",
+        "<system>You help.<user>3",
+    ]
 
 
 def groups(run: Run, **chosen: Any) -> list[int]:

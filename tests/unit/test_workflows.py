@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -377,5 +378,5 @@ def test_context_that_is_full_fails_the_member() -> None:
 )
 def test_invalid_workflow_is_refused(path: str, settings: dict[str, int], cause: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_workflow(ImportedWorkflow(name="imported", path=path, settings=settings))
+        load_workflow(ImportedWorkflow(name="imported", path=path, settings=settings), Path())
     assert cause in str(raised.value)

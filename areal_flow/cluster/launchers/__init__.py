@@ -13,8 +13,8 @@ from typing import Protocol
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.kubernetes import KubernetesLauncher
 from areal_flow.cluster.launchers.local import LocalLauncher
+from areal_flow.cluster.launchers.remote import SrunLauncher, SshLauncher
 from areal_flow.cluster.launchers.slurm import SlurmLauncher
-from areal_flow.cluster.launchers.ssh import SshLauncher
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config.cluster import ClusterSettings
@@ -59,6 +59,7 @@ LAUNCHERS: dict[str, Callable[[str, ClusterSettings, ForkServer, Path], Launcher
     "kubernetes": KubernetesLauncher,
     "local": LocalLauncher,
     "slurm": SlurmLauncher,
+    "srun": SrunLauncher,
     "ssh": SshLauncher,
 }
 """By `cluster.launcher`; each is made from the scheduler's address, the settings, the fork server

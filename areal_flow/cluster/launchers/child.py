@@ -44,6 +44,8 @@ LAST_OUTPUT_S = 0.1
 COMMAND_LIMIT_S = 60.0
 PROJECT = str(Path(__file__).parents[3])
 """The folder that areal-flow is imported from."""
+SRUN_MESSAGE = re.compile(r"^srun: .*$", re.MULTILINE)
+"""`srun` says that its task failed, after what the task says."""
 KUBECTL_LOG = re.compile(r"^[EIW]\d{4} .*$", re.MULTILINE)
 
 
@@ -139,7 +141,8 @@ class Child:
 
 def last_line(output: bytes) -> str:
     """Return the message of a Python program that failed."""
-    return output.decode(errors="replace").strip().rpartition("\n")[2].strip()
+    text = SRUN_MESSAGE.sub("", output.decode(errors="replace"))
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def cause_of_exit(code: int, last_output: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from itertools import chain
 from pathlib import Path
 
 from areal_flow.cluster.launchers.child import run_command
@@ -29,13 +28,11 @@ class SlurmLauncher(QueuedLauncher):
     noun = "Slurm job"
 
     def describe(self, placement: WorkerPlacement, port: object, token: Path) -> str:
-        jobs = ("all", placement.role)
-        user_options = [each for key, each in sorted(self.settings.slurm.items()) if key in jobs]
         options = [
             *(f"--job-name={placement.name}", "--nodes=1", "--ntasks=1"),
             f"--cpus-per-task={placement.num_cores}",
             *([f"--gpus={placement.num_gpus}"] if placement.num_gpus else []),
-            *chain.from_iterable(user_options),
+            *self.settings.slurm_options(placement.role),
             *(f"--chdir={Path.cwd()}", f"--output={self.log(placement.name, '%j')}"),
             "--no-requeue",  # the pool submits it again
         ]

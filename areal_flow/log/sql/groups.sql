@@ -7,17 +7,24 @@ SELECT
         WHEN bool_or(status = 'trained') THEN 'step ' || max(step) FILTER (status = 'trained')
         ELSE coalesce(any_value(reason), 'waiting')
     END AS status,
-    left(replace(coalesce(any_value(prompt), any_value(prompt_id)), chr(10), ' '), 200) AS prompt,
+    coalesce(any_value(prompt), any_value(prompt_id)) AS prompt,
+    any_value(metadata) AS metadata,
+    any_value(source) AS source,
     round(avg(list_sum([span.length FOR span IN version_spans])), 1) AS tokens,
     concat_ws(' to ', min(oldest), nullif(max(newest), min(oldest))) AS versions,
-    concat_ws(' to ', min(reward), nullif(max(reward), min(reward))) AS rewards,
+    concat_ws(
+        ' to ', round(min(reward), 3), nullif(round(max(reward), 3), round(min(reward), 3))
+    ) AS rewards,
     any_value(difficulty) AS difficulty,
     count(*) AS members
 FROM (
     SELECT *, list_min([span.version FOR span IN version_spans]) AS oldest,
            list_max([span.version FOR span IN version_spans]) AS newest,
-           (SELECT any_value(prompt) FROM prompts
-            WHERE source = members.source AND prompt_id = members.prompt_id) AS prompt
+           asked.prompt, asked.metadata
     FROM members JOIN consumption USING (trajectory_id, writer_epoch)
+    LEFT JOIN (
+        SELECT source, prompt_id, any_value(prompt) AS prompt, any_value(metadata) AS metadata
+        FROM prompts GROUP BY source, prompt_id
+    ) AS asked USING (source, prompt_id)
 )
 GROUP BY submission_index

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from areal_flow.core.digests import sha256_hex
+from areal_flow.core.errors import ModelError
 from areal_flow.core.thinking import BEGIN, END
 
 Message = Mapping[str, Any]
@@ -24,6 +25,8 @@ Tool = Mapping[str, Any]
 
 PROMPT_END = 16
 """Number of last tokens of a prompt that show whether the policy begins by thinking."""
+TAIL_CHARACTERS = 40
+"""Characters before an answer that tell where it stands, if its last message has no content."""
 _REASONING = re.compile(rf"\A(?:(?!{BEGIN}).)*?{END}|{BEGIN}.*?(?:{END}|\Z)", re.DOTALL)
 """Text between think tags; the prompt may begin it, and the end of the answer may end it."""
 
@@ -47,10 +50,18 @@ class ChatTemplate:
     def _with_tools(self) -> ChatTemplate:
         return replace(self, source=self.tool_use, tool_use="") if self.tool_use else self
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
-        """Return the conversation up to where the policy's answer begins."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the conversation, by default up to where the policy's answer begins."""
         if tools and self.tool_use:
-            return self._with_tools.render(messages, tools=tools)
+            return self._with_tools.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt
+            )
         from areal_flow.policy.models.huggingface import render_jinja_template
 
         try:
@@ -58,7 +69,7 @@ class ChatTemplate:
                 [messages],
                 tools=[*tools] or None,
                 chat_template=self.source,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
         except Exception as error:  # a template is a program of its own
@@ -90,22 +101,69 @@ class ChatTemplate:
         before, _, rest = following.partition(ended_by) if ended_by else ("?", "", "")
         return following if before.strip() else rest
 
-    def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return the last message as the policy would write it, and the text after it."""
-        before, last = self.render(messages[:-1]), messages[-1]
-        content = last["content"].strip()
-        _, _, after = self.render([*messages[:-1], _message("assistant", _ANSWER)]).partition(
-            _ANSWER
-        )
-        shown = self.render(messages)
-        answer = shown.removeprefix(before).removesuffix(after)
-        is_kept = content in answer if last.get("tool_calls") else answer.rstrip().endswith(content)
-        if before + answer + after != shown or not is_kept:
-            raise ValueError(
-                "the chat template rewrites the answer, or what stands before it: expected "
-                f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"
+    def answers(
+        self,
+        messages: Sequence[Message],
+        first: int,
+        *,
+        stop_texts: Sequence[str],
+        tools: Sequence[Tool] = (),
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation that ends with an answer, and where its answers begin and end.
+
+        An answer is all that the policy writes: reasoning, content, calls of tools, and the text of
+        a stop token after them. It is found by the conversations that end before and after it, and
+        stands in this one after the same message. Templates may put tools elsewhere once another
+        message follows, but must not change an answer.
+
+        Args:
+            messages: the conversation.
+            first: the index from which on answers are the policy's.
+            stop_texts: the texts of tokens that may end an answer.
+            tools: what the template shows to the policy.
+
+        Raises:
+            ValueError: the template changes or omits an answer, a call, a result or the tools.
+        """
+        text = self.render(messages, tools=tools, add_generation_prompt=False)
+        spans, end, results = list[tuple[int, int]](), 0, list[Message]()
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                results.append(message)
+            if message["role"] != "assistant" or index < first:
+                continue
+            before = self.render(messages[:index], tools=tools)
+            if not spans:
+                self._check_tools(messages[:index], tools, before)
+            shown = self.render(messages[: index + 1], tools=tools, add_generation_prompt=False)
+            answer = _without_rest(shown.removeprefix(before), stop_texts)
+            _check_answer(message, before, shown, answer, stop_texts)
+            start = len(before)
+            if not text.startswith(before + answer):
+                tail = _tail(before, messages[index - 1])
+                place = text.find(tail + answer, max(0, end - len(tail)))
+                start = place + len(tail) if place >= 0 else -1
+            if start < end:
+                raise ValueError(
+                    "the chat template rewrites earlier answers, and the policy must read what it "
+                    f"wrote: expected {answer!r:.90} before other messages, found {text!r:.200}"
+                )
+            _check_results(results, text[end:start])
+            results, end = [], start + len(answer)
+            spans.append((start, end))
+        return text, spans
+
+    def _check_tools(
+        self, messages: Sequence[Message], tools: Sequence[Tool], rendered: str
+    ) -> None:
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        hidden = [name for name in names if name not in rendered]
+        if hidden or (tools and rendered == self.render(messages)):
+            raise ModelError(
+                f"the chat template {self.sha256[:12]} does not tell the policy of the tools "
+                f"{', '.join(hidden or names)}: give the model one that does, or leave the rows' "
+                "tools out"
             )
-        return answer, after
 
     @cached_property
     def _rewrites(self) -> str:
@@ -155,6 +213,43 @@ class ChatTemplate:
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []
         return [_json_call(text.lstrip()) for text in answer.split(start)[1:]]
+
+
+def _tail(rendered: str, message: Message) -> str:
+    """Return the end of a conversation from the content of its last message, or a part of that."""
+    content = message["content"].strip()
+    place = rendered.rfind(content) if content else -1
+    return rendered[place if place >= 0 else -TAIL_CHARACTERS :]
+
+
+def _without_rest(shown: str, stop_texts: Sequence[str]) -> str:
+    """Return an answer up to the text of the token that ends it; without one, up to its end."""
+    ends = [shown.rfind(text) + len(text) for text in stop_texts if text and text in shown]
+    return shown[: max(ends)] if ends else shown.rstrip()
+
+
+def _check_answer(
+    message: Message, before: str, shown: str, answer: str, stop_texts: Sequence[str]
+) -> None:
+    content, calls = message["content"].strip(), message.get("tool_calls") or ()
+    stop = next((text for text in stop_texts if text and answer.endswith(text)), "")
+    is_kept = content in answer if calls else answer.removesuffix(stop).rstrip().endswith(content)
+    if not shown.startswith(before) or not is_kept:
+        raise ValueError(
+            "the chat template rewrites the answer, or what stands before it: expected "
+            f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"
+        )
+    for call in calls:
+        if (name := str(call.get("function", call).get("name"))) not in answer:
+            raise ValueError(f"the chat template does not show the call of {name}: {answer!r:.90}")
+
+
+def _check_results(results: Sequence[Message], text: str) -> None:
+    for result in results:
+        content = result["content"].strip()
+        as_json = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+        if not any(each in text for each in (content, *as_json)):
+            raise ValueError(f"the chat template does not show the tool's result {content!r:.60}")
 
 
 def tool_schema(name: str, description: str) -> Tool:

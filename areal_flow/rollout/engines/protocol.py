@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from areal_flow.core.settings import Settings, require
+from areal_flow.core.settings import AUTO, Settings, require
 from areal_flow.core.types import Completion, EngineStats, GroupRequest
 from areal_flow.policy.weights.channel import WeightsReader
 
@@ -62,8 +62,8 @@ class VLLMSettings(Settings):
     """Number of GPUs per generator (tensor parallelism)."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of GPU memory for weights and cache, if `kv_cache_tokens` is 0. If a trainer uses the
-    same GPU, the size of the cache is computed from it instead of measured, and the trainer is
-    limited to the rest, whatever `kv_cache_tokens` is."""
+    same GPU, the default is 0.4 (0.6 if they take turns), the size of the cache is computed from it
+    instead of measured, and the trainer is limited to the rest, whatever `kv_cache_tokens` is."""
     quantization: Literal["fp8"] | None = None
     """Quantize the generators' weights to 8 bits; the trainer's stay as they are."""
     enable_sleep_mode: bool = False
@@ -98,10 +98,11 @@ class GenerationSettings(Settings):
     interruption: Interruption = "interrupt"
     """On new weights: `interrupt` recomputes the cache and continues, `keep` continues with the old
     cache, `drain` finishes running completions first."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the engine and its weights."""
-    device: str = "cpu"
-    """`cpu` or `cuda` for the engine; CUDA_VISIBLE_DEVICES selects GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("float32", json_schema_extra=AUTO)
+    """Data type of the engine and its weights; `auto`: bfloat16 on a GPU that has it, else
+    float32."""
+    device: str = Field("cpu", json_schema_extra=AUTO)
+    """`cpu`, `cuda` or `auto` for the engine, as `trainer.device`."""
     vllm: VLLMSettings = VLLMSettings()
     """Settings of vLLM only."""
 

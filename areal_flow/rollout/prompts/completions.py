@@ -2,7 +2,8 @@
 
 A prompt is tokenised as for an episode, and each turn after it separately. The policy's turns are
 trained and end with a stop token; those of the environment are context. Rows of messages hold a
-`prompt` and completions, or whole conversations with a common start, or texts as in `hh-rlhf`.
+`prompt` and completions, or whole conversations with a common start, or texts as in `hh-rlhf`; and
+`tools`, if their messages call some.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, islice, takewhile, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,6 +21,7 @@ from areal_flow.core.errors import ModelError, PromptError
 from areal_flow.policy.tokenizer.chat import ChatTemplate, Message
 from areal_flow.policy.tokenizer.directory import prompt_tokens
 from areal_flow.rollout.prompts.files import Place, read_prompts, refuse_bad_rows
+from areal_flow.rollout.prompts.formats import hub_dataset
 from areal_flow.rollout.prompts.rendering import with_system_message
 from areal_flow.rollout.prompts.rows import (
     Row,
@@ -27,6 +29,7 @@ from areal_flow.rollout.prompts.rows import (
     checked_text,
     text_of,
     texts_of_turns,
+    tools_of,
 )
 
 if TYPE_CHECKING:
@@ -96,11 +99,14 @@ def check_first_completions(path: Path, fields: Sequence[str]) -> None:
     def check(row: Row) -> None:
         if has_messages(row, fields):
             conversation_of(row, fields)
+            tools_of(row)
         else:
             text_of(row, "prompt")
             for field in fields:
                 texts_of_turns(row, field)
 
+    if hub_dataset(path):
+        return  # not fetched yet
     bad_rows: dict[Place, PromptError] = {}
     for _ in islice(read_prompts(path, check, on_bad=bad_rows.__setitem__), NUM_CHECKED):
         pass
@@ -135,9 +141,11 @@ class RowEncoder:
         stop_token_ids: Sequence[int],
         chat: ChatTemplate | None = None,
         system: str = "",
+        with_stop: bool = True,
     ) -> None:
+        """`with_stop`: whether answers end with a stop token."""
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
-        self._chat, self._system = chat, system
+        self._chat, self._system, self._with_stop = chat, system, with_stop
         # Cached: several rows may share a prompt.
         self._prompt_tokens = lru_cache(maxsize=None)(partial(prompt_tokens, tokenizer))
         self._tokens = lru_cache(maxsize=None)(
@@ -149,7 +157,7 @@ class RowEncoder:
             return self._encode_messages(row, fields)
         prompt = self._prompt_tokens(text_of(row, "prompt"))
         completions = [[*map(self._tokens, texts_of_turns(row, field))] for field in fields]
-        end = self._stop_token_ids[:1]
+        end = self._stop_token_ids[:1] if self._with_stop else ()
         return prompt, [[*turns[:-1], [*turns[-1], *end]] for turns in completions]
 
     def _encode_messages(self, row: Row, fields: Sequence[str]) -> TokenisedRow:
@@ -162,37 +170,40 @@ class RowEncoder:
             )
         prompt, completions = conversation_of(row, fields)
         prompt = with_system_message(prompt, self._system)
-        rendered = self._tokens(self._chat.render(prompt))
-        conversations = []
+        tools, stops = tools_of(row), [*self._stop_texts.values()]
+        conversations, rendered = [], set[str]()
         for field, messages in completions:
             try:
-                conversations.append([*self._turns(self._chat, prompt, messages)])
+                text, spans = self._chat.answers(
+                    [*prompt, *messages], len(prompt), stop_texts=stops, tools=tools
+                )
             except ValueError as error:
                 raise ValueError(f"field {field!r}: {error}") from error
-        return rendered, conversations
+            conversations.append([*self._turns(text, spans)])
+            rendered.add(text[: spans[0][0]])
+        if len(rendered) > 1:
+            raise ValueError(
+                f"fields {' and '.join(fields)}: the chat template renders their prompt in "
+                "different ways, since it shows tools beside the last message of the user"
+            )
+        return self._tokens(rendered.pop()), conversations
 
-    def _turns(
-        self, chat: ChatTemplate, prompt: Sequence[Message], completion: Sequence[Message]
-    ) -> Iterable[list[int]]:
+    def _turns(self, text: str, spans: Sequence[tuple[int, int]]) -> Iterable[list[int]]:
         """Yield the policy's answers with their stop tokens, and the texts between answers."""
-        messages = [*prompt, *completion]
-        roles = [message["role"] for message in messages]
-        answers = [i for i in range(len(prompt), len(messages)) if roles[i] == "assistant"]
-        for index, next_index in pairwise([*answers, None]):
-            assert index is not None
-            answer, after = chat.answer(messages[: index + 1])
-            end = self._end_of_answer(after)
-            yield [*self._tokens(answer), *end]
-            if next_index is not None:
-                ended_by = self._stop_texts[end[0]] if end else ""
-                between = chat.following(messages[:next_index], index, ended_by=ended_by)
-                yield self._tokens(between)
-
-    def _end_of_answer(self, after: str) -> list[int]:
-        """Return the stop token at the start of a text, else the first one; empty without any."""
-        texts, after = self._stop_texts, after.lstrip()
-        matching = [token for token, text in texts.items() if text and after.startswith(text)]
-        return [*(matching or self._stop_token_ids)][:1]
+        starts = [start for start, _ in spans[1:]]
+        for (start, end), next_start in zip_longest(spans, starts):
+            answer, stop = text[start:end], self._stop_token_ids[:1]
+            for token, stop_text in self._stop_texts.items():
+                if stop_text and answer.endswith(stop_text):
+                    answer, stop = answer.removesuffix(stop_text), [token]
+            if self._with_stop:
+                yield [*self._tokens(answer), *stop]
+            else:
+                answer = answer.rstrip()
+                end = start + len(answer)
+                yield self._tokens(answer)
+            if next_start is not None:
+                yield self._tokens(text[end:next_start])
 
     @cached_property
     def _stop_texts(self) -> dict[int, str]:
@@ -274,9 +285,9 @@ def _num_shared(fields: Sequence[str], conversations: Sequence[Sequence[Message]
     """Return the number of messages before the (first differing) answer of whole conversations."""
     if len(conversations) == 1:
         return len([*takewhile(lambda message: message["role"] != "assistant", conversations[0])])
-    turns = [[(each["role"], each["content"]) for each in messages] for messages in conversations]
-    num = len([*takewhile(lambda same: len({*same}) == 1, zip(*turns, strict=False))])
-    next_roles = [each[num][0] if num < len(each) else "the end" for each in turns]
+    pairs = zip(*conversations, strict=False)
+    num = len([*takewhile(lambda same: all(each == same[0] for each in same), pairs)])
+    next_roles = [each[num]["role"] if num < len(each) else "the end" for each in conversations]
     if not num or {*next_roles} != {"assistant"}:
         raise ValueError(
             f"fields {fields[0]!r} and {fields[1]!r}: expected conversations that are alike up to "

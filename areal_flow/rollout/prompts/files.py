@@ -1,4 +1,4 @@
-"""Reads rows of JSONL and Parquet files and Lance datasets one at a time.
+"""Reads rows one at a time, of any format in `formats`.
 
 Errors name file and line. A file with bad rows is refused; the error lists the first ten kinds.
 """
@@ -8,25 +8,20 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
 from areal_flow.core.digests import sha256_hex
 from areal_flow.core.errors import PromptError
+from areal_flow.rollout.prompts.formats import MAX_LINE_BYTES, read_rows
 from areal_flow.rollout.prompts.rows import Row, given_id
 
-LANCE = ".lance"
-MAX_LINE_BYTES = 64 << 20
-BATCH_ROWS = 256
 MAX_NAMED = 10
 """Kinds of bad rows in a message."""
 
@@ -128,68 +123,6 @@ def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") ->
     first = f", the first {MAX_NAMED} kinds" if len(lines) > MAX_NAMED else ""
     named = "".join(f"\n  {line}" for line in lines[:MAX_NAMED])
     raise PromptError(f"{len(errors)} rows are bad{first}:{named}\nFix them{advice}")
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    """Yield the origin (file and line) of each row, and the row; for JSONL the unparsed line."""
-    rows = _read_any(path)
-    if (first := next(rows, None)) is None:
-        raise PromptError(f"{path} is empty: expected one row or more")
-    yield first
-    yield from rows
-
-
-def _read_any(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    if path.suffix != LANCE and not path.is_file():
-        raise PromptError(f"expected a prompt file at {path}, found none")
-    match path.suffix:
-        case ".lance":
-            yield from _read_lance(path)
-        case ".jsonl" | ".json":
-            yield from _read_jsonl(path)
-        case ".parquet":
-            yield from _read_parquet(path)
-        case suffix:
-            raise PromptError(
-                f"{path}: expected .jsonl, .parquet or .lance, found {suffix or 'no suffix'}"
-            )
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as lines:
-        number = 0
-        while line := lines.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            rest = line
-            while len(rest) >= MAX_LINE_BYTES and not rest.endswith(b"\n"):
-                rest = lines.readline(MAX_LINE_BYTES)
-            if line.strip():
-                yield f"{path}, line {number}", line
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            yield from _numbered(path, file.iter_batches(batch_size=BATCH_ROWS))
-    except pa.ArrowInvalid as error:
-        raise PromptError(f"{path} is not a readable Parquet file: {error}") from None
-
-
-def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
-    import lance  # imported here: slow, and rarely needed
-
-    if not path.exists():
-        raise PromptError(f"expected a Lance dataset at {path}, found none")
-    try:
-        dataset = lance.dataset(path)
-    except (OSError, ValueError) as error:
-        raise PromptError(f"{path} is not a readable Lance dataset: {error}") from None
-    yield from _numbered(path, dataset.to_batches(batch_size=BATCH_ROWS, scan_in_order=True))
-
-
-def _numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, Row]]:
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _parsed(line: Row | bytes) -> Row:

@@ -27,21 +27,34 @@ from areal_flow.policy.tokenizer.directory import prompt_tokens, tokenizer_of
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference, number_in
+from areal_flow.rewards.registry import reads_answer
 from areal_flow.rollout.prompts.files import (
     Place,
     read_prompts,
-    read_rows,
     refuse_bad_rows,
     repeated_ids,
 )
+from areal_flow.rollout.prompts.formats import hub_dataset, read_rows
 from areal_flow.rollout.prompts.rendering import Render, renderer, required_chat_template
-from areal_flow.rollout.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
+from areal_flow.rollout.prompts.rows import (
+    ANSWER_FIELDS,
+    QUESTION_FIELDS,
+    Row,
+    answer_field,
+    answer_of,
+    columns_of,
+    messages_in,
+    question_field,
+    question_of,
+    usual_fields,
+)
 from areal_flow.rollout.prompts.settings import (
     DifficultySettings,
     HeldOutSettings,
     PromptPlan,
     PromptSettings,
     RowSettings,
+    RowsSettings,
 )
 from areal_flow.rollout.prompts.table import QUOTAS, PromptTable, quotas
 from schemas import PromptRow, arrow_schema, validate
@@ -51,6 +64,8 @@ if TYPE_CHECKING:
 
 PROMPTS = arrow_schema(PromptRow)
 BATCH_ROWS = 1024
+NUM_FIELD_ROWS = 256
+"""Rows that decide which fields hold questions and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +186,51 @@ class DifficultyFilter:
         return f"{of}: {counted}, {self.counts['unseen']} unseen ({unseen})" if self.counts else ""
 
 
-def check_first_rows(plan: PromptPlan, *, held_out: Collection[str] | None = None) -> None:
+def chosen_fields(
+    path: Path | None,
+    own: PromptSettings | RowsSettings,
+    shared: PromptSettings | None = None,
+) -> tuple[dict[str, str], str]:
+    """Return the fields of a file that settings leave open, and a note unless both are as usual.
+
+    Args:
+        path: the file, which may be missing: that is an error of its preparation.
+        own: settings of this file.
+        shared: settings that hold where the file has such fields and `own` names none.
+    """
+    if path is None or (own.question_field and own.answer_field):
+        return {}, ""
+    good = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
+    try:
+        rows = [*islice(good, NUM_FIELD_ROWS)]
+    except PromptError:
+        return {}, ""
+    chosen, descriptions, is_usual = {}, [], True
+    usual_names = {"question_field": QUESTION_FIELDS, "answer_field": ANSWER_FIELDS}
+    for name, usual in usual_names.items():
+        inherited = getattr(shared, name, None)
+        names = dict.fromkeys(filter(None, (inherited, *usual)))
+        present = usual_fields(rows, [*names])
+        if getattr(own, name) or (present and present[0] == inherited):
+            continue
+        if present:
+            chosen[name] = present[0]
+        is_usual &= present == [usual[0]]
+        ignored = f" (ignored: {', '.join(present[1:])})" if present[1:] else ""
+        descriptions.append(f'{name} = "{present[0]}"{ignored}' if present else f"no {name}")
+    return chosen, "" if is_usual else f"Fields of {path.name}: {', '.join(descriptions)}"
+
+
+def check_first_rows(
+    plan: PromptPlan, rewards: Path, *, held_out: Collection[str] | None = None
+) -> None:
     """Refuse files that are empty or start with bad rows, before a model is read.
+
+    Datasets of the hub are not fetched yet.
 
     Args:
         plan: names the files.
+        rewards: the directory of shipped rewards.
         held_out: check these held-out sets alone; None: all files.
     """
     sets = None if held_out is None else plan.only(held_out)
@@ -183,15 +238,22 @@ def check_first_rows(plan: PromptPlan, *, held_out: Collection[str] | None = Non
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
     for path, rows in files:
-        check = partial(_check_row, settings=rows.prompts, needs_answer=bool(rows.verifiers))
+        if hub_dataset(path):
+            continue
+        needed = _needs_answer(rows, rewards)
+        check = partial(_check_row, settings=rows.prompts, needs_answer=needed)
         good = read_prompts(path, check, on_bad=bad_rows.__setitem__)
         num_good += sum(1 for _ in islice(good, BATCH_ROWS))
     _refuse(bad_rows, plan, num_good=num_good)
 
 
+def _needs_answer(rows: RowSettings, rewards: Path) -> bool:
+    return any(reads_answer(name, rewards) for name in rows.verifiers)
+
+
 def _check_row(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
     columns_of(row, settings, needs_answer=needs_answer)
-    if not messages_in(row, settings.question_field):
+    if not messages_in(row, question_field(row, settings)):
         question_of(row, settings)
 
 
@@ -248,7 +310,8 @@ def _reader(
         source=source,
         plan=plan,
         rows=rows,
-        render=renderer(plan, rows.prompts, layout.model),
+        needs_answer=_needs_answer(rows, layout.rewards),
+        render=renderer(plan, rows.prompts, layout.model, functions=layout.rewards),
         tokenizer=tokenizer_of(layout.model),
         algebra=MathPool(1),
     )
@@ -280,18 +343,18 @@ def _prompt_row(
     ids_of: str,
     plan: PromptPlan,
     rows: RowSettings,
+    needs_answer: bool,
     render: Render,
     tokenizer: Tokenizer,
     algebra: MathPool,
 ) -> Row:
     settings, verifiers = rows.prompts, rows.verifiers
-    needs_answer = bool(verifiers)
     columns = columns_of(row, settings, needs_answer=needs_answer)
     answer = answer_of(row, settings, needs_answer=needs_answer)
     if "numeric" in verifiers and number_in(answer) is None:
         raise ValueError(
-            f"field {settings.answer_field!r}: the numeric verifier expected a single number, "
-            f"got {columns['answer'][-40:]!r}"
+            f"field {answer_field(row, settings)!r}: the numeric verifier expected a single "
+            f"number, got {columns['answer'][-40:]!r}"
         )
     if "math" in verifiers:
         check_reference(algebra, answer)

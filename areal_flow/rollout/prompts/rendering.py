@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 
 from areal_flow.core.errors import ConfigError, ModelError
-from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt
 from areal_flow.policy.tokenizer.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.policy.tokenizer.directory import chat_template_of
+from areal_flow.rewards.shipping import load_function, located
 from areal_flow.rollout.prompts.files import read_prompts
-from areal_flow.rollout.prompts.rows import messages_in
+from areal_flow.rollout.prompts.rows import messages_in, question_field
 from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
@@ -23,20 +22,26 @@ from areal_flow.rollout.workflows.turns import MultiTurn
 Render = Callable[[Sequence[Message]], str]
 
 
-def renderer(plan: PromptPlan, settings: PromptSettings, model: Path) -> Render:
-    """Return a function that renders a row's messages, the last of which is the question."""
+def renderer(plan: PromptPlan, settings: PromptSettings, model: Path, *, functions: Path) -> Render:
+    """Return a function that renders a row's messages, the last of which is the question.
+
+    `functions` is the folder of shipped tools.
+    """
     chat = required_chat_template(plan, settings, model)
-    tools = _tool_schemas(plan.workflow)
+    tools = _tool_schemas(plan.workflow, functions)
 
     def render(messages: Sequence[Message]) -> str:
-        *earlier, last = messages
-        content = settings.template.replace("{question}", last["content"])
-        if chat is None:
-            return content
-        conversation = [*earlier, {**last, "content": content}]
-        return chat.render(with_system_message(conversation, settings.system_prompt), tools=tools)
+        shown = conversation(messages, settings)
+        return str(shown[-1]["content"]) if chat is None else chat.render(shown, tools=tools)
 
     return render
+
+
+def conversation(messages: Sequence[Message], settings: PromptSettings) -> list[Message]:
+    """Return a row's messages with the template around the question, and the system message."""
+    *earlier, last = messages
+    content = settings.template.replace("{question}", last["content"])
+    return with_system_message([*earlier, {**last, "content": content}], settings.system_prompt)
 
 
 def required_chat_template(
@@ -83,7 +88,8 @@ def why_chat_template(plan: PromptPlan) -> str:
     for path, rows in plan.files():
         if path.exists():
             good = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
-            if any(messages_in(row, rows.prompts.question_field) for row in islice(good, 1)):
+            first = next(good, {})
+            if messages_in(first, question_field(first, rows.prompts)):
                 return f"the rows of {path.name} are messages"
     return ""
 
@@ -102,15 +108,16 @@ def unused_chat_template(settings: PromptSettings, model: Path) -> str:
 
 
 def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
-    return messages_in(prompt.metadata, plan.rows_of(prompt.source).prompts.question_field)
+    settings = plan.rows_of(prompt.source).prompts
+    return messages_in(prompt.metadata, question_field(prompt.metadata, settings))
 
 
-def _tool_schemas(workflow: WorkflowSettings) -> list[Tool]:
+def _tool_schemas(workflow: WorkflowSettings, functions: Path) -> list[Tool]:
     if not isinstance(workflow, ToolUse):
         return []
     schemas = []
     for name, path in tools_by_name(workflow.tools).items():
-        tool = import_function(path, setting="workflow.tools", error=ConfigError)
+        tool = load_function(located(path, functions), setting="workflow.tools", error=ConfigError)
         schemas.append(tool_schema(name, (inspect.getdoc(tool) or name).partition("\n")[0]))
     return schemas
 

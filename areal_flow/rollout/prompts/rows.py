@@ -1,27 +1,63 @@
 """Reads the fields of a prompt's row: question, reference answer, difficulty, verifier columns.
 
-Values keep their JSON types; other types, such as dates in Parquet, become text.
+Values keep their JSON types; other types, such as dates in Parquet, become text. A field `a.b` is
+`b` in `a`, unless the row has a field of that full name. Fields that settings leave open are found
+by their usual names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isinf
 from typing import Any
 
 from areal_flow.core.types import answer_text
-from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.policy.tokenizer.chat import Message, Tool, arguments_of
 from areal_flow.rollout.prompts.settings import PromptSettings
 
 Row = dict[str, Any]
 
 MAX_DIFFICULTY = 2**31 - 1
-QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
-ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
-"""Common names of these fields in data sets, the most common first."""
+QUESTION_FIELDS: tuple[str, ...] = (
+    *("question", "problem", "prompt", "messages"),
+    *("query", "input", "instruction"),
+)
+ANSWER_FIELDS: tuple[str, ...] = (
+    *("answer", "solution", "ground_truth", "reward_model.ground_truth"),
+    *("final_answer", "target", "label", "output"),
+)
+"""Usual names of these fields in data sets, by precedence."""
 REFERENCE_ANSWER = "areal_flow.answer"
 """The key of the reference answer in stored columns if the row has a different `answer`."""
+
+
+def value_at(row: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field, which may be nested; None if there is none."""
+    if field in row:
+        return row[field]
+    outer, dot, inner = field.partition(".")
+    nested = row.get(outer) if dot else None
+    return value_at(nested, inner) if isinstance(nested, Mapping) else None
+
+
+def usual_fields(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Return which of some names have a value in one row or more, in the order of the names."""
+    present = {name for row in rows for name in names if value_at(row, name) is not None}
+    return [name for name in names if name in present]
+
+
+def question_field(row: Mapping[str, Any], settings: PromptSettings) -> str:
+    return settings.question_field or _usual_field(row, QUESTION_FIELDS)
+
+
+def answer_field(row: Mapping[str, Any], settings: PromptSettings) -> str:
+    return settings.answer_field or _usual_field(row, ANSWER_FIELDS)
+
+
+def _usual_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return next(chain(usual_fields([row], names), filter(row.__contains__, names)), names[0])
 
 
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
@@ -53,6 +89,8 @@ def given_id(row: Row) -> str:
 
 def _difficulty_of(row: Row) -> int:
     value = row.get("difficulty")
+    if isinstance(value, str) and value.isascii() and value.isdecimal():  # of CSV
+        value = int(value)
     if _is_unset(value) or isinstance(value, str):
         return 0
     if isinstance(value, float) and value.is_integer():  # pandas: integers beside nulls
@@ -98,8 +136,8 @@ def pop_reference_answer(columns: Row) -> Any:
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
     """Return the question as messages that end with the user's; a text becomes one message."""
     _require_fields(row, settings, needs_answer=False)
-    field = settings.question_field
-    value = row[field]
+    field = question_field(row, settings)
+    value = value_at(row, field)
     if not isinstance(value, list):
         return [{"role": "user", "content": checked_text(value, field)}]
     if not settings.chat_template:
@@ -119,7 +157,7 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
 
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
     """Return the messages in a field; empty if it holds anything else."""
-    value = row.get(field)
+    value = value_at(row, field)
     items = value if isinstance(value, list) else []
     is_chat = all(isinstance(item, Mapping) and _is_message(item) for item in items)
     return [*map(_normalized, items)] if is_chat else []
@@ -135,7 +173,35 @@ def checked_message(value: Any, field: str) -> Message:
         raise ValueError(
             f"field {field!r}: expected messages with role and content as text, found {value!r:.60}"
         )
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [_with_arguments(call, field) for call in calls]}
     return message
+
+
+def _with_arguments(call: Any, field: str) -> Mapping[str, Any]:
+    """Return a call with its arguments parsed, as chat templates expect them."""
+    try:
+        function = call["function"]
+        parsed = {"name": str(function["name"]), "arguments": arguments_of(function)}
+        return {**call, "function": {**function, **parsed}}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"field {field!r}: expected a call of a function with a name and JSON arguments, found "
+            f"{call!r:.80}"
+        ) from error
+
+
+def tools_of(row: Row) -> list[Tool]:
+    """Return the schemas in a row's `tools`: a list, or JSON of one; empty if there is none."""
+    value = row.get("tools")
+    try:
+        value = json.loads(value) if isinstance(value, str) and value else value
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in value or ()]
+    except (ValueError, TypeError):
+        tools = [value]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"field 'tools': expected a list of JSON schemas, found {value!r:.60}")
+    return [_without_nulls(tool) for tool in tools]
 
 
 def _normalized(message: Message) -> Message:
@@ -156,9 +222,9 @@ def _without_nulls(value: Any) -> Any:
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
     """Return the reference answer of a row, with its own type; None if there is none."""
     _require_fields(row, settings, needs_answer=needs_answer)
-    field = settings.answer_field
-    value = row.get(field)
-    if value is None and not needs_answer:
+    field = answer_field(row, settings)
+    value = value_at(row, field)
+    if value in (None, "") and not needs_answer:
         return None
     if value is None or isinstance(value, str):
         return checked_text(value, field)
@@ -201,19 +267,20 @@ def checked_text(value: Any, field: str) -> str:
 
 
 def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
-    fields = {"question_field": (settings.question_field, QUESTION_FIELDS)}
+    fields = {"question_field": (question_field(row, settings), QUESTION_FIELDS)}
     if needs_answer:
-        fields["answer_field"] = settings.answer_field, ANSWER_FIELDS
+        fields["answer_field"] = answer_field(row, settings), ANSWER_FIELDS
     missing, advice = [], []
-    for setting, (field, common_names) in fields.items():
-        if field not in row:
+    for setting, (field, usual_names) in fields.items():
+        if field not in row and value_at(row, field) is None:
             missing.append(f"field {field!r} is missing")
-            if guess := next((name for name in common_names if name in row), ""):
+            guess = next(iter(usual_fields([row], usual_names)), "")
+            if guess:
                 advice.append(f'prompts.{setting} = "{guess}"')
             is_question_without_chat = (
                 setting == "question_field" and settings.chat_template is False
             )
-            if is_question_without_chat and isinstance(row.get(guess), list):
+            if is_question_without_chat and isinstance(value_at(row, guess), list):
                 advice.append("prompts.chat_template = true")
     if missing:
         hint = f"; set {' and '.join(advice)}" if advice else ""

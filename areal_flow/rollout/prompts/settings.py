@@ -105,14 +105,19 @@ class PromptSettings(Settings):
     `reasoning_gym:TASK`;
     `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
     path: Path | None = Field(None, strict=False)
-    """A JSONL or Parquet file or a Lance dataset, one prompt per row. Implies `source = "file"`."""
+    """One prompt per row: a JSONL, Parquet, CSV or Arrow file, a folder of `datasets.save_to_disk`,
+    a Lance dataset, or a dataset of the hub, `owner/name:config@split` (split `train` by default).
+    Implies `source = "file"`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """A file of held-out prompts; default: a random part of `path`."""
-    question_field: str = "question"
+    """Held-out prompts, as `path` (split `test` by default); default: a random part of `path`."""
+    question_field: str | None = None
     """The field with the question: text, or messages with `role` and `content`, the last one from
-    the user."""
-    answer_field: str = "answer"
-    """The field with the reference answer: text, a number or a list."""
+    the user. `a.b` is the field `b` in `a`; none: the first of `question`, `problem`, `prompt`,
+    `messages`, `query`, `input` and `instruction` that the rows have."""
+    answer_field: str | None = None
+    """The field with the reference answer: text, a number or a list; only needed by rewards that
+    compare with it. None: the first of `answer`, `solution`, `ground_truth`,
+    `reward_model.ground_truth`, `final_answer`, `target`, `label` and `output`."""
     template: str = "{question}"
     """The prompt, or with a chat template the last user message; `{question}` stands for the
     question."""

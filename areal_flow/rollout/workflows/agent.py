@@ -23,7 +23,6 @@ from pydantic import Field, FiniteFloat
 
 from areal_flow.core.errors import ArealFlowError, ConfigError, EngineError, WeightsError
 from areal_flow.core.failures import in_own_thread
-from areal_flow.core.settings import import_function
 from areal_flow.core.types import Prompt, Score
 from areal_flow.policy.tokenizer.chat import (
     PROMPT_END,
@@ -32,6 +31,7 @@ from areal_flow.policy.tokenizer.chat import (
     begins_reasoning,
     blank_reasoning,
 )
+from areal_flow.rewards.shipping import function_name, load_function
 from areal_flow.rollout.workflows.episode import EpisodeContext, TimedWorkflow, TrajectoryDraft
 
 CALL_START = "<tool_call>"
@@ -61,7 +61,7 @@ class Agent(TimedWorkflow):
         # Imported here: only agents need an HTTP server.
         from areal_flow.rollout.workflows.agent_endpoint import serving
 
-        agent = import_function(self.path, setting="workflow.path", error=ConfigError)
+        agent = load_function(self.path, setting="workflow.path", error=ConfigError)
         session = Session(context, max_calls=self.max_calls)
         limit = asyncio.timeout(self.episode_timeout_s)
         reward = None
@@ -83,7 +83,7 @@ class Agent(TimedWorkflow):
         if not drafts:
             limits = session.ended_by or ", ".join(session.limits.values())
             raise ArealFlowError(
-                f"the agent {self.path} had no answer from its base_url"
+                f"the agent {function_name(self.path)} had no answer from its base_url"
                 + (f": ended by {limits}" if limits else "")
             )
         return drafts

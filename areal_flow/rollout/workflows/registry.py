@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.settings import Settings, import_function, unnamed_is
+from areal_flow.rewards.shipping import load_function, located
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import Workflow
 from areal_flow.rollout.workflows.tool_use import ToolUse
@@ -31,9 +33,14 @@ WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_i
 """What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""
 
 
-def load_workflow(settings: WorkflowSettings) -> Workflow:
+def load_workflow(settings: WorkflowSettings, functions: Path) -> Workflow:
+    """Return a workflow that can load its functions; `functions` is the folder of shipped ones."""
     if isinstance(settings, Agent):
-        import_function(settings.path, setting="workflow.path", error=ConfigError)
+        settings = settings.model_copy(update={"path": located(settings.path, functions)})
+        load_function(settings.path, setting="workflow.path", error=ConfigError)
+    if isinstance(settings, ToolUse):
+        tools = tuple(located(tool, functions) for tool in settings.tools)
+        settings = settings.model_copy(update={"tools": tools})
     if not isinstance(settings, ImportedWorkflow):
         return settings
     make = import_function(settings.path, setting="workflow.path", error=ConfigError)

@@ -18,8 +18,9 @@ from pydantic import Field, field_validator
 from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import ArealFlowError, RewardError
 from areal_flow.core.failures import in_own_thread
-from areal_flow.core.settings import import_function, require
+from areal_flow.core.settings import require
 from areal_flow.core.types import Prompt, RewardPart, Score, Tokens
+from areal_flow.rewards.shipping import function_name, load_function
 from areal_flow.rollout.workflows.episode import (
     EpisodeContext,
     TimedWorkflow,
@@ -43,7 +44,7 @@ def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
                 f"workflow.tools: expected {', '.join(TOOLS)} or an import path such as "
                 f"'my_package.my_module:my_tool', found {tool!r}"
             )
-        name = tool.rpartition(":")[2]
+        name = function_name(tool)
         if name in tools:
             raise ValueError(f"workflow.tools: two tools are called {name!r}")
         tools[name] = TOOLS.get(tool, tool)
@@ -73,7 +74,7 @@ def tool_result(path: str, text: str, timeout_s: float, max_characters: int) -> 
 
     A `RewardError` is raised: it is an error of the infrastructure.
     """
-    tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
+    tool = load_function(path, setting="workflow.tools", error=ArealFlowError)
     call = in_own_thread(lambda: str(tool(text)), name="tool")
     wait([call], timeout_s)
     if not call.done():

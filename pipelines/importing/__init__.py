@@ -1,0 +1,1 @@
+"""Reads configurations of TRL, verl and AReaL, and writes them as recipes."""

@@ -130,6 +130,11 @@ class StepRow(pa.DataFrameModel):
     masked_fraction_by_decile: pl.List(pl.Float64) = pa.Field(
         description="by position in the completion"
     )
+    importance_weight_means: pl.List(pl.Float32) = pa.Field(
+        description="of each trained trajectory's tokens: their probability by policy_version's "
+        "policy over that when sampled; null where no token was trained or it was not computed"
+    )
+    importance_weight_maxima: pl.List(pl.Float32) = pa.Field(description="the same, maxima")
     staleness_mean: pl.Float64 = pa.Field(ge=0, description="over trained tokens, in versions")
     staleness_max: pl.Int64 = pa.Field(ge=0)
 

@@ -141,6 +141,17 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> 
     return sequence_sums(values_T, sequence_T, num_sequences) / lengths_S.clamp(min=1)
 
 
+def sequence_weights(log_weight_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """Return mean and maximum of exp(log-weight) over each sequence, `[2, S]`; NaN without any."""
+    import torch  # here: recipes are read without torch
+
+    weight_T = bounded_exp(log_weight_T)
+    maximum_S = weight_T.new_full((num_sequences,), torch.nan)
+    maximum_S.scatter_reduce_(0, sequence_T, weight_T, "amax", include_self=False)
+    mean_S = sequence_means(weight_T, sequence_T, num_sequences)
+    return torch.stack([mean_S.where(~maximum_S.isnan(), torch.nan), maximum_S])
+
+
 def expand_to_tokens(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
     from areal_flow.algorithms.gather import (  # here: recipes are read without torch

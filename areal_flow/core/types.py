@@ -283,6 +283,9 @@ class StepMetrics:
     read_s: float
     train_s: float
     stage_s: float
+    importance_weight_means: tuple[float | None, ...] = ()
+    """Of each trajectory; None where no token was trained, or where it was not computed."""
+    importance_weight_maxima: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,10 @@ pushed down, and a derived column costs only the queries that use it. The views 
         num_trained_tokens           with gradient; null unless trained
         num_masked_tokens            too old for gradient, or not the policy's choice
         staleness                    mean over the trained tokens, in versions
+        importance_weight_mean       over the trained tokens: their probability by the policy before
+                                     the step over that when sampled; null where a later update of
+                                     the step did not compute it
+        importance_weight_max        the largest of them
     evaluations    every stored column, and `passed`
     steps, prompts
     logged         trajectories without what the ledger says of them: no step, status or staleness
@@ -40,7 +44,10 @@ Decode = Callable[[pa.Array], pa.Array]
 
 _OPEN = WeakSet[duckdb.DuckDBPyConnection]()
 
-LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
+LEDGER_COLUMNS = (
+    *("step", "policy_version", "trajectory_ids", "discarded"),
+    *("importance_weight_means", "importance_weight_maxima"),
+)
 """All of the ledger that `consumption_table` needs to be read."""
 
 LOG_COLUMNS = ("trajectory_id", "writer_epoch")

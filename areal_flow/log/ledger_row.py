@@ -181,7 +181,7 @@ def step_row(
         **asdict(provenance),
         **asdict(result.hashes),
         **metrics,
-        "masked_fraction_by_decile": list(metrics["masked_fraction_by_decile"]),
+        **{name: list(values) for name, values in metrics.items() if isinstance(values, tuple)},
         "numeric_environment": result.numeric_environment,
         "wait_s": wait_s,
         "step_s": step_s,

@@ -140,7 +140,8 @@ class Run:
         """Return the status of every trajectory: trained, discarded or waiting.
 
         Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (which trained or discarded
-        it), `policy_version` (which that step started from) and `reason` (of a discard).
+        it), `policy_version` (which that step started from), `reason` (of a discard),
+        `importance_weight_mean` and `importance_weight_max`.
 
         Args:
             at: time travel: the status when this step was recorded.

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from math import isfinite
 from statistics import fmean, stdev
 from typing import Any
 
@@ -46,7 +47,11 @@ def step_metrics(
     ages = staleness.num_trained_by_staleness
     num_trained = sum(sequence.num_trained for sequence in sequences)
     num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
+    weights = numbers.weights_2B
+    means, maxima = [(), ()] if weights is None else map(_finite_or_none, weights.tolist())
     return StepMetrics(
+        importance_weight_means=means,
+        importance_weight_maxima=maxima,
         loss=_mean(numbers.losses),
         grad_norm=_mean(numbers.grad_norms),
         learning_rate=settings.trainer.learning_rate_at(request.step),
@@ -145,6 +150,10 @@ def masked_fractions(
         "masked_environment_fraction": num_environment / num_tokens,
         "masked_stale_fraction": num_stale / num_tokens,
     }
+
+
+def _finite_or_none(values: Sequence[float]) -> tuple[float | None, ...]:
+    return tuple(value if isfinite(value) else None for value in values)
 
 
 def _mean(values: Sequence[float]) -> float:

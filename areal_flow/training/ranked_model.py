@@ -57,6 +57,16 @@ MicroBatchMetrics = list[dict[str, Metric]]
 
 
 @dataclass(frozen=True, slots=True)
+class OffPolicyNumbers:
+    """How far the policy before a step is from those that sampled; each loss adds its tokens."""
+
+    weights_2B: Tensor
+    """Mean and maximum of each trajectory's importance weights, float32; NaN until it has any."""
+    gap_sums: Tensor | None
+    """Of the engine gap; None without a token that the policy before the step sampled."""
+
+
+@dataclass(frozen=True, slots=True)
 class Minibatch:
     """What one optimizer update is computed from."""
 
@@ -67,9 +77,8 @@ class Minibatch:
     settings: StepSettings
     policy_version: int = 0
     """Of the policy before the step."""
-    gap_sums: Mapping[int, Tensor] | None = None
-    """By rank: sums of the engine gap, which the loss adds to. None where the pass has no
-    log-probabilities of the policy before the step."""
+    off_policy: Mapping[int, OffPolicyNumbers] | None = None
+    """By rank; None where the pass has no log-probabilities of the policy before the step."""
 
 
 @dataclass(slots=True)
@@ -83,6 +92,8 @@ class UpdateNumbers:
     """Of a step: one per trajectory. Not compared, since arrays are not equal as a whole."""
     plan: list[MinibatchPlan] = field(default_factory=list, compare=False)
     """Of a step."""
+    weights_2B: Tensor | None = field(default=None, compare=False)
+    """Of a step: `OffPolicyNumbers.weights_2B` of all ranks."""
 
 
 class RankedModel:

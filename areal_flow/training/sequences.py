@@ -102,6 +102,8 @@ class MicroBatch:
     """Of the row, up to the last one with a trained token."""
     proximal_logprobs_M: Tensor | None = None
     """None before the first update of a step: the loss's own forward pass has them."""
+    batch_index_S: Tensor | None = None
+    """Of each sequence of the row: its index in the batch."""
     top_Mk: Tensor | None = None
     """The reference's k likeliest tokens in place of each trained one, if needed."""
 
@@ -126,7 +128,10 @@ class MicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: Any) -> Any:
         if (micro := self.kept.get(index)) is None:
             row = [self.sequences[i] for i in self.packed[index]]
-            micro = pack_sequences(row, device=self.device)
+            micro = replace(
+                pack_sequences(row, device=self.device),
+                batch_index_S=to_device(np.array(self.packed[index], np.int64), self.device),
+            )
             if self._keeps:
                 self.kept[index] = micro
         if self.proximal_logprobs is None:

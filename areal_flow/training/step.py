@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 
 import numpy as np
@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.composed import ComposedAlgorithm
-from areal_flow.algorithms.logprobs import gap_metrics, gap_sums, kl_to_reference, zero_gap_sums
+from areal_flow.algorithms.logprobs import (
+    gap_metrics,
+    gap_sums,
+    kl_to_reference,
+    sequence_weights,
+    zero_gap_sums,
+)
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -32,7 +38,7 @@ from areal_flow.core.types import SKIPPED_UPDATES
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.critic import Critic
 from areal_flow.training.head import token_logprobs_and_entropies, top_logprobs
-from areal_flow.training.ranked_model import Minibatch, UpdateNumbers
+from areal_flow.training.ranked_model import Minibatch, OffPolicyNumbers, UpdateNumbers
 from areal_flow.training.sequences import (
     MicroBatch,
     MicroBatches,
@@ -81,14 +87,9 @@ def train_step(
         )
         if inputs.kl_N is not None:
             numbers.metrics |= read_from_device([{"kl_policy_reference": mean(inputs.kl_N)}])[0]
-        is_fresh = any(span.version == step - 1 for s in sequences for span in s.version_spans)
-        gap = (
-            zero_gap_sums(policy.replicas.local_ranks, backend.settings.device)
-            if is_fresh
-            else None
-        )
+        off_policy = _off_policy_numbers(backend, sequences, policy_version=step - 1)
         rate = backend.settings.learning_rate_at(step) if rate is None else rate
-        template = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, gap)
+        template = Minibatch({}, MinibatchSize(0, 0), rate, settings, step - 1, off_policy)
         minibatches = _minibatches(backend, weighted, plan, template)
         for minibatch in minibatches:
             update = update_policy(backend, minibatch)
@@ -96,9 +97,12 @@ def train_step(
             numbers.grad_norms += update.grad_norms
             numbers.metrics = add_metrics(numbers.metrics, update.metrics)
         num_skipped = len(minibatches) - len(numbers.losses)
-        if gap:
-            sums = torch.stack(policy.gather(gap)).sum(dim=0)
+        gaps = {rank: n.gap_sums for rank, n in off_policy.items() if n.gap_sums is not None}
+        if gaps:
+            sums = torch.stack(policy.gather(gaps)).sum(dim=0)
             numbers.metrics |= {name: Metric(v, 1.0) for name, v in gap_metrics(sums).items()}
+        weights = policy.gather({rank: each.weights_2B for rank, each in off_policy.items()})
+        numbers.weights_2B = reduce(torch.fmax, weights)  # a trajectory is in one rank's batch
         numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
         if critic:
             numbers.metrics |= _update_critic(critic, sequences, inputs, plan, settings)
@@ -118,9 +122,10 @@ def _minibatches(
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         updated = any(minibatch.size.num_tokens for minibatch in minibatches)
-        gap = template.gap_sums if settings.needs_proximal or not updated else None
-        size = _size(sequences, planned)
-        minibatches.append(replace(template, micro_batches=batches, size=size, gap_sums=gap))
+        minibatch = replace(template, micro_batches=batches, size=_size(sequences, planned))
+        if updated and not settings.needs_proximal:
+            minibatch = replace(minibatch, off_policy=None)
+        minibatches.append(minibatch)
     return [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
 
 
@@ -174,7 +179,7 @@ def policy_loss(
     micro: MicroBatch,
     rank: int,
 ) -> PolicyLoss:
-    """Return a micro-batch's loss, and add its engine gap to the minibatch's."""
+    """Return a micro-batch's loss, and add its tokens to the minibatch's off-policy numbers."""
     settings, algorithm = minibatch.settings, minibatch.settings.algorithm
     temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
     reference_M = reference_MK = None
@@ -210,12 +215,33 @@ def policy_loss(
         policy_version=minibatch.policy_version,
         minibatch_bound=bound,
     )
-    if minibatch.gap_sums:
-        fresh_T = inputs.versions_T == inputs.policy_version
-        gap = gap_sums(inputs.proximal_logprobs_T, inputs.behavior_logprobs_T, fresh_T)
-        minibatch.gap_sums[rank].add_(gap)
+    if minibatch.off_policy:
+        _add_tokens(minibatch.off_policy[rank], micro, inputs)
     loss = settings.token_loss(inputs)
     return replace(loss, metrics={**loss.metrics, "entropy_mean": mean(entropy_M)})
+
+
+def _off_policy_numbers(
+    backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, policy_version: int
+) -> dict[int, OffPolicyNumbers]:
+    ranks, device = backend.trained.replicas.local_ranks, backend.settings.device
+    is_fresh = any(span.version == policy_version for s in sequences for span in s.version_spans)
+    gaps = zero_gap_sums(ranks, device) if is_fresh else {}
+    shape = 2, len(sequences)
+    return {
+        rank: OffPolicyNumbers(torch.full(shape, torch.nan, device=device), gaps.get(rank))
+        for rank in ranks
+    }
+
+
+def _add_tokens(numbers: OffPolicyNumbers, micro: MicroBatch, inputs: LossInputs) -> None:
+    proximal_T, behavior_T = inputs.proximal_logprobs_T, inputs.behavior_logprobs_T
+    if numbers.gap_sums is not None:
+        fresh_T = inputs.versions_T == inputs.policy_version
+        numbers.gap_sums.add_(gap_sums(proximal_T, behavior_T, fresh_T))
+    assert micro.batch_index_S is not None, "the micro-batches of a batch have their places"
+    weights_2S = sequence_weights(proximal_T - behavior_T, micro.sequence_M, micro.num_sequences)
+    numbers.weights_2B[:, micro.batch_index_S[: micro.num_sequences]] = weights_2S
 
 
 def _update_critic(

@@ -22,6 +22,7 @@ from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import VersionSpan
 from areal_flow.flow.diagnosis import GapWatch, is_wide
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import StepSettings, TrainerSettings
@@ -97,11 +98,17 @@ def fresh_sequences(*, disturbed_by: float, version: int = 2) -> list[TrainingSe
 def gap_of_step(
     sequences: list[TrainingSequence], algorithm: ComposedAlgorithm, *, num_ranks: int = 1
 ) -> dict[str, float]:
+    metrics = numbers_of_step(sequences, algorithm, num_ranks=num_ranks).metrics
+    return {n: metric.value for n, metric in metrics.items() if n.startswith("engine_gap/")}
+
+
+def numbers_of_step(
+    sequences: list[TrainingSequence], algorithm: ComposedAlgorithm, *, num_ranks: int = 1
+) -> UpdateNumbers:
     settings = TrainerSettings(learning_rate=1e-2, tokens_per_micro_batch=64)
     backend = TrainerBackend(small_policy(), settings, ReplicaGroup(num_ranks))
     how = StepSettings(algorithm, temperature=1.0, seed=0)
-    metrics = train_step(backend, sequences, step=3, settings=how).metrics
-    return {n: metric.value for n, metric in metrics.items() if n.startswith("engine_gap/")}
+    return train_step(backend, sequences, step=3, settings=how)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -116,6 +123,25 @@ def test_step_measures_the_gap_of_an_engine(disturbed_by: float, num_ranks: int)
     assert metrics["engine_gap/kl"] == pytest.approx(disturbed_by**2 / 2, rel=0.02, abs=1e-9)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_of_each_trajectory_are_those_of_its_trained_tokens(num_ranks: int) -> None:
+    random = np.random.default_rng(0)
+    sequences, log_weights = list[TrainingSequence](), list[Any]()
+    for each in fresh_sequences(disturbed_by=0.0)[::2]:  # all of their tokens are fresh
+        log_weights.append(random.normal(0, 0.5, len(each.trained)).astype(np.float32))
+        shifted = each.behavior_logprobs - log_weights[-1]
+        sequences.append(replace(each, behavior_logprobs=shifted))
+    sequences[1] = replace(sequences[1], trained=np.zeros_like(sequences[1].trained))
+    numbers = numbers_of_step(sequences, DecoupledPPO(num_minibatches=3), num_ranks=num_ranks)
+    expected = [
+        [weights.mean(), weights.max()] if len(weights) else [np.nan, np.nan]
+        for s, logs in zip(sequences, log_weights, strict=True)
+        for weights in [np.exp(logs[s.trained])]
+    ]
+    assert numbers.weights_2B is not None
+    np.testing.assert_allclose(numbers.weights_2B.T, expected, rtol=1e-5)
+
+
 def test_policy_that_was_updated_already_is_not_compared() -> None:
     """PPO computes no proximal policy: only its first minibatch uses the initial policy."""
     sequences = fresh_sequences(disturbed_by=0.0)
@@ -126,6 +152,11 @@ def test_policy_that_was_updated_already_is_not_compared() -> None:
         < gap_of_step(sequences, PPO(num_minibatches=1))["engine_gap/tokens"]
     )
     assert metrics[MEAN] < 2e-6
+    numbers = numbers_of_step(sequences, PPO(num_minibatches=3))
+    assert numbers.weights_2B is not None
+    first = {index for micro_batches in numbers.plan[0] for row in micro_batches for index in row}
+    computed = numbers.weights_2B.isfinite().all(dim=0).tolist()
+    assert {index for index, each in enumerate(computed) if each} == first != set()
     assert gap_of_step(fresh_sequences(disturbed_by=0.0, version=1), PPO()) == {}
 
 

@@ -31,7 +31,7 @@ from areal_flow.log.browse import (
     token_texts,
 )
 from areal_flow.log.codec import TRAJECTORIES
-from areal_flow.log.database import connect, consumption_table
+from areal_flow.log.database import LEDGER_COLUMNS, connect, consumption_table
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import TableFormat
 from pipelines.cli.reports import bucketed
@@ -54,14 +54,15 @@ from tests.unit.test_audit import random_row, trained_ages
 
 
 def steps_table(*rows: tuple[int, list[str], list[tuple[str, str]]]) -> pa.Table:
-    columns = ("step", "policy_version", "trajectory_ids", "discarded")
-    schema = pa.schema([STEPS.field(name) for name in columns])
+    schema = pa.schema([STEPS.field(name) for name in LEDGER_COLUMNS])
     return pa.Table.from_pylist(
         [
             {
                 "step": step,
                 "policy_version": max(0, step - 1),
                 "trajectory_ids": trained,
+                "importance_weight_means": [1.0 + place for place in range(len(trained))],
+                "importance_weight_maxima": [None for _ in trained],
                 "discarded": [{"trajectory_id": i, "reason": why} for i, why in discarded],
             }
             for step, trained, discarded in rows
@@ -85,6 +86,8 @@ def test_every_trajectory_is_trained_discarded_or_waiting() -> None:
         ("trained", 2, 1, None),
         ("waiting", None, None, None),
     ]
+    weights = [(row["importance_weight_mean"], row["importance_weight_max"]) for row in rows]
+    assert weights == [(2.0, None), (None, None), (1.0, None), (1.0, None), (None, None)]
 
 
 def test_consumption_reads_ledgers_in_many_chunks_and_empty_ones() -> None:

@@ -169,7 +169,9 @@ def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: St
     ) as connection:
         by_view = connection.sql(
             "SELECT sum(num_trained_tokens), sum(num_masked_tokens), "
-            "sum(staleness * num_trained_tokens) / sum(num_trained_tokens) FROM trajectories"
+            "sum(staleness * num_trained_tokens) / sum(num_trained_tokens), "
+            "sum(importance_weight_mean * num_trained_tokens) / sum(num_trained_tokens), "
+            "max(importance_weight_max) FROM trajectories"
         ).fetchall()[0]
     metrics = result.metrics
     assert (metrics.num_trained_tokens, metrics.num_masked_tokens) == by_view[:2] == (10, 2)
@@ -181,6 +183,8 @@ def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: St
     # Versions at version 4: two tokens 1 old, two 2 old, six 1 old.
     assert metrics.staleness_mean == pytest.approx(by_view[2]) == pytest.approx(1.2)
     assert metrics.staleness_max == 2
+    assert metrics.metrics["importance_weight_mean"] == pytest.approx(by_view[3])
+    assert metrics.metrics["importance_weight_max"] == pytest.approx(by_view[4])
     by_age = [metrics.metrics[f"staleness/trained_tokens_{age}"] for age in (1, 2)]
     assert by_age == [8, 2]
 

@@ -147,7 +147,7 @@ def _differences(
 
 def result_from_row(row: Mapping[str, Any]) -> StepResult:
     metrics = {field.name: row[field.name] for field in fields(StepMetrics)}
-    metrics["masked_fraction_by_decile"] = tuple(metrics["masked_fraction_by_decile"])
+    metrics |= {name: tuple(v) for name, v in metrics.items() if isinstance(v, list)}
     hashes = PolicyHashes(row["weights_hash"], row["served_hash"])
     environment, parent_hash = row["numeric_environment"], row["parent_hash"]
     return StepResult(row["step"], hashes, StepMetrics(**metrics), environment, parent_hash)

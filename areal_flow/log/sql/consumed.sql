@@ -2,8 +2,9 @@
 
 CREATE VIEW consumed AS
 SELECT step, policy_version, unnest(trajectory_ids) AS trajectory_id, 'trained' AS status,
-       NULL::VARCHAR AS reason
+       NULL::VARCHAR AS reason, unnest(importance_weight_means) AS importance_weight_mean,
+       unnest(importance_weight_maxima) AS importance_weight_max
 FROM steps
 UNION ALL
-SELECT step, policy_version, discard.trajectory_id, 'discarded', discard.reason
+SELECT step, policy_version, discard.trajectory_id, 'discarded', discard.reason, NULL, NULL
 FROM (SELECT step, policy_version, unnest(discarded) AS discard FROM steps);

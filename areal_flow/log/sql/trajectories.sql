@@ -8,6 +8,8 @@ WITH consumed AS (
         step,
         policy_version,
         reason,
+        importance_weight_mean,
+        importance_weight_max,
         CASE WHEN status = 'trained' THEN chosen_spans(version_spans, loss_mask) END AS spans
     FROM logged
     JOIN consumption USING (trajectory_id, writer_epoch)

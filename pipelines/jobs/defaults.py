@@ -123,9 +123,9 @@ def training_settings(
     chosen |= _lengths(model, rows, recipe, given)
     chosen |= _memory(model, recipe, gpu_bytes=gpu_bytes)
     length = _value("generation.max_model_len", chosen, recipe, given)
-    least = 2048 if "trainer.activations" in chosen else 4096
+    minimum = 2048 if "trainer.activations" in chosen else 4096
     chosen["trainer.tokens_per_micro_batch"] = Choice(
-        max(least, length), "one sequence must fit, more are packed"
+        max(minimum, length), "one sequence must fit, more are packed"
     )
     return {name: choice for name, choice in chosen.items() if name not in given}
 

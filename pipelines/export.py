@@ -357,8 +357,8 @@ def _conversations(run: Run, keys: set[tuple[str, str]]) -> dict[tuple[str, str]
     for row in table.to_pylist():
         if (key := (row["source"], row["prompt_id"])) in keys:
             settings = plan.rows_of(row["source"]).prompts
-            asked = question_of(json.loads(row["metadata"]), settings)
-            messages[key] = conversation(asked, settings)
+            question = question_of(json.loads(row["metadata"]), settings)
+            messages[key] = conversation(question, settings)
     return messages
 
 

@@ -106,10 +106,10 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     if theirs is not None and [theirs.setting] == [_plain(each) for each in matches]:
         differs = f" {TOOLS[theirs.tool]}'s {theirs.option} differs: {theirs.note}."
         return f". Did you mean {matches[0]}?{differs * bool(theirs.note)}"
-    lacking = missing(_plain(name))
-    if lacking is not None and not nearest(name, candidates, min_similarity=MISTYPED):
-        tool = TOOLS[lacking.tool]
-        return f". {tool}'s {_plain(name)} has no counterpart here: {lacking.reason}."
+    unmatched = missing(_plain(name))
+    if unmatched is not None and not nearest(name, candidates, min_similarity=MISTYPED):
+        tool = TOOLS[unmatched.tool]
+        return f". {tool}'s {_plain(name)} has no counterpart here: {unmatched.reason}."
     return f". Did you mean {' or '.join(matches)}?" if matches else ""
 
 

@@ -18,7 +18,10 @@ from areal_flow.core.errors import ConfigError
 
 PUBLISHED = ("ppo_trainer", "ppo_megatron_trainer", "ppo_torchtitan_trainer", "ppo_veomni_trainer")
 """Configurations of verl whose options are published."""
-_LAUNCH = re.compile(r"\bverl(\.\w+)*\.main_\w+|\bmain_ppo\b")
+_LAUNCH = re.compile(r"\bmain_ppo\b")
+_SECTION = "actor_rollout_ref."
+"""How options begin that only a command has which trains by reinforcement learning."""
+_OPTIONS = re.compile(r"[+]{0,2}\w+(\.[\w-]+)+=.*|~[\w.]+|\$\{\w+\[@\]\}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\s*(\w+)(\+?)=\((.*)\)\s*", re.DOTALL)
 _ARRAY_BEGINS = re.compile(r"\s*\w+\+?=\(")
@@ -49,6 +52,8 @@ class Script:
     under_condition: dict[str, list[str]] = field(default_factory=dict)
     """Elements of arrays that depend on a condition."""
     launches: list[list[str]] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    """Options after the end of a command, which bash takes for a command of its own."""
 
 
 def read_overrides(path: Path, text: str) -> tuple[list[str], dict[str, str]]:
@@ -67,15 +72,23 @@ def read_overrides(path: Path, text: str) -> tuple[list[str], dict[str, str]]:
             for word in assigned:
                 name, _, value = word.partition("=")
                 _set_variable(script, name, _substituted(value, script), depth)
-        elif any(_LAUNCH.search(word) for word in words):
+        elif script.launches and _OPTIONS.fullmatch(first):
+            script.left_over += filter(_OPTIONS.fullmatch, words)
+        elif _start(words, script) is not None:
             script.launches.append(words)
     if len(script.launches) != 1:
         raise ConfigError(
-            f"{path}: expected one command that runs verl.trainer.main_ppo, found "
-            f"{len(script.launches)}"
+            f"{path}: expected one command that trains with verl, such as `python3 -m "
+            f"verl.trainer.main_ppo` and its options, found {len(script.launches) or 'none'}"
+            + (": keep one of them in a copy of the script" if script.launches else "")
         )
     overrides: list[str] = []
     by_hand: dict[str, str] = {}
+    for word in script.left_over:
+        option = word.partition("=")[0].lstrip("+~")
+        by_hand[option] = (
+            f"bash ends the command before {word!r}: at a comment, or a space after \\"
+        )
     for word, is_certain in _arguments(script, script.launches[0]):
         name, equals, value = word.partition("=")
         option = name.lstrip("+~")
@@ -86,14 +99,14 @@ def read_overrides(path: Path, text: str) -> tuple[list[str], dict[str, str]]:
                 by_hand[option] = f"{word!r} is not a value that the script itself gives"
         elif (equals and name) or word.startswith("~"):
             overrides.append(word)
-        else:
+        elif word.strip():
             by_hand[word] = "it is no override"
     return overrides, by_hand
 
 
 def _commands(path: Path, text: str) -> Iterator[str]:
     """Yield the lines of a script; those that a quote or a bracket keeps open are one."""
-    text = _ANY_SUM.sub(lambda match: re.sub(r"\s", "", match[0]), re.sub(r"\\\n", " ", text))
+    text = _ANY_SUM.sub(lambda match: re.sub(r"\s", "", match[0]), re.sub(r"\\(\n|\Z)", " ", text))
     pending = ""
     for line in text.splitlines():
         pending = f"{pending}\n{line}" if pending else line
@@ -126,9 +139,30 @@ def _set_array(script: Script, name: str, words: list[str], appends: str, depth:
     kept[name] = [*(kept.get(name, ()) if appends or depth else ()), *words]
 
 
+def _start(words: list[str], script: Script) -> int | None:
+    """Return the place of the program in a command that trains; None of any other command."""
+    for place, word in enumerate(words):
+        if _LAUNCH.search(word):
+            return place
+        if word.endswith(".py") or words[place - 1 : place] == ["-m"]:
+            given = (
+                part
+                for each in words[place + 1 :]
+                for part in (*_elements(each, script.arrays), *_split(each, script))
+            )
+            return place if any(part.lstrip("+").startswith(_SECTION) for part in given) else None
+    return None
+
+
+def _elements(word: str, arrays: dict[str, list[str]]) -> list[str]:
+    array = _ELEMENTS.fullmatch(word)
+    return arrays.get(array[1], []) if array else []
+
+
 def _arguments(script: Script, words: list[str]) -> Iterator[tuple[str, bool]]:
     """Yield the arguments of a command, and whether they depend on no condition."""
-    start = next(place for place, word in enumerate(words) if _LAUNCH.search(word))
+    start = _start(words, script)
+    assert start is not None
     for word in words[start + 1 :]:
         array = _ELEMENTS.fullmatch(word)
         if array and array[1] in script.arrays:

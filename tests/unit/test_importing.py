@@ -189,6 +189,38 @@ def test_variables_of_a_script_are_replaced_if_they_are_certain(
     assert bool(options.by_hand) == (not expected)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ray job submit --address=127.0.0.1:8265 -- python3 -m recipe.dapo.main_dapo data.n=1 $A",
+        "python3 -m verl.experimental.fully_async_policy.fully_async_main data.n=1 ${A}",
+        'uv run python examples/train.py data.n=1 "${OPTIONS[@]}"',
+        "python -m verl.trainer.main_ppo data.n=1 actor_rollout_ref.rollout.n=2 \\",
+    ],
+)
+def test_any_program_with_options_of_a_rollout_trains(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "run.sh"
+    option = "actor_rollout_ref.rollout.n=2"
+    path.write_text(
+        f"python3 {tmp_path}/rows.py --n 1\nA={option}\nOPTIONS=(\n{option}\n)\n{command}"
+    )
+    options = read_options(path)
+    assert options.given == {"data.n": 1, "actor_rollout_ref.rollout.n": 2}
+    assert not options.by_hand
+
+
+@pytest.mark.parametrize("end", ["\\ \n", "\\  # a comment\n", "\\\n# a comment\n"])
+def test_options_after_the_end_of_a_command_are_to_be_set_by_hand(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "run.sh"
+    rest = '+trainer.total_epochs=2 \\\n"${MORE[@]}" $@'
+    path.write_text(f"python -m verl.trainer.main_ppo data.n=1 {end} {rest} > log\n")
+    options = read_options(path)
+    assert options.given == {"data.n": 1}
+    assert {*options.by_hand} == {"trainer.total_epochs", "${MORE[@]}"}
+    expected = "bash ends the command before '+trainer.total_epochs=2': at a comment, or a space"
+    assert expected in options.by_hand["trainer.total_epochs"]
+
+
 def test_section_may_be_another_and_a_missing_value_is_none(tmp_path: Path) -> None:
     text = (
         "actor: {optimizer: {lr: 1e-5}, path: '???'}\ncritic: {optimizer: '${actor.optimizer}'}\n"
@@ -241,6 +273,8 @@ def test_normalisation_of_areal_is_an_advantage(
     assert ("algorithm.advantage" in result.with_fate(Fate.BY_HAND)) == (advantage is None)
 
 
+DAPO = "python3 -m recipe.dapo.main_dapo actor_rollout_ref.rollout.n=16"
+SFT = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=rows.parquet"
 CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
 
 
@@ -259,7 +293,9 @@ CALL = "from trl import GRPOConfig\nGRPOConfig(num_generations=4)\n"
         ("a.py", "print(1)", (), "expected one call of GRPOConfig(...), found none"),
         ("a.py", CALL + CALL, (), "found 2 (line 2, line 4): keep the one to import"),
         ("a.py", CALL, ("seed=1",), "'seed=1': overrides go with YAML, not with a script"),
-        ("a.sh", "echo hello\n", (), "expected one command that runs verl.trainer.main_ppo, foun"),
+        ("a.sh", "echo hello\n", (), "expected one command that trains with verl, such as `pytho"),
+        ("a.sh", f"{SFT}\npython3 -m verl.model_merger merge\n", (), "and its options, found none"),
+        ("a.sh", f"{DAPO}\n{DAPO}\n", (), "found 2: keep one of them in a copy of the script"),
         ("a.sh", "python -m verl.trainer.main_ppo a='\n", (), "No closing quotation from the line"),
         ("a.sh", "X=(\n a=b\n", (), "No closing bracket from the line 'X=(' on"),
     ],

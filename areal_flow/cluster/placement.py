@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ CONTROL_THREADS = 4
 
 THIS_MACHINE = ""
 NODES_OF_JOB = "SLURM_JOB_NODELIST"
+GPUS_OF_NODE = "SLURM_GPUS_ON_NODE"
+"""How many GPUs of the driver's node Slurm gave to the job; not set if it gave none."""
 NUM_THREADS = "OMP_NUM_THREADS"
 
 
@@ -168,7 +171,14 @@ def machines_of(cluster: ClusterSettings) -> Machines:
     if cluster.launcher == "local":
         return Machines(gpus=_gpus_here(cluster))
     if cluster.launcher == "srun":
-        return Machines(nodes_of_job(), _gpus_here(cluster))
+        nodes = nodes_of_job()
+        num_granted = os.environ.get(GPUS_OF_NODE, "")
+        if num_granted.isdecimal() and (cluster.num_gpus or 0) > int(num_granted):
+            raise ConfigError(
+                f"cluster.num_gpus = {cluster.num_gpus}: it counts the GPUs of each node, and this "
+                f"job has {num_granted} on its first ({GPUS_OF_NODE})"
+            )
+        return Machines(nodes, _gpus_here(cluster))
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
     return Machines((cluster.launcher.capitalize(),), assign_gpus=True)
@@ -188,9 +198,14 @@ def nodes_of_job() -> tuple[str, ...]:
         )
     command = ["scontrol", "show", "hostnames", os.environ[NODES_OF_JOB]]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"the nodes of this job cannot be listed: {error}") from error
+    if listed.returncode:
+        raise ConfigError(
+            f"the nodes of this job cannot be listed: {shlex.join(command)}: "
+            f"{listed.stderr.strip() or f'exit status {listed.returncode}'}"
+        )
     return tuple(listed.stdout.split())
 
 

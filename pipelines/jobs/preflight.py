@@ -112,8 +112,10 @@ def describe_devices(recipe: Recipe) -> str:
 
 def _describe_gpus(recipe: Recipe, on_gpu: Sequence[str]) -> str:
     if recipe.cluster.launcher != "local":
-        advice = "" if on_gpu else "no GPU is requested: set cluster.num_gpus for one, "
-        return f"{advice}workers are on other machines"
+        idle = "no GPU is requested: set cluster.num_gpus for one"
+        if recipe.cluster.num_gpus:
+            idle = "GPUs stay idle: trainer.device and generation.device say so"
+        return f"{'' if on_gpu else f'{idle}, '}workers are on other machines"
     gpus = gpus_here()
     if on_gpu:
         num_used = 1 if recipe.shares_gpu else sum(w.num_gpus for w in place_workers(recipe))

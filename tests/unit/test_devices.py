@@ -173,6 +173,15 @@ def test_wrong_settings_are_named_as_ever(on: Any) -> None:
         (ONE, {"cluster": {"num_gpus": 0}}, "idle (1 x NVIDIA L4): settings say so"),
         (ONE, {"cluster": {"launcher": "slurm"}}, "no GPU is requested: set cluster.num_gpus for"),
         (NONE, {"cluster": {"launcher": "slurm", "num_gpus": 8}}, "workers are on other machines"),
+        (
+            NONE,
+            {
+                "trainer": {"device": "cpu"},
+                "generation": {"device": "cpu"},
+                "cluster": {"launcher": "srun", "num_gpus": 8},
+            },
+            "GPUs stay idle: trainer.device and generation.device say so, workers are on other",
+        ),
     ],
 )
 def test_one_line_says_what_computes_and_what_stays_idle(

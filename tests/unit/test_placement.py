@@ -183,6 +183,13 @@ def test_ranks_of_a_trainer_fill_one_node_of_the_job_after_the_other(
         for role in ("trainer", "generator")
     }
     assert hosts == {"trainer": ["n1"] * 4, "generator": ["n1"] * 4 + ["n2"] * 8}
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert place_workers(recipe(launcher="srun", num_gpus=8, num_trainers=4, num_generators=12))
+    with pytest.raises(ConfigError, match=r"num_gpus = 16: .* each node, and this job has 8 on"):
+        place_workers(recipe(launcher="srun", num_gpus=16, num_trainers=4, num_generators=12))
+    scontrol.write_text("#!/bin/sh\necho 'scontrol: error: no slurm.conf' >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"hostnames 'n\[1-2\]': scontrol: error: no slurm.conf"):
+        place_workers(recipe(launcher="srun", num_gpus=8))
 
 
 def test_devices_are_gpus_or_else_cores_and_half_of_a_gpu_that_two_share() -> None:

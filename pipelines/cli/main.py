@@ -16,8 +16,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
-from cyclopts import App, CoercionError, CycloptsError, Parameter, UnknownOptionError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
+from areal_flow.config.listing import setting_names
 from areal_flow.config.messages import OPTION, did_you_mean, spell, why_no_algorithm
 from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.settings import search_here_last
@@ -149,6 +157,15 @@ def _explain(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError):
         given, options = _unknown(error)
         problem = f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
+    elif isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        word = error.unused_tokens[0]
+        problem = f"Unexpected argument: {word}"
+        name, equals, _ = word.lstrip("+").partition("=")
+        if equals and command in SECTIONS:
+            options = [spell(each, OPTION) for each in setting_names()]
+            hint = did_you_mean(f"--{name}", options)
+            problem += f": settings are options, --SETTING VALUE{hint}"
+        problem += "" if problem.endswith(("?", ".")) else "."
     elif (
         isinstance(error, CoercionError)
         and error.token is not None

@@ -266,7 +266,9 @@ def test_setting_that_one_section_has_needs_no_section(
     ("arguments", "expected"),
     [
         (["trian"], 'Did you mean "train"'),
-        (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
+        (["train", "a.toml", "b.toml"], "Unexpected argument: b.toml. `areal-flow train --help`"),
+        (["train", "a.toml", "actor_rollout_ref.rollout.n=8"], "Did you mean --controller.group-s"),
+        (["train", "a.toml", "lr=1"], "lr=1: settings are options, --SETTING VALUE. Did you mean"),
         (["train", "--trainer.lr", "1"], "Did you mean --trainer.learning-rate?"),
         (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps or"),
         (["train", "--num-generations", "8"], "Did you mean --controller.group-size?"),

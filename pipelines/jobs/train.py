@@ -29,7 +29,7 @@ from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import Recipe
-from areal_flow.core.errors import RunError
+from areal_flow.core.errors import EngineError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.program import CODE_VERSION
@@ -93,7 +93,14 @@ async def run_training(
                     callback=StepCallback(on_step),
                 )
                 with reachable(layout, cluster):
-                    outcome = await cluster.pool.guard(run_stages(run, resume=resume))
+                    try:
+                        outcome = await cluster.pool.guard(run_stages(run, resume=resume))
+                    except EngineError as error:
+                        if not signals.received:
+                            raise
+                        # Who ends a job of Slurm ends its workers, too: no step can be finished.
+                        logger.warning("stopped without finishing the step: %s", error)
+                        outcome = Outcome(False, signals.received[0])
                 status = "FINISHED" if outcome.finished else "KILLED"
     except asyncio.CancelledError:
         status = "KILLED"

@@ -116,11 +116,12 @@ def test_one_job_has_workers_on_two_nodes_and_its_script_resumes_the_run(
         train_for_steps()
         assert nodes_of_steps() == ["n1", "n1", "n1", "n2", "n2"]
         end("--signal=KILL", "--full")
-        train_for_steps()
-        end("--signal=TERM", "--batch")
+        for stop in ((), ("--signal=TERM", "--batch")):
+            train_for_steps()
+            end(*stop)
+            state = json.loads((runs / "both" / "state.json").read_text())["state"]
+            assert state == "stopped", log.read_text()
     subprocess.run([*COMMAND, "check", "both"], cwd=tmp_path, env=ENVIRONMENT, check=True)
-    state = json.loads((runs / "both" / "state.json").read_text())["state"]
-    assert state == "stopped", log.read_text()
 
 
 def environment() -> dict[str, str]:

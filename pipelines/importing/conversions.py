@@ -149,6 +149,8 @@ def sinks(value: Any, options: AllOptions) -> str | None:
 
 
 def completions(value: int, options: AllOptions) -> int:
+    if value < 1:  # verl that trains and generates at once counts other batches
+        raise ByHand(f"{value} prompts: set how many completions a step has")
     return int(value * _needed(options, "controller.group_size"))
 
 

@@ -96,16 +96,20 @@ class Import:
                     tables += ["[[rewards]]", *pairs, ""]
             else:
                 entry = f"{key} = {tomlkit.item(line.value).as_string()}"
-                sections.setdefault(section, []).append(f"{entry}  # {self._origin(line)}")
+                sections.setdefault(section, []).append(f"{entry}  # {self._origin(name, line)}")
         text = [*head, "", *sections.pop("")]
         for section, entries in sections.items():
             named_first = sorted(entries, key=lambda each: not each.startswith("name = "))
             text += ["", f"[{section}]", *named_first]
         return "\n".join([*text, *tables]).rstrip("\n") + "\n"
 
-    def _origin(self, line: Line) -> str:
+    def _origin(self, setting: str, line: Line) -> str:
         if line.is_default:
-            return f"{TOOLS[self.options.tool]}'s default of {', '.join(line.options)}"
+            (option,) = line.options
+            records = self._records(option)
+            record = next((each for each in records if each.setting == setting), records[0])
+            value = "" if record.default == line.value else f" = {record.default}"
+            return f"{TOOLS[self.options.tool]}'s default of {option}{value}"
         if all(self.options.given[option] == line.value for option in line.options):
             return ", ".join(line.options)
         values = (f"{option} = {self.options.given[option]}" for option in line.options)

@@ -241,6 +241,14 @@ def test_epochs_become_steps_where_the_prompts_are_here(tmp_path: Path) -> None:
     assert "num_steps" not in imported(path, ["data.train_files=other.parquet"]).table()
 
 
+def test_batch_of_no_prompts_is_to_be_set_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(VERL)
+    result = imported(tmp_path / "a.yaml", ["data.train_batch_size=0"])  # fully asynchronous verl
+    assert not {"controller.batch_size", "algorithm.num_minibatches"} & result.table().keys()
+    by_hand = result.with_fate(Fate.BY_HAND)
+    assert by_hand["data.train_batch_size"] == "0 prompts: set how many completions a step has"
+
+
 def test_kl_term_in_two_places_is_to_be_set_by_hand(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(VERL)
     loss, reward = "actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"

@@ -14,6 +14,12 @@ from typing import Any, Protocol
 
 PROMPT_FILES = (".parquet", ".jsonl", ".json", ".lance", ".csv")
 SINKS = ("mlflow", "tensorboard", "wandb")
+OVERLONG_BUFFERS = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+)
+"""Where versions of verl have DAPO's penalty of long completions."""
 
 
 class ByHand(Exception):
@@ -484,6 +490,14 @@ def verl_rewards(value: Any, options: AllOptions) -> list[dict[str, Any]]:
     if path.is_absolute() or ".." in path.parts:
         raise ByHand(f'put {path.name} on PYTHONPATH: verifier = "{path.stem}:{function}"')
     return [{"verifier": f"{'.'.join(path.with_suffix('').parts)}:{function}"}]
+
+
+def verl_overlong(value: Any, options: AllOptions) -> list[int] | None:
+    for section in OVERLONG_BUFFERS:
+        if options.get(f"{section}.enable"):
+            last = int(options.ours("generation.max_new_tokens"))
+            return [last - int(options.get(f"{section}.len")), last]
+    return None
 
 
 def areal_algorithm(value: Any, options: AllOptions) -> str:

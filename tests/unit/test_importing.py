@@ -249,6 +249,27 @@ def test_batch_of_no_prompts_is_to_be_set_by_hand(tmp_path: Path) -> None:
     assert by_hand["data.train_batch_size"] == "0 prompts: set how many completions a step has"
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+    ],
+)
+def test_overlong_buffer_is_the_lengths_between_which_the_penalty_grows(
+    tmp_path: Path, section: str
+) -> None:
+    (tmp_path / "a.yaml").write_text(VERL)
+    given = ["data.max_response_length=20480", f"+{section}.len=4096", f"+{section}.log=False"]
+    on = imported(tmp_path / "a.yaml", [*given, f"+{section}.enable=True"])
+    assert on.table()["algorithm.overlong_tokens"] == [16384, 20480]
+    off = imported(tmp_path / "a.yaml", [*given, f"+{section}.enable=False"])
+    assert "algorithm.overlong_tokens" not in off.table()
+    factor = imported(tmp_path / "a.yaml", [*given, f"+{section}.penalty_factor=0.5"])
+    assert f"{section}.penalty_factor" in factor.with_fate(Fate.WITHOUT)
+
+
 def test_kl_term_in_two_places_is_to_be_set_by_hand(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(VERL)
     loss, reward = "actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"

@@ -91,11 +91,14 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
     if num_needed > num_available and not machines.assign_gpus and not shares_gpu:
         roles = [worker.role for worker in workers if worker.num_gpus]
         each = recipe.generation.vllm.tensor_parallel_size
+        fewer = "start fewer workers"
+        if recipe.cluster.launcher == "local":
+            fewer += " or, on more machines, set cluster.launcher, such as 'srun'"
         raise ConfigError(
             f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
             f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_needed} in all), "
-            f"found {num_available} GPU(s) on {len(machines.hosts)} machine(s); start fewer "
-            "workers, set a device to 'cpu', or set cluster.num_gpus (of each machine) if they "
+            f"found {num_available} GPU(s) on {len(machines.hosts)} machine(s); {fewer}, "
+            "set a device to 'cpu', or set cluster.num_gpus (of each machine) if they "
             "were not found; at 1 a trainer and a generator share it"
         )
     placed: list[WorkerPlacement] = []

@@ -167,6 +167,10 @@ def test_gpus_of_other_machines_are_stated_not_detected() -> None:
     assert {worker.host for worker in stated if worker.gpus} == {"127.0.0.1", "localhost"}
     with pytest.raises(ConfigError, match=r"found 0 GPU\(s\) on 2 machine\(s\).*cluster.num_gpus"):
         place_workers(recipe(launcher="ssh", remote=remote))
+    with pytest.raises(
+        ConfigError, match=r"found 8 GPU\(s\) on 1 machine.*set cluster.launcher, s"
+    ):
+        place_workers(recipe(num_gpus=8, num_trainers=4, num_generators=12))
 
 
 def test_ranks_of_a_trainer_fill_one_node_of_the_job_after_the_other(

@@ -195,9 +195,11 @@ def output_of(
 
 
 def train(cwd: Path, name: str, settings: Mapping[str, object]) -> Run:
-    """Train a run in a directory, without evaluations and tracking; return the run."""
+    """Train the default recipe with these settings in a directory, without evaluations and
+    tracking unless they are set; return the run."""
     quiet = {"prompts.num-held-out": 0, "tracking.enabled": "false"}
-    output_of([*CLI, "train", *flags({"name": name, **quiet, **settings})], cwd=cwd)
+    given = flags({"name": name, **quiet, **settings})
+    output_of([*CLI, "train", "arithmetic", *given], cwd=cwd)
     return areal_flow.open_run(cwd / "runs" / name)
 
 

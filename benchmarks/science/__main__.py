@@ -2,7 +2,7 @@
 
     python -m benchmarks.science NAME [--seeds 0 1 2] [--quick] [--processes 2] [--to docs/science]
 
-A page keeps what stands outside its markers. `--quick` is of one minute, too small to conclude.
+A page keeps what stands outside its markers. `--quick` takes minutes, and is too small to conclude.
 """
 
 from __future__ import annotations

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from math import inf
 from pathlib import Path
 
 import pytest
 
+from areal_flow.config import load_recipe
+from benchmarks.science import learning
 from benchmarks.science.__main__ import BEGIN, END, EXPERIMENTS, main
 from benchmarks.science.findings import Estimate, conclude, difference
+from pipelines.jobs.job import DEFAULT_RECIPE
 from tests.markdown import DOCS
+from tests.policies import write_model_directory
 
 
 def test_quickest_experiment_writes_its_page_and_keeps_what_a_person_wrote(
@@ -60,8 +65,27 @@ def test_every_experiment_has_a_page_and_a_small_plot(name: str) -> None:
     assert (DOCS / "science" / f"{name}.png").stat().st_size < 60_000
 
 
+@pytest.mark.slow
+def test_each_batch_of_an_experiment_is_sampled_eta_versions_before(tmp_path: Path) -> None:
+    """And all that the experiment does not set is the default recipe's."""
+    model = write_model_directory(tmp_path / "model")
+    chosen = Namespace(samples=256, learning_rate=2e-5, model=model)
+    sampled = {}
+    for eta in (1.0, inf):
+        setting = learning.Setting({"name": "ppo"}, eta, batch_size=64)
+        run = learning.train(tmp_path, f"{eta:g}", setting, 1, chosen)
+        rows = run.steps("arrow", where="step > 0").to_pylist()
+        assert all(row["staleness_mean"] == row["staleness_max"] for row in rows)
+        sampled[eta] = [row["policy_version"] - row["staleness_max"] for row in rows]
+    assert sampled == {1.0: [0, 0, 1, 2], inf: [0, 0, 0, 0]}
+    default = load_recipe(DEFAULT_RECIPE)
+    assert run.recipe.generation == default.generation.model_copy(update={"engine": "torch"})
+    assert run.recipe.trainer.num_warmup_steps == 10
+    assert 0 <= run.summary()["held_out_after"]["pass_rate"] <= 1
+
+
 @pytest.mark.walk
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs(name: str, tmp_path: Path) -> None:
     main([name, "--quick", "--to", str(tmp_path)])

@@ -266,9 +266,16 @@ def _conclude_sft(layout: RunLayout) -> None:
     if recipe.tracking.enabled:
         _deliver(layout, partial(track, layout.root, recipe.tracking.uri))
     if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
-        model = "--model", from_here(newest_checkpoint(layout)), "--sft.num-steps", 0
-        further = command("train", from_here(layout.config), *model, runs=runs)
-        say(f"Train it further with: {further}")
+        model, prompts = ("--model", from_here(newest_checkpoint(layout))), recipe.prompts
+        has_prompts = recipe.sources or prompts.source != Recipe().prompts.source
+        if recipe.sft.path and not has_prompts:  # the default's sums have nothing to do with them
+            system = "--prompts.system-prompt", prompts.system_prompt
+            options = *model, *(system if prompts.system_prompt else ())
+            further = command("train", "--data", "PROMPTS.jsonl", *options, runs=runs)
+            say(f"Train it further, on rows with a question and an answer, with: {further}")
+        else:
+            again = from_here(layout.config), *model, "--sft.num-steps", 0
+            say(f"Train it further with: {command('train', *again, runs=runs)}")
     say(f"Export it with: {command('export', layout.name, 'DIRECTORY', runs=runs)}")
 
 

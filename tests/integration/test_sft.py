@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = cli("sft", "--name", "straight", *ARGUMENTS, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"supervised fine-tuning {NUM_STEPS}/{NUM_STEPS}" in done.stdout
-    assert "areal-flow train runs/straight/config.toml --model runs/straight/sft" in done.stdout
+    checkpoint = f"runs/straight/sft/checkpoints/{NUM_STEPS:08d}"
+    assert f"areal-flow train --data PROMPTS.jsonl --model {checkpoint}" in done.stdout
     return cwd
 
 

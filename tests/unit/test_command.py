@@ -33,6 +33,7 @@ from pipelines.console.summary import next_commands
 from pipelines.jobs.job import SFT, TRAINING, supervised
 from pipelines.jobs.stop_signals import Outcome
 from pipelines.jobs.train import write_summary
+from pipelines.models import newest_checkpoint
 from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 
@@ -120,6 +121,42 @@ def test_description_of_a_run_names_the_agent_that_rewards(tmp_path: Path) -> No
     description = describe_run(layout)
     assert description.tags["verifier"] == "agent:my:agent@0"
     assert "- rewards: `my:agent`; a completion passes above" in description.text
+
+
+@pytest.mark.parametrize(
+    ("table", "advice"),
+    [
+        ({}, "train x/config.toml --model MODEL --sft.num-steps 0"),
+        ({"sft": {"path": "own.jsonl"}}, "train --data PROMPTS.jsonl --model MODEL"),
+        (
+            {
+                "sft": {"path": "own.jsonl"},
+                "prompts": {"chat_template": True, "system_prompt": "Think."},
+            },
+            "train --data PROMPTS.jsonl --model MODEL --prompts.system-prompt Think.",
+        ),
+        (
+            {"sft": {"path": "own.jsonl"}, "prompts": {"path": "prompts.jsonl"}},
+            "train x/config.toml --model MODEL --sft.num-steps 0",
+        ),
+    ],
+)
+def test_model_of_own_rows_is_not_trained_further_on_sums(
+    recorded: RunLayout,
+    tmp_path: Path,
+    table: dict[str, Any],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(recorded.root, tmp_path / "x")
+    monkeypatch.chdir(tmp_path)
+    layout = RunLayout((tmp_path / "x").resolve())
+    recipe = build_recipe({**table, "tracking": {"enabled": False}}, source="test")
+    layout.config.write_text(dump_recipe(recipe))
+    SFT.conclude(layout)
+    model = str(newest_checkpoint(layout).relative_to(tmp_path.resolve()))
+    assert advice.replace("MODEL", model) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +58,23 @@ def test_policies_are_loaded_without_parts_that_language_models_do_not_need() ->
     trained = "from areal_flow.policy.models import policy; from areal_flow.training import rank"
     assert not modules_after(trained) & unneeded
     assert unneeded <= modules_after(f"{trained}; import sklearn, scipy, accelerate")
+
+
+@pytest.mark.parametrize("package", ["pipelines", "schemas"])
+def test_package_of_a_script_that_hides_ours_is_named(tmp_path: Path, package: str) -> None:
+    hiding = tmp_path / package / "__init__.py"
+    hiding.parent.mkdir()
+    hiding.touch()
+    (tmp_path / "script.py").write_text("import areal_flow\nareal_flow.open_run\n")
+    clone = str(Path(areal_flow.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        env={**os.environ, "PYTHONPATH": clone},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    *_, message = done.stderr.strip().splitlines()
+    assert message.startswith(f"ImportError: {hiding} hides the package {package!r}")
+    assert message.endswith("rename yours, or move the script")

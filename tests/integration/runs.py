@@ -236,8 +236,22 @@ def _python(*arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedP
 @contextmanager
 def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Start `areal-flow` in its own process group; kill the group at the end."""
+    with _started("-m", "pipelines.cli.main", *map(str, arguments), cwd=cwd) as process:
+        yield process
+
+
+@contextmanager
+def started_script(text: str, *, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a user's Python script in its own process group; kill it at the end."""
+    (cwd / "script.py").write_text(text)
+    with _started("script.py", cwd=cwd) as process:
+        yield process
+
+
+@contextmanager
+def _started(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.cli.main", *map(str, arguments)],
+        [sys.executable, *arguments],
         cwd=cwd,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

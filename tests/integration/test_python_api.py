@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pandas as pd
+import psutil
 import pytest
 
 import areal_flow
@@ -20,7 +21,7 @@ from areal_flow.flow.recovery.replay import replay_step
 from areal_flow.log.directory import observed_state
 from areal_flow.log.ledger import LedgerReader
 from tests.chat_templates import CHATML, give_chat_template
-from tests.integration.runs import SMALL, check_accounting, run_script
+from tests.integration.runs import SMALL, check_accounting, done, run_script, started_script
 from tests.policies import write_model_directory
 
 SETTINGS: dict[str, Any] = {
@@ -150,6 +151,34 @@ def test_script_that_ends_before_its_run_leaves_a_run_to_resume(tmp_path: Path) 
     run = areal_flow.train(resume="left", runs=tmp_path / "runs", num_steps=head + 1)
     assert run.steps().step.max() == head + 1
     check_accounting(layout)
+
+
+SCRIPT_WAITS = SCRIPT_ENDS.replace("while handle.status.step < 2: pass", "handle.result()")
+
+
+@pytest.mark.slow
+def test_killed_process_of_a_background_run_leaves_no_worker_and_a_run_to_resume(
+    tmp_path: Path,
+) -> None:
+    """As when a notebook's kernel is killed."""
+    layout = RunLayout((tmp_path / "runs" / "left").resolve())
+    with started_script(SCRIPT_WAITS, cwd=tmp_path) as process:
+        while not layout.steps.is_dir() or LedgerReader(layout).head < 2:
+            assert process.poll() is None
+            time.sleep(0.1)
+        left = psutil.Process(process.pid).children(recursive=True)
+        assert len(left) >= 3, "a trainer, a generator and a reward worker"
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert observed_state(layout).state == "crashed"
+    done(tmp_path, "check", "left")
+    last = LedgerReader(layout).head + 1
+    done(tmp_path, "train", "--resume", "left", "--num-steps", str(last))
+    assert observed_state(layout).state == "finished"
+    assert LedgerReader(layout).head == last
+    done(tmp_path, "check", "left")
 
 
 @pytest.mark.slow

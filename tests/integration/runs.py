@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ from pipelines.jobs.train import run_training
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 """Of commands: verifiers of the tests are found from wherever they run."""
+
+LIMIT_S = 240.0
+"""Ten times what a small run takes on two idle cores, most of it imports; below pytest's limit."""
 
 ENDING_S = 20.0
 """Longer than a run that fails takes to end."""
@@ -181,7 +185,7 @@ async def step_reached(layout: RunLayout, step: int) -> None:
 
 
 def cli(
-    *arguments: str | Path, cwd: Path, timeout: float = 240
+    *arguments: str | Path, cwd: Path, timeout: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run `areal-flow` as a user does."""
     return _python("-m", "pipelines.cli.main", *map(str, arguments), cwd=cwd, timeout=timeout)
@@ -195,10 +199,10 @@ def done(folder: Path, *command: str, code: int = 0) -> str:
     return output
 
 
-def run_script(text: str, *, cwd: Path, timeout: float) -> str:
+def run_script(text: str, *, cwd: Path) -> str:
     """Run a user's Python script successfully and return its output."""
     (cwd / "script.py").write_text(text)
-    ended = _python("script.py", cwd=cwd, timeout=timeout)
+    ended = _python("script.py", cwd=cwd, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -222,15 +226,20 @@ def typed_in_a_shell(command: str, *, cwd: Path) -> str:
 
 
 def _python(*arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    command = [sys.executable, *arguments]
+    try:
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as hung:
+        printed = b"".join(filter(None, (hung.stdout, hung.stderr))).decode()
+        pytest.fail(f"{shlex.join(command)} had not ended after {timeout:g} s:\n{printed}")
 
 
 @contextmanager

@@ -21,7 +21,14 @@ from areal_flow.flow.recovery.replay import replay_step
 from areal_flow.log.directory import observed_state
 from areal_flow.log.ledger import LedgerReader
 from tests.chat_templates import CHATML, give_chat_template
-from tests.integration.runs import SMALL, check_accounting, done, run_script, started_script
+from tests.integration.runs import (
+    LIMIT_S,
+    SMALL,
+    check_accounting,
+    done,
+    run_script,
+    started_script,
+)
 from tests.policies import write_model_directory
 
 SETTINGS: dict[str, Any] = {
@@ -42,7 +49,7 @@ print(len(run.steps()) - 1, run.trajectories().reward.min() > 0.25)
 
 @pytest.mark.slow
 def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
-    assert run_script(SCRIPT, cwd=tmp_path, timeout=120).strip().splitlines()[-1] == "2 True"
+    assert run_script(SCRIPT, cwd=tmp_path).strip().splitlines()[-1] == "2 True"
     layout = RunLayout((tmp_path / "runs" / "five").resolve())
     check_accounting(layout)
     (source,) = layout.rewards.glob("brevity*.py")
@@ -93,7 +100,7 @@ def test_background_run_calls_back_after_each_step_stops_and_resumes(tmp_path: P
     assert handle.status.num_steps == 200
     assert len(handle.run.steps()) >= 3, "it can be queried while it trains"
     handle.stop()
-    run = handle.result(timeout=60)
+    run = handle.result(timeout=LIMIT_S)
     assert handle.status.state == "stopped"
     assert [row["step"] for row in steps] == [*range(1, len(run.steps()))]
     recorded = run.steps(where="step = 2").iloc[0]
@@ -104,7 +111,7 @@ def test_background_run_calls_back_after_each_step_stops_and_resumes(tmp_path: P
     again = areal_flow.train(
         resume="r", runs=tmp_path, on_step=lambda row: row["step"] == last + 1, wait=False
     )
-    assert again.result(60).steps().step.max() == last + 1
+    assert again.result(LIMIT_S).steps().step.max() == last + 1
     assert again.status.state == "finished", "the callback's own stop is an end"
     check_accounting(run.layout)
 
@@ -124,7 +131,7 @@ def test_error_of_a_background_run_comes_at_once_or_with_its_result(tmp_path: Pa
     more = {"num_steps": 200, "on_step": lambda _: (tmp_path / "fail").touch()}
     handle = areal_flow.train(rewards=rewards, name="late", **given | more)
     with pytest.raises(ArealFlowError, match="broken since the second step"):
-        handle.result(timeout=90)
+        handle.result(timeout=LIMIT_S)
     assert handle.status.state == "failed"
 
 
@@ -133,18 +140,18 @@ def without_answer(completion: str) -> float:
 
 
 SCRIPT_ENDS = f"""
-import areal_flow
+import time, areal_flow
 def brevity(completion): return 1 / (1 + len(completion))
 rows = [{{"question": f"{{n}} + 1 =", "answer": str(n + 1)}} for n in range(40)]
 settings = {{**{SETTINGS!r}, "num_steps": 200}}
 handle = areal_flow.train(prompts=rows, rewards=brevity, name="left", wait=False, **settings)
-while handle.status.step < 2: pass
+while handle.status.step < 2: time.sleep(0.1)
 """
 
 
 @pytest.mark.slow
 def test_script_that_ends_before_its_run_leaves_a_run_to_resume(tmp_path: Path) -> None:
-    run_script(SCRIPT_ENDS, cwd=tmp_path, timeout=60)
+    run_script(SCRIPT_ENDS, cwd=tmp_path)
     layout = RunLayout((tmp_path / "runs" / "left").resolve())
     assert observed_state(layout).state == "crashed"
     head = LedgerReader(layout).head
@@ -153,7 +160,7 @@ def test_script_that_ends_before_its_run_leaves_a_run_to_resume(tmp_path: Path) 
     check_accounting(layout)
 
 
-SCRIPT_WAITS = SCRIPT_ENDS.replace("while handle.status.step < 2: pass", "handle.result()")
+SCRIPT_WAITS = SCRIPT_ENDS.rpartition("while")[0] + "handle.result()"
 
 
 @pytest.mark.slow

@@ -277,7 +277,8 @@ class Recipe(Settings):
         require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
-            f"{self.groups_per_step} groups of a batch",
+            f"number of groups in a batch ({self.groups_per_step}): lower it, or raise "
+            "controller.batch_size",
         )
         size = self.controller.group_size
         require(

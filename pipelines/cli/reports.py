@@ -47,9 +47,8 @@ def report_evaluation(result: EvaluationResult) -> Report:
     """Report pass rates and mean rewards by held-out set or, if there is one, by difficulty."""
     evaluated = result.table
     label, parts = evaluated.parts
-    shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
-    if len(shown) > 1:
-        shown.append({label: "all", **_scores(evaluated.overall)})
+    rows = {**(parts if len(parts) > 1 else {}), "all": evaluated.overall}
+    shown = [{label: part, **_scores(scores)} for part, scores in rows.items()]
     table = Table(shown, f"{result.title}: held-out prompts, {samples_text(evaluated.overall)}")
     data = {
         "model": result.title,

@@ -39,6 +39,7 @@ _LISTED = (
 )
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
+_ANSWER_CHARACTERS = 40
 
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
@@ -173,7 +174,10 @@ def _reward(shown: ShownTrajectory) -> Text:
     if extracted := detail.get("extracted"):
         text.append(f", answered {printable(extracted)!r}")
     if shown.answer is not None:
-        text.append(f", expected {printable(shown.answer)[-40:]!r}")
+        answer = printable(shown.answer)
+        if len(answer) > _ANSWER_CHARACTERS:
+            answer = f"…{answer[1 - _ANSWER_CHARACTERS :]}"
+        text.append(f", expected {answer!r}")
     if len(parts := shown.row["reward_parts"]) > 1:
         listed = (f"{part['name']} {_short(part['reward'])}" for part in parts)
         text.append(f"\nbefore weights: {', '.join(listed)}")

@@ -23,7 +23,7 @@ from typing import Any
 from areal_flow.cluster.launchers.fork_server import ForkServer, start_fork_server
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
-from areal_flow.config.messages import spell
+from areal_flow.config.messages import nearest, spell
 from areal_flow.core.durable import replace_file
 from areal_flow.core.errors import ConfigError, EpisodeError, RewardError, RunError
 from areal_flow.core.failures import first_line
@@ -85,7 +85,10 @@ def recipe_path(given: Path) -> Path:
     shipped = {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
     if str(given) not in shipped:
         names = ", ".join(shipped)
-        raise ConfigError(f"expected a recipe at {given} or one of {names}, found no such file")
+        advice = "".join(f". Did you mean {name}?" for name in nearest(str(given), shipped)[:1])
+        raise ConfigError(
+            f"expected a recipe at {given} or one of {names}, found no such file{advice}"
+        )
     return shipped[str(given)]
 
 

@@ -28,6 +28,8 @@ def test_recipe_is_a_file_or_the_name_of_a_shipped_one(
     assert recipe_path(Path("calculator")).parent.name == "recipes"
     with pytest.raises(ConfigError, match=r"expected a recipe at runs or one of arithmetic, "):
         recipe_path(Path("runs"))
+    with pytest.raises(ConfigError, match=r"found no such file\. Did you mean gsm8k-1gpu\?$"):
+        recipe_path(Path("gsm8k-1gpuu"))
     (tmp_path / "calculator").write_text("")
     assert recipe_path(Path("calculator")) == Path("calculator")
 

@@ -67,7 +67,7 @@ def error_of(table: dict[str, object]) -> str:
         ),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
-        ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
+        ({"algorithm": {"num_minibatches": 99}}, "groups in a batch (32): lower it"),
         (
             {"trainer": {"tokens_per_micro_batch": 16}, "generation": {"max_model_len": 128}},
             "must hold one sequence",

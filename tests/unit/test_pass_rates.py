@@ -186,6 +186,7 @@ def test_evaluation_is_reported_with_both_labelled() -> None:
     assert overall["pass_rate_low"] < 0.5 < overall["pass_rate_high"]
     (shown,) = report.parts
     assert shown.rows[-1]["mean reward, 95%"].startswith("0.500"), "and no JSON"
+    assert [row["difficulty"] for row in shown.rows] == ["all"], "as in the summary of a run"
 
 
 def sampled(*prompts: Sequence[float | None]) -> list[dict[str, Any]]:

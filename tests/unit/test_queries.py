@@ -408,6 +408,12 @@ def test_page_has_what_a_function_logged_of_the_completion() -> None:
     assert "gold: ␛[2J" in text
 
 
+def test_page_marks_where_a_long_answer_is_cut() -> None:
+    page = report_trajectory(replace(shown(), answer=f"{'x' * 60} #### 14"), by_token=False)
+    text = "\n".join(printed(*page.parts, width=200, terminal=False))
+    assert f"expected '…{'x' * 31} #### 14'" in text
+
+
 def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
     page = printed_page(
         ShownToken(" 1", 11, 2, -0.5, 3, False, True),

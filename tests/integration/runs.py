@@ -222,6 +222,7 @@ def typed_in_a_shell(command: str, *, cwd: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    assert "leaked" not in done.stdout
     return done.stdout
 
 

@@ -146,8 +146,8 @@ def lora_alpha(value: Any, options: AllOptions) -> float | None:
 def sinks(value: Any, options: AllOptions) -> str | None:
     names = [value] if isinstance(value, str) else list(value)
     kept = [each for each in names if each in SINKS]
-    if lacking := [each for each in names if each not in (*SINKS, "console", "none")]:
-        raise NoCounterpart(f"trackers are {', '.join(SINKS)}, and not {', '.join(lacking)}")
+    if unsupported := [each for each in names if each not in (*SINKS, "console", "none")]:
+        raise NoCounterpart(f"trackers are {', '.join(SINKS)}, and not {', '.join(unsupported)}")
     return ",".join(kept) or None
 
 

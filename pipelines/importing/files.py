@@ -259,8 +259,8 @@ def _of_python(path: Path, text: str) -> Options:
     configs = script.calls("GRPOConfig")
     if len(configs) != 1:
         lines = ", ".join(f"line {call.lineno}" for call in configs)
-        found = f"{len(configs)} ({lines}): keep the one to import" if configs else "none"
-        raise ConfigError(f"{path}: expected one call of GRPOConfig(...), found {found}")
+        number = f"{len(configs)} ({lines}): keep the one to import" if configs else "none"
+        raise ConfigError(f"{path}: expected one call of GRPOConfig(...), found {number}")
     given: dict[str, Any] = {}
     by_hand: dict[str, str] = {}
     for function in POSITIONAL:

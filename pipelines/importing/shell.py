@@ -188,8 +188,12 @@ def _substituted(text: str, script: Script) -> str:
         name = match[1] or match[2]
         if name in script.conditional:
             return match[0]
-        known = script.variables.get(name)
-        return known or match[3] if match[3] is not None else (match[0] if known is None else known)
+        assigned = script.variables.get(name)
+        return (
+            assigned or match[3]
+            if match[3] is not None
+            else (match[0] if assigned is None else assigned)
+        )
 
     previous = ""
     while text != previous:

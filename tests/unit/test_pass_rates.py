@@ -35,7 +35,8 @@ from areal_flow.core.pass_rates import (
 )
 from areal_flow.core.types import Score, Verdict
 from areal_flow.log import ledger_row
-from areal_flow.log.database import connect, read_sql
+from areal_flow.log.database import connect, consumption_table, read_sql
+from areal_flow.log.ledger import STEPS
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.shipping import ship_function
@@ -144,13 +145,7 @@ def test_mean_rewards_have_normal_intervals() -> None:
 
 def test_views_have_a_column_of_what_passed() -> None:
     rows = group_table(0, rewards=(0.25, 0.75, None))
-    consumption = pa.table(
-        {
-            "trajectory_id": rows["trajectory_id"],
-            "writer_epoch": rows["writer_epoch"],
-            **{name: pa.nulls(3) for name in ("status", "step", "policy_version", "reason")},
-        }
-    )
+    consumption = consumption_table(STEPS.empty_table(), rows)
     tables = {
         "stored": rows,
         "consumption": consumption,

@@ -189,11 +189,9 @@ def _substituted(text: str, script: Script) -> str:
         if name in script.conditional:
             return match[0]
         assigned = script.variables.get(name)
-        return (
-            assigned or match[3]
-            if match[3] is not None
-            else (match[0] if assigned is None else assigned)
-        )
+        if match[3] is not None:
+            return assigned or match[3]
+        return match[0] if assigned is None else assigned
 
     previous = ""
     while text != previous:

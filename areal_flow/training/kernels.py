@@ -47,6 +47,7 @@ KEPT = frozenset(
         "mkldnn._linear_pointwise.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._flash_attention_forward.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
         "torch_attn._varlen_attn.default",
     }
 )

@@ -28,9 +28,10 @@ from areal_flow.policy.models.probe import probe_config
 from areal_flow.policy.models.segments import (
     BLOCK,
     Segments,
+    attend_by_cudnn,
     attend_by_flex,
     attend_by_varlen,
-    choose_kernel,
+    choose_kernels,
     has_fused_kernels,
 )
 from areal_flow.training import head, parallel
@@ -125,6 +126,13 @@ def let_flex_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
+def let_all_segments_use(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(*layer: Any, has_cudnn: bool) -> list[Any]:
+        return [kernel] * len(layer[-1])
+
+    monkeypatch.setattr(segments, "choose_kernels", kernels)
+
+
 BFLOAT16 = torch.bfloat16
 SINKS = torch.tensor([1.5, -0.5, 0.25, 3.0], dtype=torch.float64)
 
@@ -146,7 +154,63 @@ SINKS = torch.tensor([1.5, -0.5, 0.25, 3.0], dtype=torch.float64)
 def test_kernel_by_what_a_layer_asks_for(
     dtype: torch.dtype, widths: tuple[int, int], rule: AttentionRule, kernel: Any
 ) -> None:
-    assert choose_kernel(dtype, widths, rule) is kernel
+    assert choose_kernels(dtype, widths, rule, [(9, 9)], has_cudnn=True) == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "num_by_cudnn"),
+    [
+        ([(16_384, 16_384)], {}, 1),
+        ([(6_000, 6_000), (5_999, 5_999), (9_000, 9_000)], {}, 2),
+        ([(9_000, 9_200)], {}, 0),  # a completion after a prompt that others share
+        ([(16_384, 16_384)], {"has_cudnn": False}, 0),
+        ([(16_384, 16_384)], {"widths": (192, 192)}, 0),
+        ([(16_384, 16_384)], {"rule": AttentionRule(1.0, window=4096)}, 0),
+        ([(16_384, 16_384)], {"rule": AttentionRule(1.0, window=16_384)}, 1),
+        ([(16_384, 16_384)], {"dtype": torch.float32}, 0),
+        ([(16_384, 16_384)], {"rule": AttentionRule(1.0, softcap=50.0)}, 0),
+    ],
+)
+def test_long_sequences_of_plain_layers_are_cudnn_s(
+    lengths: list[tuple[int, int]], change: dict[str, Any], num_by_cudnn: int
+) -> None:
+    layer = {"dtype": BFLOAT16, "widths": (128, 128), "rule": AttentionRule(1.0), "has_cudnn": True}
+    kernels = choose_kernels(lengths=lengths, **{**layer, **change})
+    assert len(kernels) == len(lengths)
+    assert kernels.count(attend_by_cudnn) == num_by_cudnn
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_row_that_mixes_kernels_has_the_values_and_gradients_of_each_sequence(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
+    by_length = {5: attend_by_cudnn, 9: attend_by_cudnn, 1: attend_by_varlen}
+
+    def mixed(*_: Any, **others: Any) -> list[Any]:
+        lengths = Segments.of(PLACES, "cpu")._query_lengths
+        own = Segments.of(PLACES, "cpu")._key_lengths
+        return [
+            by_length.get(num, attend_by_varlen) if num == num_keys else attend_by_varlen
+            for num, num_keys in zip(lengths, own, strict=True)
+        ]
+
+    monkeypatch.setattr(segments, "choose_kernels", mixed)
+    torch.manual_seed(0)
+    packed = [
+        torch.randn(24, num, 8, dtype=torch.float64, requires_grad=True)
+        for num in (4, heads, heads)
+    ]
+    weights = torch.randn(24, 4, 8, dtype=torch.float64)
+    actual = Segments.of(PLACES, "cpu").attend(*packed, AttentionRule(0.3))
+    expected = attended_alone(PLACES, packed, AttentionRule(0.3))
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    for gradient, of_expected in zip(
+        torch.autograd.grad((actual * weights).sum(), packed),
+        torch.autograd.grad((expected * weights).sum(), packed),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, of_expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
@@ -172,7 +236,7 @@ def test_kernels_and_their_gradients_are_those_of_each_sequence_alone(
 ) -> None:
     """Of shared prompts, too, in float64."""
     monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
-    monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
+    let_all_segments_use(kernel, monkeypatch)
     let_flex_have_gradients(monkeypatch)
     torch.manual_seed(0)
     packed = [
@@ -302,7 +366,7 @@ def test_queries_in_float32_are_multiplied_in_the_type_of_a_pass(
 def test_packed_and_prefilled_passes_by_kernels_are_the_model_s_own(
     kernel: Any, name: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
+    let_all_segments_use(kernel, monkeypatch)
     probe_config(config_of(name, SUPPORTED[name]), max_model_len=64)
 
 
@@ -315,7 +379,7 @@ def test_gradients_of_a_policy_by_kernels_are_those_of_the_cpu_s_rows(
     policy = small_policy().double()
     expected, expected_gradients = logprobs_and_gradients(policy, [rows])
     request.getfixturevalue("as_on_a_gpu")
-    monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
+    let_all_segments_use(kernel, monkeypatch)
     logprobs, gradients = logprobs_and_gradients(policy, [rows])
     assert (logprobs - expected).abs().max() < 1e-5  # the CPU's head is float32
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
@@ -343,7 +407,7 @@ def test_chunks_that_follow_pages_attend_by_kernels_as_by_rows(
     with torch.no_grad():
         expected = logits()
         request.getfixturevalue("as_on_a_gpu")
-        monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
+        let_all_segments_use(kernel, monkeypatch)
         torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
 
 

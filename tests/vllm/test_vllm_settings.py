@@ -8,6 +8,7 @@ import pytest
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 
+from areal_flow.core.errors import ConfigError
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm.core import engine_config
 from areal_flow.rollout.engines.vllm.support import BLOCK_TOKENS, engine_arguments
@@ -19,6 +20,18 @@ def test_vllm_knows_each_argument_that_it_is_given(tmp_path: Path) -> None:
     arguments = EngineArgs(**engine_arguments(tmp_path, GenerationSettings(device="cuda")))
     assert (arguments.async_scheduling, arguments.enforce_eager) == (True, False)
     assert arguments.kv_cache_memory_bytes is None, "a GPU's is vLLM's own choice"
+
+
+def test_further_arguments_reach_vllm_and_unknown_ones_are_named(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path / "model")
+
+    def config_with(**engine_args: int) -> VllmConfig:
+        vllm = SETTINGS.vllm.model_copy(update={"engine_args": engine_args})
+        return engine_config(model, SETTINGS.model_copy(update={"vllm": vllm}))
+
+    assert config_with(max_num_batched_tokens=96).scheduler_config.max_num_batched_tokens == 96
+    with pytest.raises(ConfigError, match=r"engine_args: vLLM 0\.\d+.* has no max_batched_tokens"):
+        config_with(max_batched_tokens=96)
 
 
 def block_bytes(config: VllmConfig) -> int:

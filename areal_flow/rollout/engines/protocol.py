@@ -55,6 +55,30 @@ class StopSettings(Settings):
         return self
 
 
+OWN_ENGINE_ARGS = {
+    "model": "model",
+    "dtype": "generation.dtype",
+    "max_model_len": "generation.max_model_len",
+    "max_num_seqs": "generation.max_num_seqs",
+    "kv_cache_memory_bytes": "generation.kv_cache_tokens",
+    **{
+        name: f"generation.vllm.{name}"
+        for name in (
+            *("tensor_parallel_size", "gpu_memory_utilization", "quantization"),
+            *("enable_sleep_mode", "enforce_eager"),
+        )
+    },
+    **dict.fromkeys(
+        (
+            *("load_format", "skip_tokenizer_init", "generation_config", "hf_overrides"),
+            *("block_size", "enable_prefix_caching", "logprobs_mode", "async_scheduling"),
+            *("disable_log_stats", "weight_transfer_config", "worker_extension_cls"),
+        )
+    ),
+}
+"""Arguments of vLLM's `EngineArgs` that a run sets, and the setting of each that has one."""
+
+
 class VLLMSettings(Settings):
     """Settings of vLLM only."""
 
@@ -71,6 +95,17 @@ class VLLMSettings(Settings):
     GPU (`schedule = "sync"`)."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: faster start, slower decoding. Always on for CPUs."""
+    engine_args: dict[str, Any] = Field({})
+    """Further arguments of vLLM's `EngineArgs` by name, such as `speculative_config`, as vLLM's own
+    documentation describes them. Those that a run sets itself are refused."""
+
+    @model_validator(mode="after")
+    def _leaves_our_arguments(self) -> VLLMSettings:
+        for name in OWN_ENGINE_ARGS.keys() & self.engine_args.keys():
+            setting = OWN_ENGINE_ARGS[name]
+            instead = f"use the setting {setting}" if setting else "leave it out"
+            require(False, f"generation.vllm.engine_args: a run sets {name} itself: {instead}")
+        return self
 
 
 class GenerationSettings(Settings):
@@ -141,7 +176,7 @@ class GenerationSettings(Settings):
                 f"{setting} is of vLLM alone; set generation.engine to 'vllm', or leave it out",
             )
             require(
-                self.device == "cuda" or name == "enforce_eager",
+                self.device == "cuda" or name in ("enforce_eager", "engine_args"),
                 f"{setting} needs generation.device = 'cuda', found {self.device!r}",
             )
         return self

@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from areal_flow.core.errors import EngineError
+from areal_flow.core.errors import ConfigError, EngineError
 from areal_flow.core.machine import usable_bytes
 from areal_flow.policy.models.huggingface import TokenizersBackend
 from areal_flow.policy.tokenizer.directory import tokenizer_of
@@ -38,7 +39,12 @@ from areal_flow.policy.weights.tensor_file import map_tensors, write_tensors
 from areal_flow.rollout.engines.pages import CACHE_SHARE
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm.parent_watch import end_with_parent
-from areal_flow.rollout.engines.vllm.support import BLOCK_TOKENS, engine_arguments, environment
+from areal_flow.rollout.engines.vllm.support import (
+    BLOCK_TOKENS,
+    VERSION,
+    engine_arguments,
+    environment,
+)
 
 end_with_parent()  # first, in a core process, which imports this module for its executor
 
@@ -172,6 +178,11 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     # Engines of a process share these modules. An engine that broke in an update left them half
     # loaded, and the next engine's log-probabilities differed by 0.005.
     rotary_embedding._ROPE_DICT.clear()
+    unknown = settings.vllm.engine_args.keys() - {each.name for each in fields(EngineArgs)}
+    if unknown:
+        raise ConfigError(
+            f"generation.vllm.engine_args: vLLM {VERSION} has no {', '.join(sorted(unknown))}"
+        )
     arguments = EngineArgs(
         **engine_arguments(model, settings),
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),

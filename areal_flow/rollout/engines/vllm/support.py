@@ -56,6 +56,7 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any
         "async_scheduling": on_gpu,  # needs `CoreProcess`, whose pause waits for steps in flight
         "enforce_eager": not on_gpu or settings.vllm.enforce_eager,
         "disable_log_stats": True,
+        **settings.vllm.engine_args,
     }
 
 

@@ -65,7 +65,7 @@ def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[st
 
 def main() -> None:
     numbers = {"lengths": [16_384, 32_768], "layers": 28, "hidden": 1536, "steps": 3}
-    numbers["vocabulary"] = VOCABULARY
+    numbers |= {"vocabulary": VOCABULARY, "recomputed_layers": 1.0}
     fields = TrainerSettings.model_fields
     choices = {name: get_args(fields[name].annotation) for name in ("activations", "kernels")}
     names = {"activations": "recompute", "kernels": "compiled", "device": "cuda"}
@@ -82,6 +82,7 @@ def main() -> None:
         device=device,
         dtype=DTYPE,
         activations=chosen.activations,
+        recomputed_layers=chosen.recomputed_layers,
         kernels=chosen.kernels,
         tokens_per_micro_batch=max(chosen.lengths),
     )

@@ -23,6 +23,7 @@ import torch
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.planning.costs import model_config
+from areal_flow.planning.gpus import gpu_bytes
 from areal_flow.planning.memory import longest_rows, longest_sequences, trainer_memory
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.rank import TrainerRank
@@ -89,13 +90,15 @@ def predict(case: str, tokens: int, chosen: argparse.Namespace) -> float:
     """Return the prediction of `plan --memory` in GB, computed on one CPU core."""
     torch.set_num_threads(1)
     recipe = recipe_of(case, tokens, chosen.device, chosen.dtype)
-    (rank,) = trainer_memory(recipe, chosen_config(chosen))
+    num_bytes = gpu_bytes(chosen.gpu)
+    (rank,) = trainer_memory(recipe, chosen_config(chosen), device_bytes=num_bytes)
     return rank.peak_bytes / 1e9
 
 
 def main() -> None:
     sizes = {"hidden": 256, "layers": 4, "model": str, "tokens": [1024], "device": "cpu"}
     others = {"dtype": str, "cases": [*CASES], "predictions": Path, "predict": False}
+    others["gpu"] = "H100-80GB"
     chosen = harness.parse_options(__doc__, **sizes, **others)
     calls = [(case, tokens, chosen) for case in chosen.cases for tokens in chosen.tokens]
     if chosen.predictions and chosen.predictions.exists():

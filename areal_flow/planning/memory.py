@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -32,8 +33,8 @@ from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from areal_flow.config import Recipe
@@ -49,7 +50,7 @@ from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.training import critic, head, kernels, ranked_model
-from areal_flow.training.kernels import RESERVED_BYTES
+from areal_flow.training.kernels import RESERVED_BYTES, compiles_layers
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import ConnectedRanks, ReplicaGroup
 from areal_flow.training.sequences import TrainingSequence
@@ -87,11 +88,12 @@ class RankMemory:
         return int(self.peak_bytes * (1 + FRAGMENTATION)) + RESERVED_BYTES
 
 
-def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
+def trainer_memory(recipe: Recipe, config: Any, *, device_bytes: int = 0) -> list[RankMemory]:
     """Return each trainer rank's peak within a step on the recipe's longest rows.
 
     Args:
         config: the policy's `transformers` configuration.
+        device_bytes: the memory of a GPU, from which chunks of the head follow.
     """
     if recipe.trainer.optimizer != "adamw":
         raise ConfigError(
@@ -99,6 +101,7 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
             "whose memory can be planned; Muon has one moment of a matrix where AdamW has two"
         )
     on_cuda = torch.device(recipe.trainer.device).type == "cuda"
+    gpu = _GpuKernels(device_bytes, compiles_layers(recipe.trainer)) if on_cuda else None
     num_ranks, lora = recipe.cluster.num_trainers, recipe.trainer.lora
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
@@ -110,7 +113,7 @@ def trainer_memory(recipe: Recipe, config: Any) -> list[RankMemory]:
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), FakeDevice()  # type: ignore[no-untyped-call]
     # Likely tokens of all chunks are concatenated.
     all_chunks = recipe.algorithm.reference_top_k > 0
-    with fake_ranks(num_ranks) as ranks, _as_on(on_cuda, all_chunks), fake, device:
+    with fake_ranks(num_ranks) as ranks, _as_on(gpu, all_chunks), fake, device:
         settings = recipe.model_copy(update={"trainer": on_cpu}).for_trainer()
         channel = HashingWriter()
         rank = TrainerRank(RunLayout(Path()), settings, channel=channel, read_rows=lambda _: [])
@@ -222,8 +225,14 @@ class _FakeRanks(ConnectedRanks):
             return super().mesh(num_consecutive)
 
 
+@dataclass(frozen=True, slots=True)
+class _GpuKernels:
+    device_bytes: int
+    are_compiled: bool
+
+
 @contextmanager
-def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
+def _as_on(gpu: _GpuKernels | None, all_chunks: bool) -> Iterator[None]:
     """Choose a GPU's kernels of attention and head, although the fake device is torch's CPU.
 
     Offloaded tensors take no memory until they return. What is copied to the host is real.
@@ -236,15 +245,15 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
     def critic_of(policy: nn.Module, **of: Any) -> Any:
         with unset_fake_temporarily():  # on the meta device, as the policy
             model = reward_model.critic_of(policy, **of)
-        if on_cuda:
+        if gpu:
             _undo_onednn(model)
         return model
 
     replaced: list[tuple[Any, str, Any]] = [
-        (segments, "has_fused_kernels", lambda device: on_cuda),
+        (segments, "has_fused_kernels", lambda device: gpu is not None),
         (ranked_model, "to_host", _zeros_like_on_host),
         (critic, "critic_of", critic_of),
-        *([(kernels, "MainMemoryCopy", _OffloadedTensor)] if on_cuda else []),
+        *(_replaced_on_gpu(gpu) if gpu else []),
         *([] if all_chunks else [(head, "_chunks", few_chunks)]),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
@@ -255,6 +264,31 @@ def _as_on(on_cuda: bool, all_chunks: bool) -> Iterator[None]:
     finally:
         for each in originals:
             setattr(*each)
+
+
+def _replaced_on_gpu(gpu: _GpuKernels) -> list[tuple[Any, str, Any]]:
+    num_numbers = head.chunk_numbers_in(gpu.device_bytes)
+    return [
+        (kernels, "MainMemoryCopy", _OffloadedTensor),
+        (head, "chunk_numbers", lambda device: num_numbers),
+        (head, "has_compiled_kernels", lambda: gpu.are_compiled),
+        (head, "_compiled", _outputs_of),
+    ]
+
+
+def _outputs_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that allocates what a compiled function returns, and nothing else."""
+
+    def allocate(*arguments: Any) -> Any:
+        with unset_fake_temporarily(), _disable_current_modes():
+            outputs = function(*tree_map_only(Tensor, _on_meta, arguments))
+        return tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), outputs)
+
+    return allocate
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _first_and_last(chunks: list[Any]) -> list[Any]:

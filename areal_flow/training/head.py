@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,7 +45,14 @@ AUTOGRAD_CHUNK_NUMBERS = 2**25
 """Logits of a chunk whose gradients are autograd's: 128 MiB of float32, four times that at peak."""
 
 CHUNK_NUMBERS = 2**26
-"""Logits of a chunk on a GPU: 256 MiB of float32, three times that at peak, four with buckets."""
+"""Logits of a chunk on a small GPU: 256 MiB of float32. At peak that is three times as much, four
+with buckets, and one and a half where kernels are compiled."""
+
+MAX_CHUNK_NUMBERS = 2**29
+"""On an H100 a row's time falls until 2**28, 1,800 rows of a vocabulary of 150,000."""
+
+DEVICE_BYTES_PER_NUMBER = 256
+"""A GPU's memory for each logit of a chunk, which takes 6 to 16 bytes of it."""
 
 CPU_CHUNK_NUMBERS = 3 * 2**21
 """On a CPU: 24 MiB. For 32 MiB and more the C library calls the system, which costs a pass."""
@@ -53,6 +60,34 @@ CPU_CHUNK_NUMBERS = 3 * 2**21
 _HALVES = (torch.bfloat16, torch.float16)
 
 Entropies = Callable[..., Tensor]
+
+_compiles_kernels = False
+
+
+def compile_kernels(enabled: bool) -> None:
+    """Compile softmax and gradient of a chunk's logits on a GPU, or not; for the whole process."""
+    global _compiles_kernels
+    _compiles_kernels = enabled
+
+
+def has_compiled_kernels() -> bool:
+    """Call it through its module: the memory planner replaces it."""
+    return _compiles_kernels
+
+
+def chunk_numbers(device: torch.device) -> int:
+    """Return the number of a chunk's logits on a GPU; the memory planner replaces this, too.
+
+    It depends on the GPU's model alone: a replayed step must have the same bits.
+    """
+    if device.type != "cuda":
+        return CHUNK_NUMBERS
+    return chunk_numbers_in(torch.cuda.get_device_properties(device).total_memory)
+
+
+def chunk_numbers_in(device_bytes: int) -> int:
+    power = 1 << (max(1, device_bytes // DEVICE_BYTES_PER_NUMBER).bit_length() - 1)
+    return min(max(power, CHUNK_NUMBERS), MAX_CHUNK_NUMBERS)
 
 
 def token_logprobs(policy: Any, micro: MicroBatch, *, temperature: float) -> Tensor:
@@ -150,6 +185,7 @@ def _linear_head(
         temperature,
         needs_entropy=entropies is not None,
         entropy_has_gradient=entropies is next_token_entropies,
+        is_compiled=has_compiled_kernels(),
     )
 
 
@@ -180,8 +216,10 @@ class LinearHead:
     """Makes logits of products: each of its own product alone."""
     temperature: float
     needs_entropy: bool
-    """Whether entropies are zeros else."""
+    """Else they are zeros."""
     entropy_has_gradient: bool
+    is_compiled: bool = False
+    """Whether softmax and gradient of a chunk are a compiled kernel each, without buckets."""
 
 
 def linear_logprobs(
@@ -208,10 +246,18 @@ def _chunk_logprobs(
     hidden_MH: Tensor, head: LinearHead
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield each chunk's slice, its log-probabilities, and a free buffer of their size."""
+    for chunk, logits_mV, free_mV, out_mV in _chunk_logits(hidden_MH, head):
+        yield chunk, _log_softmax(logits_mV, head.temperature, out_mV), free_mV
+
+
+def _chunk_logits(
+    hidden_MH: Tensor, head: LinearHead
+) -> Iterator[tuple[slice, Tensor, Tensor | None, Tensor | None]]:
+    """Yield each chunk's slice, its logits, and the two buffers of `_chunks`."""
     weight = _operand(head.weight_VH, hidden_MH.dtype)
     for chunk, free_mV, out_mV in _chunks(hidden_MH, len(weight)):
-        logits_mV = head.transform(_products(hidden_MH[chunk], weight, head.bias_V, free_mV))
-        yield chunk, _log_softmax(logits_mV, head.temperature, out_mV), free_mV
+        products_mV = _products(hidden_MH[chunk], weight, head.bias_V, free_mV)
+        yield chunk, head.transform(products_mV), free_mV, out_mV
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -226,20 +272,26 @@ class _LinearLogprobs(torch.autograd.Function):
         head: LinearHead,
     ) -> tuple[Tensor, ...]:
         logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=_wide(hidden_MH.dtype))
-        entropy_M, buckets = torch.zeros_like(logprobs_M), []
-        for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
-            logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
-            if head.needs_entropy:
-                # Not a variable, which would keep it until the next chunk is made.
-                entropy_M[chunk] = (
-                    torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV).sum(dim=1).neg_()
-                )
-            if top_Mk is not None:
-                buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
+        entropy_M, normalizer_M = torch.zeros_like(logprobs_M), torch.zeros_like(logprobs_M)
+        is_compiled, buckets = head.is_compiled and top_Mk is None, []
+        if is_compiled:
+            for chunk, logits_mV, *_ in _chunk_logits(hidden_MH, head):
+                numbers = _compiled(target_numbers)(logits_mV, targets_M[chunk], head.temperature)
+                logprobs_M[chunk], normalizer_M[chunk], entropy_M[chunk] = numbers
+        else:
+            for chunk, logprobs_mV, free_mV in _chunk_logprobs(hidden_MH, head):
+                logprobs_M[chunk] = logprobs_mV.gather(1, targets_M[chunk, None])[:, 0]
+                if head.needs_entropy:
+                    # Not a variable, which would keep it until the next chunk is made.
+                    entropy_M[chunk] = (
+                        torch.exp(logprobs_mV, out=free_mV).mul_(logprobs_mV).sum(dim=1).neg_()
+                    )
+                if top_Mk is not None:
+                    buckets.append(bucket_logprobs(logprobs_mV, top_Mk[chunk]))
         more = (torch.cat(buckets),) if buckets else ()
-        saved = (hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *more)
+        saved = (hidden_MH, weight_VH, bias_V, targets_M, entropy_M, normalizer_M, top_Mk, *more)
         ctx.save_for_backward(*saved)
-        ctx.head = head
+        ctx.head, ctx.is_compiled = head, is_compiled
         if not head.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_M)
         return logprobs_M, entropy_M, *more
@@ -249,7 +301,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprob_M, grad_entropy_M, *grad_buckets = gradients
         head: LinearHead = ctx.head
-        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, top_Mk, *bucket = ctx.saved_tensors
+        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, *more = ctx.saved_tensors
+        normalizer_M, top_Mk, *bucket = more
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight = _operand(weight_VH, hidden_MH.dtype)
         grad_hidden_MH = torch.empty_like(hidden_MH)
@@ -263,23 +316,38 @@ class _LinearLogprobs(torch.autograd.Function):
             with torch.enable_grad():
                 logits_mV = head.transform(products_mV)
             # Gradients of logits over the temperature are that much larger.
-            grad_logits_mV = _logit_gradients(
-                _log_softmax(logits_mV.detach(), head.temperature, out_mV),
+            gradients_of_chunk = (
                 targets_M[chunk, None],
                 grad_logprob_M[chunk, None] / head.temperature,
                 grad_entropy_M[chunk, None] / head.temperature
                 if head.entropy_has_gradient
                 else None,
                 entropy_M[chunk, None],
-                (top_Mk[chunk], bucket[0][chunk], grad_buckets[0][chunk] / head.temperature)
-                if bucket
-                else None,
             )
-            (grad_products_mV,) = torch.autograd.grad(logits_mV, products_mV, grad_logits_mV)
+            dtype = hidden_MH.dtype
+            is_product = _share_storage(logits_mV, products_mV)
+            if ctx.is_compiled:
+                grad_logits_mV = _compiled(logit_gradients)(
+                    logits_mV.detach(),
+                    normalizer_M[chunk, None],
+                    *gradients_of_chunk,
+                    head.temperature,
+                    dtype if is_product and bias_V is None else logits_mV.dtype,
+                )
+            else:
+                grad_logits_mV = _logit_gradients(
+                    _log_softmax(logits_mV.detach(), head.temperature, out_mV),
+                    *gradients_of_chunk,
+                    (top_Mk[chunk], bucket[0][chunk], grad_buckets[0][chunk] / head.temperature)
+                    if bucket
+                    else None,
+                )
+            grad_products_mV = grad_logits_mV
+            if not is_product:  # but scaled or capped; not in place, which autograd refuses
+                (grad_products_mV,) = torch.autograd.grad(logits_mV, products_mV, grad_logits_mV)
             del products_mV, logits_mV, grad_logits_mV
             if grad_bias_V is not None:
                 grad_bias_V += grad_products_mV.sum(dim=0)
-            dtype = hidden_MH.dtype
             grad_products_mV = _operand(grad_products_mV, dtype)
             grad_hidden_MH[chunk] = _product(grad_products_mV, weight, dtype).to(dtype)
             if grad_weight_VH is not None:
@@ -296,7 +364,8 @@ def _chunks(
     All chunks share these: a CPU takes longer to get new memory than to fill it.
     """
     num_tokens, on_gpu = len(hidden_MH), segments.has_fused_kernels(hidden_MH.device)
-    num_rows = max(1, (CHUNK_NUMBERS if on_gpu else CPU_CHUNK_NUMBERS) // vocabulary)
+    num_numbers = chunk_numbers(hidden_MH.device) if on_gpu else CPU_CHUNK_NUMBERS
+    num_rows = max(1, num_numbers // vocabulary)
     shape, dtype = (min(num_rows, num_tokens), vocabulary), _wide(hidden_MH.dtype)
     # Not one tensor: what autograd knows of a view is lost when another one is overwritten.
     pair = [None if on_gpu else hidden_MH.new_empty(shape, dtype=dtype) for _ in range(2)]
@@ -312,6 +381,70 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _log_softmax(logits_mV: Tensor, temperature: float, out_mV: Tensor | None) -> Tensor:
     scaled_mV = logits_mV if temperature == 1 else torch.div(logits_mV, temperature, out=out_mV)
     return torch.log_softmax(scaled_mV, 1, out=out_mV)
+
+
+def target_numbers(
+    logits_mV: Tensor, targets_m: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of targets, log-sum-exps and entropies, each `[m]`.
+
+    Logits are divided by the temperature first. To be compiled: logits are read twice.
+    """
+    scaled_mV = logits_mV if temperature == 1 else logits_mV / temperature
+    maximum_m1 = scaled_mV.amax(dim=1, keepdim=True)
+    shifted_mV = scaled_mV - maximum_m1
+    terms_mV = shifted_mV.exp()
+    sum_m, mean_m = terms_mV.sum(dim=1), (terms_mV * shifted_mV).sum(dim=1)
+    normalizer_m = maximum_m1[:, 0] + sum_m.log()
+    logprobs_m = scaled_mV.gather(1, targets_m[:, None])[:, 0] - normalizer_m
+    return logprobs_m, normalizer_m, sum_m.log() - mean_m / sum_m
+
+
+def logit_gradients(
+    logits_mV: Tensor,
+    normalizer_m1: Tensor,
+    targets_m1: Tensor,
+    grad_logprob_m1: Tensor,
+    grad_entropy_m1: Tensor | None,
+    entropy_m1: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return `_logit_gradients` without buckets, in a type. To be compiled: one pass of logits."""
+    scaled_mV = logits_mV if temperature == 1 else logits_mV / temperature
+    logprobs_mV = scaled_mV - normalizer_m1
+    factors_mV = grad_logprob_m1
+    if grad_entropy_m1 is not None:
+        factors_mV = factors_mV + grad_entropy_m1 * (logprobs_mV + entropy_m1)
+    is_target_mV = torch.arange(logits_mV.shape[1], device=logits_mV.device) == targets_m1
+    gradient_mV = torch.where(is_target_mV, grad_logprob_m1, 0.0) - logprobs_mV.exp() * factors_mV
+    return gradient_mV.to(dtype)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a chunk on a GPU as one kernel for any number of rows.
+
+    Call it through its module: the memory planner replaces it.
+    """
+
+    def run(logits_mV: Tensor, *arguments: Any) -> Any:
+        if not logits_mV.is_cuda:
+            return function(logits_mV, *arguments)
+        for each in (logits_mV, *arguments):
+            if isinstance(each, Tensor):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return _compile(function)(logits_mV, *arguments)
+
+    return run
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _share_storage(left: Tensor, right: Tensor) -> bool:
+    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
 
 
 def _logit_gradients(

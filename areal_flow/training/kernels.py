@@ -1,9 +1,11 @@
 """How a trainer computes: precision, deterministic kernels, and what its layers run and keep.
 
-Layers may be compiled. For the backward pass they keep all activations, a part, or only their
-input. `selective` keeps what products and attention returned, and computes norms, rotations and
-activation functions again. Compiled layers do so by themselves: torch's compiler recomputes what
-costs less than to read it.
+Layers may be compiled. For the backward pass they keep all activations, or a part. `selective`
+keeps what products and attention returned, and computes norms, rotations and activation functions
+again. Compiled layers do so by themselves: torch's compiler recomputes what costs less than to read
+it. `recompute` keeps a layer's input and what attention returned, whose work grows with the square
+of a sequence's length; with `recomputed_layers` it does so for a share of the layers only, and the
+others are `selective`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from areal_flow.policy.models.attention import ATTENTION_NAME, attend_by_layout
 from areal_flow.policy.models.huggingface import AttentionInterface
 from areal_flow.policy.models.policy import layers_of
+from areal_flow.training import head
 from areal_flow.training.settings import TrainerSettings
 
 BACKEND = "inductor"
@@ -38,21 +40,25 @@ RESERVED_BYTES = 2**30
 DEVICE_ERRORS = ("CUDA error", "CUDA out of memory", "cuDNN error", "Triton Error [CUDA]")
 """In messages of GPU libraries that raise a plain `RuntimeError`."""
 
-KEPT = frozenset(
+ATTENTION = frozenset(
     {
-        "aten.mm.default",
-        "aten.addmm.default",
-        "aten.bmm.default",
-        "aten._grouped_mm.default",
-        "mkldnn._linear_pointwise.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._flash_attention_forward.default",
         "aten._scaled_dot_product_cudnn_attention.default",
         "torch_attn._varlen_attn.default",
     }
 )
-"""Products and attention, as torch's operators are called. FlexAttention is compiled, and computed
-again."""
+"""As torch's operators are called. FlexAttention is compiled, and computed again."""
+
+PRODUCTS = frozenset(
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten._grouped_mm.default",
+        "mkldnn._linear_pointwise.default",
+    }
+)
 
 
 def set_precision(settings: TrainerSettings) -> None:
@@ -61,6 +67,7 @@ def set_precision(settings: TrainerSettings) -> None:
     A step depends on its recipe alone, so earlier settings are undone.
     """
     torch.backends.cuda.matmul.allow_tf32 = settings.dtype == "tf32"
+    head.compile_kernels(compiles_layers(settings))
     deterministic = settings.kernels == "deterministic"
     if deterministic:
         # Read by cuBLAS when it is first used; it says which sums it splits among streams.
@@ -97,16 +104,34 @@ def prepare_layers(model: Any, settings: TrainerSettings) -> None:
     compiled, copies = compiles_layers(settings), WeakValueDictionary[Any, MainMemoryCopy]()
     if compiled:
         AttentionInterface.register(ATTENTION_NAME, _uncompiled_attention())
-    for layer in layers_of(model):
+    if settings.dtype == "bfloat16":
+        model.get_input_embeddings().register_forward_hook(_to_bfloat16)
+    for index, layer in enumerate(layers_of(model)):
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
-        if settings.activations == "recompute":
-            layer.forward = partial(_recomputed, layer.forward, noop_context_fn)
-        elif settings.activations == "selective" and not compiled:
-            contexts = partial(create_selective_checkpoint_contexts, _policy)
-            layer.forward = partial(_recomputed, layer.forward, contexts)
-        elif settings.activations == "offload":
+        if settings.activations == "offload":
             layer.forward = partial(_offloaded, layer, layer.forward, copies)
+        elif kept := _kept_operators(settings, index, compiled=compiled):
+            contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+            layer.forward = partial(_recomputed, layer.forward, contexts)
+
+
+def _to_bfloat16(module: Any, inputs: Any, hidden: Tensor) -> Tensor:
+    """Make the sums of layers, and with them rotary positions, bfloat16, as engines have them.
+
+    Autocast converts the operands of products alone.
+    """
+    return hidden.to(torch.bfloat16)
+
+
+def _kept_operators(settings: TrainerSettings, index: int, *, compiled: bool) -> frozenset[str]:
+    """Return the operators whose results a layer keeps; none: it keeps all that it computes."""
+    share = settings.recomputed_layers
+    is_recomputed = int((index + 1) * share) > int(index * share)  # spread evenly
+    if settings.activations == "recompute" and is_recomputed:
+        return ATTENTION
+    is_selective = settings.activations in ("selective", "recompute") and not compiled
+    return ATTENTION | PRODUCTS if is_selective else frozenset()
 
 
 @cache
@@ -180,6 +205,8 @@ def _recomputed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs
     return checkpoint(forward, *args, **options, **kwargs)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(operator) in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    is_kept = str(operator) in kept
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

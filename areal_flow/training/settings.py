@@ -134,7 +134,11 @@ class TrainerSettings(Settings):
     """Parallelism of trainer ranks."""
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
     """`keep` all activations, keep those of matrix products and attention (`selective`),
-    `recompute` them (a third more work), or `offload` those of layers to main memory."""
+    `recompute` all but attention's (a third more work), or `offload` those of layers to main
+    memory."""
+    recomputed_layers: float = Field(1.0, ge=0, le=1)
+    """Share of the layers that `recompute` recomputes; the others are `selective`. `areal-flow
+    plan` prints the smallest one that fits in a GPU's memory."""
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = Field("float32", json_schema_extra=AUTO)
     """Data type of forward and backward passes; master weights stay float32. `tf32`: float32 with
     TF32 products on a GPU; `auto`: bfloat16 on a GPU that has it, else float32."""

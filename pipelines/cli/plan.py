@@ -21,7 +21,7 @@ from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import Gpus, gpus_here, is_linux, system_name, usable_cores
 from areal_flow.core.program import how_to_install
 from areal_flow.core.settings import flatten, merge, nest
-from areal_flow.planning.gpus import GIB, gpu_named
+from areal_flow.planning.gpus import GIB, gpu_bytes, gpu_named
 from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
 from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.engines.protocol import GenerationSettings
@@ -173,7 +173,8 @@ def _report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
     config = model_config(recipe.model)
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
-    plan = plan_memory(recipe, trainer_memory(recipe, config), policy, gpu=gpu)
+    memory = trainer_memory(recipe, config, device_bytes=gpu_bytes(gpu))
+    plan = plan_memory(recipe, memory, policy, gpu=gpu)
     data: dict[str, Any] = {
         "recipe": name,
         "gpu": gpu,
@@ -277,9 +278,8 @@ def _report_plan(
         calibration = calibrate_run(job_of_run(calibrate_to, gpu=gpu), calibrate_to)
         job = replace(job, efficiency=calibration.efficiency)
     plan = make_plan(job, best=best_split)
-    memory = plan_memory(
-        plan.recipe, trainer_memory(plan.recipe, policy.config)[:1], policy.module, gpu=gpu
-    )
+    ranks = trainer_memory(plan.recipe, policy.config, device_bytes=gpu_bytes(gpu))
+    memory = plan_memory(plan.recipe, ranks[:1], policy.module, gpu=gpu)
     simulated, generator, bottleneck = plan.simulated, memory.generator, plan.bottleneck
     data = {
         "recipe": name,

@@ -67,7 +67,9 @@ def test_steps_have_the_losses_and_gradients_of_uncompiled_ones(
     expected = steps_of(CASES[name], monkeypatch, compiled=False)
     assert not counters["stats"]
     compiled = steps_of(CASES[name], monkeypatch, compiled=True)
-    assert compiled == pytest.approx(expected, rel=2e-2 if name == "bfloat16" else 1e-4)
+    # Losses are sums of terms of both signs: what is rounded of them does not shrink with the sum.
+    tolerance = {"rel": 2e-2, "abs": 1e-3} if name == "bfloat16" else {"rel": 1e-4}
+    assert compiled == pytest.approx(expected, **tolerance)
     # Four graphs a layer, with gradients and without; an adapter is off for a reference.
     assert 4 <= counters["stats"]["unique_graphs"] <= (16 if name == "adapter" else 8)
 

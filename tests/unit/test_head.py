@@ -18,8 +18,9 @@ from areal_flow.policy.models.packed_layout import FREE_SCORES, PackedLayout, gr
 from areal_flow.policy.models.policy import logits_at, logits_of
 from areal_flow.training import head
 from areal_flow.training.head import token_logprobs, token_logprobs_and_entropies
-from areal_flow.training.kernels import KEPT
+from areal_flow.training.kernels import ATTENTION, PRODUCTS, _kept_operators
 from areal_flow.training.sequences import pack_sequences
+from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.step import train_step
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
@@ -109,23 +110,38 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operators_of_backward(activations: Any) -> Counter[str]:
+def operators_of(activations: Any) -> tuple[Counter[str], Counter[str]]:
+    """Return those of a forward and of a backward pass."""
     backend, micro = state(activations=activations), pack_sequences(make_sequences())
-    logprobs_M, _ = token_logprobs_and_entropies(
-        backend.policy, micro, temperature=1.0, entropy_has_gradient=False
-    )
-    with Operators() as computed:
+    with Operators() as forward:
+        logprobs_M, _ = token_logprobs_and_entropies(
+            backend.policy, micro, temperature=1.0, entropy_has_gradient=False
+        )
+    with Operators() as backward:
         logprobs_M.sum().backward()  # type: ignore[no-untyped-call]
-    return computed.counts
+    return forward.counts, backward.counts
 
 
 def test_selective_recomputation_leaves_out_products_and_attention() -> None:
-    kept, selective, all_again = map(operators_of_backward, ("keep", "selective", "recompute"))
-    costly = [name for name in KEPT if all_again[name] > kept[name]]
-    assert any("linear" in name or "mm" in name for name in costly)
-    assert any("attention" in name for name in costly)
-    assert all(selective[name] == kept[name] for name in KEPT)
+    (forward, kept), (_, selective), (_, all_again) = map(
+        operators_of, ("keep", "selective", "recompute")
+    )
+    assert any(all_again[name] > kept[name] for name in PRODUCTS)
+    assert all(selective[name] == kept[name] for name in PRODUCTS)
+    assert any(forward[name] for name in ATTENTION)
+    assert not any(
+        backward[name] for backward in (kept, selective, all_again) for name in ATTENTION
+    )
     assert selective["aten.silu.default"] == all_again["aten.silu.default"] > 0
+
+
+@pytest.mark.parametrize(("share", "recomputed"), [(1.0, 4), (0.75, 3), (0.5, 2), (0.1, 0)])
+def test_a_share_of_the_layers_is_recomputed(share: float, recomputed: int) -> None:
+    settings = TrainerSettings(activations="recompute", recomputed_layers=share)
+    kept = [_kept_operators(settings, index, compiled=False) for index in range(4)]
+    assert kept.count(ATTENTION) == recomputed
+    assert kept.count(ATTENTION | PRODUCTS) == 4 - recomputed
+    assert kept[-1] == (ATTENTION if recomputed else ATTENTION | PRODUCTS)
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))

@@ -43,28 +43,43 @@ def values_by(
     bias_V: Tensor | None,
     targets_M: Tensor,
     transform: Callable[[Tensor], Tensor] = plain,
+    *,
+    is_compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     linear_head = LinearHead(
-        weight_VH, bias_V, transform, 0.7, needs_entropy=True, entropy_has_gradient=True
+        weight_VH,
+        bias_V,
+        transform,
+        0.7,
+        needs_entropy=True,
+        entropy_has_gradient=True,
+        is_compiled=is_compiled,
     )
     return head.linear_logprobs(hidden_MH, targets_M, linear_head)
 
 
 @pytest.mark.parametrize("transform", [plain, scaled, capped])
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_values_and_gradients_equal_a_plain_softmax(
-    rows: int, transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    has_bias: bool,
+    is_compiled: bool,
+    transform: Callable[[Tensor], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("CHUNK_NUMBERS", "CPU_CHUNK_NUMBERS"):
         monkeypatch.setattr(head, name, rows * VOCABULARY)
     monkeypatch.setattr(segments, "has_fused_kernels", lambda device: rows == 3)
     torch.manual_seed(0)
-    drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    drawn = ((7, HIDDEN), (VOCABULARY, HIDDEN), *([(VOCABULARY,)] if has_bias else []))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in drawn]
     targets_M = torch.randint(VOCABULARY, (7,))
-    actual = values_by(*leaves, targets_M, transform)
-    hidden_MH, weight_VH, bias_V = leaves
-    logprobs_MV = (transform(hidden_MH @ weight_VH.T + bias_V) / 0.7).log_softmax(1)
+    hidden_MH, weight_VH, bias_V = leaves if has_bias else (*leaves, None)
+    actual = values_by(hidden_MH, weight_VH, bias_V, targets_M, transform, is_compiled=is_compiled)
+    products_MV = hidden_MH @ weight_VH.T + (0.0 if bias_V is None else bias_V)
+    logprobs_MV = (transform(products_MV) / 0.7).log_softmax(1)
     expected = (
         logprobs_MV.gather(1, targets_M[:, None])[:, 0],
         -(logprobs_MV.exp() * logprobs_MV).sum(1),

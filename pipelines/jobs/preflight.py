@@ -82,7 +82,7 @@ def check_devices(recipe: Recipe) -> None:
                 f"{settings}: expected CUDA, found none that torch {gpus['torch']} can use; "
                 "install a build of torch for CUDA and its driver, or set device to 'cpu'"
             )
-        num_required = sum(worker.num_gpus for worker in place_workers(recipe))
+        num_required = len({gpu for worker in place_workers(recipe) for gpu in worker.gpus})
         if num_required > gpus["num_gpus"]:
             raise ConfigError(
                 f"expected {num_required} GPUs for the trainers and generators with device 'cuda', "

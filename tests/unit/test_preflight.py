@@ -49,11 +49,12 @@ def test_missing_devices_are_refused(
     assert message in str(raised.value)
 
 
-def test_available_devices_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
+@pytest.mark.parametrize("num_gpus", [1, 2], ids=["shared", "one each"])
+def test_available_devices_are_accepted(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": []}
     monkeypatch.setattr("pipelines.jobs.preflight._available_gpus", lambda: machine)
     bfloat16 = {name: {**settings, "dtype": "bfloat16"} for name, settings in BOTH.items()}
-    check_devices(build_recipe({**bfloat16, "cluster": {"num_gpus": 2}}, source="test"))
+    check_devices(build_recipe({**bfloat16, "cluster": {"num_gpus": num_gpus}}, source="test"))
 
 
 def test_recipe_without_gpus_asks_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,15 @@ LORA_FACTOR = 10
 BYTES_PER_WEIGHT = 16
 """Of weights, gradients and AdamW's moments, in float32."""
 LORA_BYTES_PER_WEIGHT = 6
+TOKEN_BYTES = {"keep": 96, "recompute": 10}
+"""A token's activations by `trainer.activations`, for each number of its hidden states in all
+layers: at most, by the memory planner. Compiled layers that keep them took 50 on an H200."""
+HEAD_SHARE = 1 / 16
+"""Of a GPU's memory, at least a GiB of it: a chunk of the head at its peak."""
+FREE_SHARE = 0.9
+"""Of a GPU's memory, without fragmentation and CUDA's context."""
+MAX_MICRO_BATCH = 16_384
+"""Tokens for which an H100 computes longer than Python takes to start its kernels."""
 GIB = 2**30
 
 
@@ -64,6 +73,8 @@ class ModelFacts:
     """Its context, as far as this machine's memory holds it."""
     has_chat_template: bool = False
     thinks: bool = False
+    num_hidden: int = 0
+    """Numbers in a token's hidden states of all layers; 0: unknown."""
 
     @property
     def size(self) -> str:
@@ -121,12 +132,9 @@ def training_settings(
     if where:
         chosen["generation.max_num_seqs"] = Choice(CPU_SEQUENCES, "a CPU decodes few at once")
     chosen |= _lengths(model, rows, recipe, given)
-    chosen |= _memory(model, recipe, gpu_bytes=gpu_bytes)
     length = _value("generation.max_model_len", chosen, recipe, given)
-    minimum = 2048 if "trainer.activations" in chosen else 4096
-    chosen["trainer.tokens_per_micro_batch"] = Choice(
-        max(minimum, length), "one sequence must fit, more are packed"
-    )
+    fits = Choice(length, "one sequence must fit, more are packed")
+    chosen |= _memory(model, recipe, given, fits, gpu_bytes=gpu_bytes)
     return {name: choice for name, choice in chosen.items() if name not in given}
 
 
@@ -175,9 +183,21 @@ def _lengths(
     }
 
 
-def _memory(model: ModelFacts, recipe: Recipe, *, gpu_bytes: int) -> dict[str, Choice]:
-    """Return settings by which trainer and generator fit a GPU."""
-    chosen: dict[str, Choice] = {}
+def _memory(
+    model: ModelFacts,
+    recipe: Recipe,
+    given: Collection[str],
+    longest: Choice,
+    *,
+    gpu_bytes: int,
+) -> dict[str, Choice]:
+    """Return settings by which trainer and generator fit a GPU and use it.
+
+    Args:
+        longest: the tokens that a micro-batch must hold.
+    """
+    tokens = "trainer.tokens_per_micro_batch"
+    chosen = {tokens: longest._replace(value=max(4096, longest.value))}
     trainer_bytes = gpu_bytes
     if recipe.trainer.device != "cuda":
         return chosen
@@ -195,6 +215,15 @@ def _memory(model: ModelFacts, recipe: Recipe, *, gpu_bytes: int) -> dict[str, C
         if 0 < trainer_bytes < states:
             reason += f" of {trainer_bytes / GIB:.1f}: --trainer.lora.rank 16 trains an adapter"
         chosen["trainer.activations"] = Choice("recompute", reason)
+        chosen[tokens] = longest._replace(value=max(2048, longest.value))
+    activations = _value("trainer.activations", chosen, recipe, given)
+    per_token = TOKEN_BYTES.get(activations, TOKEN_BYTES["keep"]) * model.num_hidden
+    head_bytes = max(GIB, int(HEAD_SHARE * gpu_bytes))
+    free_bytes = int(FREE_SHARE * trainer_bytes) - states - head_bytes
+    if per_token and free_bytes > 0:
+        power = 1 << ((free_bytes // per_token).bit_length() - 1)
+        room = Choice(min(power, MAX_MICRO_BATCH), f"activations have {free_bytes / GIB:.0f} GiB")
+        chosen[tokens] = max(chosen[tokens], room, key=lambda choice: choice.value)
     return chosen
 
 
@@ -226,22 +255,19 @@ def supervised_settings(
             num_steps, f"{epochs} epoch{'s' * (epochs > 1)} of {rows.num_rows} rows"
         ),
         "sft.num_warmup_steps": Choice(min(30, of_steps // 10), "a tenth of the steps, at most 30"),
-        "trainer.tokens_per_micro_batch": Choice(
-            max(4096, rows.room), f"the longest of the first rows has {rows.longest_tokens} tokens"
-        ),
     }
+    longest = Choice(rows.room, f"the longest of the first rows has {rows.longest_tokens} tokens")
     if model.size == "tiny":
-        chosen["generation.max_model_len"] = Choice(
-            max(128, rows.room), f"the longest of the first rows has {rows.longest_tokens} tokens"
-        )
-    chosen |= _memory(model, recipe, gpu_bytes=gpu_bytes)
+        chosen["generation.max_model_len"] = longest._replace(value=max(128, rows.room))
+    chosen |= _memory(model, recipe, given, longest, gpu_bytes=gpu_bytes)
     of_training = ("sft.", "trainer.", "generation.max_model_len")
     return {n: c for n, c in chosen.items() if n not in given and n.startswith(of_training)}
 
 
 def _value(name: str, chosen: Mapping[str, Choice], recipe: Recipe, given: Collection[str]) -> Any:
     section, _, setting = name.partition(".")
-    return getattr(getattr(recipe, section), setting) if name in given else chosen[name].value
+    is_chosen = name in chosen and name not in given
+    return chosen[name].value if is_chosen else getattr(getattr(recipe, section), setting)
 
 
 def _rounded(number: float, step: int) -> int:
@@ -283,11 +309,13 @@ def model_facts(weights: Path, description: Path, *, max_tokens: int) -> ModelFa
     """
     chat = chat_template_of(description)
     config = json.loads((description / "config.json").read_text())
+    shape = {**config, **config.get("text_config", {})}
     return ModelFacts(
         num_parameters(weights) or parameters_of(config),
         max_tokens,
         has_chat_template=chat is not None,
         thinks=chat is not None and BEGIN in chat.source,
+        num_hidden=shape.get("hidden_size", 0) * shape.get("num_hidden_layers", 0),
     )
 
 

@@ -2,8 +2,9 @@
 
 The time of each group of kernels follows from the shapes of `gpu_step` and from rates that were
 measured alone, on one H100 80GB with torch 2.11: products of large random matrices, copies,
-attention, and the head by rows in a chunk. The first row of a length is the step that was measured,
-the last one has every change. Goals: 0.49 s for 16,384 tokens, 1.45 s for 32,768.
+attention, and the head by rows in a chunk. The first row of a length is the step that was measured
+there, and each further row has one change more. Steps with all changes were measured on an H200,
+which multiplies as fast. Goals: 0.49 s for 16,384 tokens, 1.45 s for 32,768.
 
     python -m benchmarks.step_roofline [--json FILE]
 """
@@ -38,9 +39,8 @@ is then added, or by a product into the sum."""
 LOGIT_BYTES = {"separate": 12 * 2 + 16 + 6, "compiled": 4 + 4 + 2}
 """Read and written of a logit, beside products. Separate: a softmax that reads twice, in both
 passes, two operations on the gradient, and its rounding. Compiled: each pass reads logits once."""
-LAYER_BYTES = 3 * (32 * WIDTH + 6 * INTERMEDIATE + 4 * (HEADS + 2 * KEY_HEADS) * HEAD_WIDTH)
-"""Read and written of a token by a layer's norms, sums, rotations and activation, backward twice as
-much as forward, with sums of layers in float32."""
+SUMMED = 8 * WIDTH + (HEADS + 2 * KEY_HEADS) * HEAD_WIDTH
+"""Numbers of a token that a layer's norms, sums and rotations read and write in a forward pass."""
 PARAMETER_BYTES = 12
 """Of casting a weight to bfloat16, and its gradient back."""
 OPTIMIZER_S = 26e-3 / 1.54e9
@@ -62,6 +62,8 @@ class Step:
     """Of the layers, as a share: their forward pass is computed again."""
     keeps_attention: bool = True
     """Whether what attention returned is not computed again."""
+    sum_bytes: int = 4
+    """Of a number in sums of layers."""
     measured_s: float | None = None
 
 
@@ -76,6 +78,13 @@ MEASURED = (
     ),
 )
 
+CHANGED_S = {
+    (16_384, "and sums of layers in bfloat16"): 0.431,
+    (32_768, "and attention kept"): 1.22,
+    (32_768, "and every second layer recomputed"): 1.14,
+}
+"""Measured on an H200, by number of tokens and last change."""
+
 
 def group_seconds(step: Step) -> dict[str, float]:
     """Return the seconds of each group of kernels."""
@@ -83,10 +92,11 @@ def group_seconds(step: Step) -> dict[str, float]:
     rows, head = TRAINED * step.num_tokens, HEAD_S[step.rows]
     forward, backward = ATTENTION_S[step.attention][tokens]
     attention_again = 0.0 if step.keeps_attention else again
+    layer_bytes = 3 * (step.sum_bytes * SUMMED + 6 * INTERMEDIATE)  # backward twice as much
     return {
         "layers' products": (6 + 2 * again) * LAYERS * LAYER_WEIGHTS * tokens / PRODUCTS,
         "attention": LAYERS * ((1 + attention_again) * forward + backward),
-        "layers' other kernels": (1 + again / 3) * LAYERS * LAYER_BYTES * tokens / COPIES,
+        "layers' other kernels": (1 + again / 3) * LAYERS * layer_bytes * tokens / COPIES,
         "head's products": rows * (2 * head["product"] + head["hidden"] + head[step.weight]),
         "head's other kernels": rows * VOCABULARY * LOGIT_BYTES[step.logits] / COPIES,
         "casts, optimizer": WEIGHTS * (PARAMETER_BYTES / COPIES + OPTIMIZER_S),
@@ -108,6 +118,7 @@ def changes(step: Step) -> list[Step]:
         ("and weight gradients by a product into the sum", {"weight": "weight"}),
         ("and 2,048 rows in a chunk", {"rows": 2048}),
         ("and the head's softmax compiled", {"logits": "compiled"}),
+        ("and sums of layers in bfloat16", {"sum_bytes": 2}),
         *(
             [
                 ("and attention kept", {"keeps_attention": True}),
@@ -117,7 +128,8 @@ def changes(step: Step) -> list[Step]:
             else []
         ),
     ):
-        steps.append(replace(steps[-1], name=name, measured_s=None, **change))  # type: ignore[arg-type]
+        changed = replace(steps[-1], name=name, measured_s=None, **change)  # type: ignore[arg-type]
+        steps.append(replace(changed, measured_s=CHANGED_S.get((step.num_tokens, name))))
     return steps
 
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +400,18 @@ class MemoryPlan:
         if self.generator is None:
             return True
         return self.generator.fits and self.generator.taken_bytes <= self.generator_bytes
+
+
+def fitting_share(recomputed: MemoryPlan, kept: MemoryPlan) -> float:
+    """Return the smallest share of recomputed layers, in quarters, for which the GPU has room.
+
+    Args:
+        recomputed: the plan with all layers recomputed, which fits.
+        kept: the plan with none.
+    """
+    least, most = (max(rank.needed_bytes for rank in plan.ranks) for plan in (recomputed, kept))
+    missing = max(0, most - recomputed.trainer_bytes)
+    return ceil(4 * missing / (most - least)) / 4 if missing else 0.0
 
 
 def plan_memory(

@@ -133,7 +133,8 @@ def _with_plain_defaults(recipe: Recipe, over: dict[str, Any], *, gpu_bytes: int
         return recipe
     config = model_config(recipe.model)
     size, length = parameters_of(config.to_dict()), config.get_text_config().max_position_embeddings
-    model, given = ModelFacts(size, length), [*flatten(over)]
+    num_hidden = config.get_text_config().hidden_size * config.get_text_config().num_hidden_layers
+    model, given = ModelFacts(size, length, num_hidden=num_hidden), [*flatten(over)]
     choices = training_settings(model, RowFacts(), recipe, given, gpu_bytes=gpu_bytes)
     return with_choices(recipe, choices)
 
@@ -167,14 +168,19 @@ def _report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
     import torch
 
     from areal_flow.planning.costs import model_config
-    from areal_flow.planning.memory import plan_memory, trainer_memory
+    from areal_flow.planning.memory import fitting_share, plan_memory, trainer_memory
     from areal_flow.policy.models.policy import policy_from_config
+    from pipelines.jobs.built_in import changed
 
     config = model_config(recipe.model)
     with torch.device("meta"):
         policy = policy_from_config(config, device="meta")
-    memory = trainer_memory(recipe, config, device_bytes=gpu_bytes(gpu))
-    plan = plan_memory(recipe, memory, policy, gpu=gpu)
+
+    def planned(recipe: Recipe) -> MemoryPlan:
+        memory = trainer_memory(recipe, config, device_bytes=gpu_bytes(gpu))
+        return plan_memory(recipe, memory, policy, gpu=gpu)
+
+    plan = planned(recipe)
     data: dict[str, Any] = {
         "recipe": name,
         "gpu": gpu,
@@ -200,7 +206,7 @@ def _report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
         }
         for rank in plan.ranks
     ]
-    parts = [Table(ranks, "GiB at the peak of a step")]
+    parts: list[Table | str] = [Table(ranks, "GiB at the peak of a step")]
     if generator := plan.generator:
         data["generator"] = {
             "weights_bytes": generator.weights_bytes,
@@ -215,7 +221,14 @@ def _report_memory(name: str, recipe: Recipe, *, gpu: str) -> Report:
             "longest sequence": f"{generator.longest_tokens:,}",
         }
         parts.append(Table([row], "GiB of a generator"))
-    return Report(data, [*parts, _memory_verdict(plan, gpu)], code=int(not plan.fits))
+    parts.append(_memory_verdict(plan, gpu))
+    trainer = recipe.trainer
+    if plan.fits and trainer.activations == "recompute" and trainer.recomputed_layers == 1:
+        share = fitting_share(plan, planned(changed(recipe, "trainer", recomputed_layers=0.0)))
+        data["recomputed_layers"] = share
+        if share < 1:
+            parts.append(f"trainer.recomputed_layers = {share:g} fits as well, and is faster")
+    return Report(data, parts, code=int(not plan.fits))
 
 
 def _memory_verdict(plan: MemoryPlan, gpu: str) -> str:

@@ -18,7 +18,10 @@ from areal_flow.planning import memory
 from areal_flow.planning.costs import model_config
 from areal_flow.planning.gpus import GIB, gpu_bytes
 from areal_flow.planning.memory import (
+    FRAGMENTATION,
+    MemoryPlan,
     RankMemory,
+    fitting_share,
     longest_rows,
     memory_of_step,
     plan_memory,
@@ -28,6 +31,8 @@ from areal_flow.policy.models.huggingface import AutoConfig
 from areal_flow.policy.models.policy import policy_from_config
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training import head
+from areal_flow.training.head import chunk_numbers_in
+from areal_flow.training.kernels import RESERVED_BYTES
 from areal_flow.training.rank import TrainerRank
 from pipelines.cli.main import main
 
@@ -214,6 +219,24 @@ def test_a_trainer_on_a_shared_gpu_has_the_memory_the_generator_leaves() -> None
     assert of_two.trainer_bytes == of_two.gpu_bytes
     larger = RankMemory(0, half, {"parameters": half})
     assert not plan_memory(shared, [larger], policy, gpu="H100-80GB").fits
+
+
+@pytest.mark.parametrize(
+    ("kept_share", "expected"), [(0.5, 0.0), (0.94, 0.0), (1.1, 0.25), (1.3, 0.5), (2.0, 0.75)]
+)
+def test_as_few_layers_are_recomputed_as_memory_allows(kept_share: float, expected: float) -> None:
+    """With all of them recomputed a rank needs two fifths of the GPU."""
+    gpu = gpu_bytes("H100-80GB")
+    peaks = (
+        int((share * gpu - RESERVED_BYTES) / (1 + FRAGMENTATION)) for share in (0.4, kept_share)
+    )
+    plans = (MemoryPlan(gpu, [RankMemory(0, peak, {})], None, shares_gpu=False) for peak in peaks)
+    assert fitting_share(*plans) == expected
+
+
+def test_gpus_with_more_memory_have_larger_chunks_of_the_head() -> None:
+    numbers = [chunk_numbers_in(gib * 2**30) for gib in (0, 16, 24, 48, 80, 141, 288)]
+    assert numbers == [2**26, 2**26, 2**26, 2**27, 2**28, 2**29, 2**29]
 
 
 def test_a_gpu_in_turns_fits_either_role_and_what_the_other_keeps() -> None:

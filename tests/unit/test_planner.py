@@ -220,7 +220,7 @@ def test_the_command_prints_a_plan_as_one_object(
     capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = [RankMemory(0, 2**30, {})]  # what it is has tests of its own, and takes seconds
-    monkeypatch.setattr("areal_flow.planning.memory.trainer_memory", lambda *_: memory)
+    monkeypatch.setattr("areal_flow.planning.memory.trainer_memory", lambda *_, **__: memory)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE}))
     settings = ["--controller.batch-size", "64", "--num-steps", "100", "--model", str(tmp_path)]
     command = ["plan", "--gpu", "H800-80GB", "--sft.num-steps", "0", *settings, "--gpus"]

@@ -63,8 +63,12 @@ def policy(version: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((NUM_VALUES,), float(version))}
 
 
-@pytest.fixture
-def channel(tmp_path: Path) -> Iterator[ChosenChannel]:
+@pytest.fixture(params=[2, 16], ids=["2 cores", "16 cores"])
+def channel(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ChosenChannel]:
+    """Threads copy where there are many cores."""
+    monkeypatch.setattr(shared_memory, "usable_cores", lambda: request.param)
     root = tmp_path / "weights" / "00000001"
     yield ChosenChannel(root, "shared_memory")
     free_segments(root)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 
 from areal_flow.core.errors import WeightsError
 from areal_flow.policy.models.hashing import hash_files, hash_tensors
+from areal_flow.policy.weights import tensor_file
 from areal_flow.policy.weights.tensor_file import DTYPES, map_tensors, write_tensors
 
 
@@ -25,13 +28,17 @@ def every_type() -> dict[str, torch.Tensor]:
     return {**tensors, "matrix": torch.rand(5, 3), "scalar": torch.tensor(2.5), "none": bits[:0]}
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_tensors_of_every_type_come_back_whatever_their_order(
-    tmp_path: Path, reverse: bool
+    tmp_path: Path, reverse: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 7)
     tensors = every_type()
-    with (tmp_path / "file").open("wb") as file:
-        write_tensors(sorted(tensors.items(), reverse=reverse), file, like=tensors)
+    (tmp_path / "file").write_bytes(bytes(100_000))  # of a larger version
+    with (tmp_path / "file").open("r+b") as file:
+        in_order = sorted(tensors.items(), reverse=reverse)
+        write_tensors(in_order, file, like=tensors, num_threads=num_threads)
     expected = hash_tensors(tensors)
     assert hash_tensors(load_file(tmp_path / "file")) == hash_files(tmp_path / "file") == expected
     assert hash_tensors(map_tensors(tmp_path / "file")) == expected
@@ -44,6 +51,20 @@ def test_a_file_is_replaced_completely(tmp_path: Path) -> None:
         with (tmp_path / "file").open("r+b") as file:
             write_tensors(tensors.items(), file, like=tensors)
     assert load_file(tmp_path / "file") == part
+
+
+def test_threads_write_into_the_pages_of_a_file_that_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room they would die of it."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    tensors = every_type()
+    with (tmp_path / "file").open("w+b") as file, pytest.raises(OSError, match="No space left"):
+        write_tensors(tensors.items(), file, like=tensors, num_threads=2)
 
 
 def test_values_begin_where_a_mapped_view_of_their_type_may(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from areal_flow.core.errors import ConfigError, StorageError
+from areal_flow.core.machine import usable_cores
 from areal_flow.policy.checkpoints import MODEL_FILE
 from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import described
@@ -53,6 +54,9 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_COPIES = KEEP_VERSIONS + 2
 """Copies that must fit into shared memory: the versions that stay, the staged one, and one that a
 reader still has."""
+
+
+MAX_COPYING_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +211,18 @@ class SharedMemoryWriter(DirectoryWriter):
             file.unlink()  # its readers keep it
             descriptor = _open_locked(file)
         with os.fdopen(descriptor, "wb") as segment:
-            write_tensors(tensors, segment, like=like)
+            write_tensors(tensors, segment, like=like, num_threads=num_copying_threads())
 
     def _retire(self, directory: Path) -> None:
         if next(self.root.glob(".spare-*"), None) is None:
             directory.rename(self.root / f".spare-{directory.name}")
         else:
             super()._retire(directory)
+
+
+def num_copying_threads() -> int:
+    """Return how many threads copy a policy: one cannot use the memory of a machine with a GPU."""
+    return max(1, min(MAX_COPYING_THREADS, usable_cores() // 4))
 
 
 def _open_locked(file: Path) -> int:

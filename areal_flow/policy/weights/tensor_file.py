@@ -7,8 +7,11 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
 
 from areal_flow.core.errors import WeightsError
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 HEADER_ALIGNMENT = 64
 """In bytes; the first tensor begins at a multiple of it."""
+
+PIECE_BYTES = 1 << 24
+"""That a thread copies at once."""
 
 DTYPES = {
     "F64": "float64",
@@ -36,17 +42,55 @@ DTYPES = {
 
 
 def write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], file: BinaryIO, *, like: Mapping[str, Tensor]
+    tensors: Iterable[tuple[str, Tensor]],
+    file: BinaryIO,
+    *,
+    like: Mapping[str, Tensor],
+    num_threads: int = 1,
 ) -> None:
-    """Write tensors as they come, in any order; `like` has their names, types and shapes."""
-    import torch
+    """Write tensors as they come, in any order; `like` has their names, types and shapes.
 
+    Several threads copy into the pages of a file in memory, which is open for reading as well.
+    """
     header, offsets = file_header(like)
+    num_bytes = len(header) + sum(tensor.nbytes for tensor in like.values())
     file.write(header)
+    if num_threads > 1:
+        file.flush()
+        _copy_into_pages(tensors, file, offsets, num_bytes=num_bytes, num_threads=num_threads)
+        return
     for name, tensor in tensors:
         file.seek(offsets[name])
-        file.write(tensor.flatten().view(torch.uint8).numpy().data)
-    file.truncate(len(header) + sum(tensor.nbytes for tensor in like.values()))
+        file.write(_bytes_of(tensor).data)
+    file.truncate(num_bytes)
+
+
+def _copy_into_pages(
+    tensors: Iterable[tuple[str, Tensor]],
+    file: BinaryIO,
+    offsets: Mapping[str, int],
+    *,
+    num_bytes: int,
+    num_threads: int,
+) -> None:
+    file.truncate(num_bytes)
+    # Without room for its pages, writing to a mapped file would kill this process.
+    os.posix_fallocate(file.fileno(), 0, num_bytes)
+    mapped = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+    with ThreadPoolExecutor(num_threads) as threads:
+        for name, tensor in tensors:
+            content = _bytes_of(tensor)
+            target = mapped[offsets[name] : offsets[name] + len(content)]
+            pieces = [slice(at, at + PIECE_BYTES) for at in range(0, len(content), PIECE_BYTES)]
+            copied = [threads.submit(np.copyto, target[each], content[each]) for each in pieces]
+            for each in copied:
+                each.result()
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    import torch
+
+    return tensor.flatten().view(torch.uint8).numpy()
 
 
 def file_header(

@@ -171,7 +171,19 @@ def memory_of_step(rank: TrainerRank, rows: Sequence[int]) -> tuple[dict[str, in
     for snapshot in tracker.get_tracker_snapshot("peak").values():
         for kind, name in _KINDS.items():
             by_kind[name] += snapshot.get(kind, 0)
-    return dict(by_kind), sum(snapshot["Total"] for snapshot in kept)
+    kept_bytes = sum(snapshot["Total"] for snapshot in kept)
+    at_staging = kept_bytes + by_kind["gradients"] + staged_bytes(rank)
+    by_kind["temporaries"] += max(0, at_staging - sum(by_kind.values()))
+    return dict(by_kind), kept_bytes
+
+
+def staged_bytes(rank: TrainerRank) -> int:
+    """Return the memory of weights on their way to the generators: two at a time are on the GPU."""
+    tensors, dtype = rank.backend.trained.tensors(), DTYPES[rank.config.served_dtype]
+    largest = sorted(tensors.values(), key=Tensor.numel)[-2:]
+    gathered = sum(4 * each.numel() for each in largest if isinstance(each, DTensor))
+    converted = sum(each.numel() for each in largest) * dtype.itemsize
+    return gathered + (converted if dtype != torch.float32 else 0)
 
 
 def longest_rows(recipe: Recipe) -> list[int]:

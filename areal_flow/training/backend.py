@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.types import PolicyHashes
 from areal_flow.policy.checkpoints import RNG_STATE
-from areal_flow.policy.models.hashing import TensorHash, hash_tensors, in_main_memory
+from areal_flow.policy.models.hashing import TensorHash, hash_tensors
 from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
@@ -103,20 +102,37 @@ class TrainerBackend:
         )
 
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
-        """Stage the weights, in the type that they are served in; return their hashes."""
-        tensors, master = self._gathered(), TensorHash()
-        merge = merge_adapter(self.policy, tensors)
+        """Stage the weights, in the type that they are served in; return their hashes.
+
+        They are converted on their device, and have left it when this returns.
+        """
+        master, pairs = TensorHash(), self.served_tensors(dtype)
         with ThreadPoolExecutor(1) as thread:
-            hashed = master.hash_async(in_main_memory(tensors), thread=thread)
 
             def read(name: str) -> Tensor:
-                weights = next(tensor for key, tensor in hashed if key == name)
-                return merge(name, weights).to(dtype)
+                for key, weights, served in pairs:
+                    master.add_async(key, weights, thread=thread)
+                    if key == name:
+                        return served
+                raise KeyError(name)
 
-            served = _like(split_adapter(tensors.like)[0], dtype)
-            served_hash = channel.stage(version, StreamedTensors(served, read=read))
-            deque(hashed, maxlen=0)  # hash an adapter's tensors, which come last
+            like = _like(split_adapter(self.trained.tensors())[0], dtype)
+            served_hash = channel.stage(version, StreamedTensors(like, read=read))
+            for key, weights, _ in pairs:  # an adapter's tensors, which come last
+                master.add_async(key, weights, thread=thread)
+            master.finish()
         return PolicyHashes(master.hexdigest(), served_hash)
+
+    def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield each weight by name, and as it is served: with its adapter, in another type.
+
+        All ranks call this, since all have a part of each tensor.
+        """
+        tensors = self._gathered()
+        merge = merge_adapter(self.policy, tensors)
+        for name in sorted(tensors):
+            weights = tensors[name]
+            yield name, weights, merge(name, weights).to(dtype)
 
     def free_memory(self) -> None:
         """Free gradients and the allocator's cache: the next step does not need them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from areal_flow.algorithms.registry import DecoupledPPO
-from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.core.types import Completion, GroupRequest, PolicyHashes, Sampling, as_tokens
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import policy_tensors
 from areal_flow.policy.weights.channel import StreamedTensors
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
@@ -76,6 +78,28 @@ def test_streamed_tensors_may_leave_a_gpu_before_their_copies_are_hashed() -> No
     expected = {name: tensor.cpu().bfloat16() for name, tensor in tensors.items()}
     for _ in range(8):
         assert hash_tensors(halves) == hash_tensors(expected)
+
+
+def test_staged_weights_are_those_of_the_step_before_while_the_next_one_runs(
+    tmp_path: Path,
+) -> None:
+    """Bytes and hashes are those of copies, also through the pages of a retired version."""
+    backend = TrainerBackend(
+        small_policy(vocab_size=100_000).cuda(), TrainerSettings(device="cuda", learning_rate=1e-2)
+    )
+    channel = ChosenChannel(tmp_path / "weights", "shared_memory")
+    try:
+        for step in range(1, 9):
+            train_step(backend, make_sequences(seed=step), step=step, settings=settings())
+            hashes = backend.stage(step, channel, dtype=torch.bfloat16)
+            copies = {n: t.cpu().clone() for n, t in policy_tensors(backend.policy).items()}
+            train_step(backend, make_sequences(seed=99), step=step, settings=settings())
+            channel.publish(step)
+            served = {name: tensor.bfloat16() for name, tensor in copies.items()}
+            assert hashes == PolicyHashes(hash_tensors(copies), hash_tensors(served))
+            assert hash_tensors(channel.load(step)) == hashes.served_hash
+    finally:
+        free_segments(channel.root)
 
 
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:

@@ -17,14 +17,16 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.algorithms.registry import ALGORITHMS, GSPO, PPO
 from areal_flow.config import build_recipe
-from areal_flow.core.types import VersionSpan
+from areal_flow.core.types import PolicyHashes, VersionSpan
+from areal_flow.policy.models.hashing import hash_tensors
+from areal_flow.policy.models.policy import policy_tensors
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.ranked_model import Minibatch
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import pack_sequences, plan_micro_batches
 from areal_flow.training.settings import AdamWSettings, StepSettings, TrainerSettings
 from areal_flow.training.step import compute_advantages, train_step, update_policy
-from tests.policies import small_policy
+from tests.policies import KeepingWriter, small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 
 
@@ -42,6 +44,23 @@ def test_backend_saves_what_it_continues_from() -> None:
     assert second.fingerprint() == first.fingerprint()
     second.load(*saved)
     assert second.fingerprint() != first.fingerprint(), "a later update changed what was saved"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staged_weights_are_those_of_the_step_before_whatever_comes_after(
+    dtype: torch.dtype,
+) -> None:
+    backend = TrainerBackend(small_policy(tied=True), TrainerSettings(learning_rate=1e-2))
+    for step in (1, 2):
+        train_step(backend, make_sequences(seed=step), step=step, settings=settings())
+        weights = policy_tensors(backend.policy)
+        expected = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
+        fingerprint, writer = backend.fingerprint(), KeepingWriter()
+        hashes = backend.stage(step, writer, dtype=dtype)
+        train_step(backend, make_sequences(seed=9), step=step, settings=settings())
+        assert writer.kept.keys() == expected.keys()
+        assert all(torch.equal(writer.kept[name], expected[name]) for name in expected)
+        assert hashes == PolicyHashes(fingerprint, hash_tensors(expected))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

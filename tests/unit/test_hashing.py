@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from areal_flow.policy.models import hashing
 from areal_flow.policy.models.hashing import (
     MIN_ASYNC_BYTES,
     TensorHash,
@@ -63,6 +64,20 @@ def test_hash_beside_other_work_is_that_of_the_same_tensors(
     with threads() as thread:
         passed = dict(content.hash_async(in_main_memory(tensors), thread=thread))
     assert hash_tensors(passed) == hash_tensors(tensors)
+    assert content.hexdigest() == hash_tensors(tensors)
+
+
+def test_tensors_that_leave_a_gpu_in_pieces_have_the_same_hash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hashing, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(hashing, "PIECE_BYTES", 40)
+    tensors = {**TENSORS, "large": torch.rand(100, 7).mT}
+    content = TensorHash()
+    with ThreadPoolExecutor(1) as thread:
+        for name in sorted(tensors):
+            content.add_async(name, tensors[name], thread=thread)
+        content.finish()
     assert content.hexdigest() == hash_tensors(tensors)
 
 

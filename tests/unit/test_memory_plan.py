@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from areal_flow.planning.memory import (
     longest_rows,
     memory_of_step,
     plan_memory,
+    staged_bytes,
     trainer_memory,
 )
 from areal_flow.policy.models.huggingface import AutoConfig
@@ -104,6 +106,19 @@ def test_a_meta_step_predicts_the_memory_of_a_real_one(changed: dict[str, Any]) 
     (rank,) = trainer_memory(chosen, shape)
     assert rank.peak_bytes == pytest.approx(sum(measured.values()), rel=0.02)
     assert rank.kept_bytes == pytest.approx(kept_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 0)])
+def test_weights_that_are_converted_to_be_served_take_memory_of_their_own(
+    dtype: str, num_bytes: int
+) -> None:
+    settings = replace(recipe().for_trainer(), served_dtype=dtype)
+    rank = TrainerRank(RunLayout(Path()), settings, channel=HashingWriter(), read_rows=lambda _: [])
+    rank.adopt(policy_from_config(config(num_layers=1)))
+    embedding, of_mlp = (
+        SHAPE[n] * SHAPE["hidden_size"] for n in ("vocab_size", "intermediate_size")
+    )
+    assert staged_bytes(rank) == num_bytes * (embedding + of_mlp)
 
 
 def test_three_chunks_of_the_head_predict_the_memory_of_all(

@@ -5,9 +5,11 @@ xxh3 detects accidents, not attacks (`docs/decisions/0006-protocols-and-registri
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,36 +20,73 @@ from torch import Tensor
 MIN_ASYNC_BYTES = 1 << 20
 """Smaller tensors are hashed inline, before another thread would have started."""
 
+PIECE_BYTES = 1 << 26
+"""Of a tensor on a GPU, copied to pinned memory at once to be hashed."""
+
+MAX_PENDING = 4
+"""Pieces that wait to be hashed: so many are in pinned memory, and one more that is copied."""
+
 
 class TensorHash:
     """Computes `hash_tensors` of tensors that come one at a time, in the order of their names."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
+        self._pending = deque[Future[None]]()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Hash a contiguous tensor in main memory, without the GIL."""
-        self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        self._digest.update(_header(name, tensor))
+        self._add_bytes(tensor)
+
+    def add_async(self, name: str, tensor: Tensor, *, thread: Executor) -> None:
+        """Hash a tensor in a thread; return before that, or before it has left its GPU.
+
+        Call `finish` before the tensor changes.
+        """
+        if _is_on_gpu(tensor):
+            self._submit(thread, partial(self._digest.update, _header(name, tensor)))
+            for piece in torch.split(tensor.flatten(), PIECE_BYTES // tensor.element_size()):
+                self._submit(thread, partial(self._add_copy, _begin_copy(name, piece)))
+        elif tensor.nbytes < MIN_ASYNC_BYTES:
+            self.finish()
+            self.add(name, tensor.contiguous())
+        else:
+            self._submit(thread, partial(self.add, name, tensor.contiguous()), max_pending=0)
+
+    def finish(self) -> None:
+        """Wait until all tensors are hashed; raise what hashing raised."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _submit(
+        self, thread: Executor, work: Callable[[], None], max_pending: int = MAX_PENDING
+    ) -> None:
+        while len(self._pending) > max_pending:
+            self._pending.popleft().result()
+        self._pending.append(thread.submit(work))
+
+    def _add_bytes(self, tensor: Tensor) -> None:
         self._digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+
+    def _add_copy(self, finish: Callable[[], tuple[str, Tensor]]) -> None:
+        self._add_bytes(finish()[1])
 
     def hash_async(
         self, tensors: Iterable[tuple[str, Tensor]], *, thread: Executor
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors, and hash large ones in a thread while the caller uses them."""
-        pending = None
         for name, tensor in tensors:
-            if pending is not None:
-                pending.result()
-            if tensor.nbytes < MIN_ASYNC_BYTES:
-                self.add(name, tensor)
-            else:
-                pending = thread.submit(self.add, name, tensor)
+            self.add_async(name, tensor, thread=thread)
             yield name, tensor
-        if pending is not None:
-            pending.result()
+        self.finish()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+def _header(name: str, tensor: Tensor) -> bytes:
+    return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -83,6 +122,10 @@ def in_main_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
         finish_last = finish
     if finish_last is not None:
         yield finish_last()
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _begin_copy(name: str, tensor: Tensor) -> Callable[[], tuple[str, Tensor]]:

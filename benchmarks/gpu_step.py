@@ -5,6 +5,10 @@ is one update on one trajectory. Operations are those that `areal_flow/training/
 MFU is of the bfloat16 rate in the GPU's data sheet; beside it stands the share of the rate that
 large random matrices reach in the same process. Goal on a GPU: 45% of the latter.
 
+After the steps it measures what happens between two of them: weights are staged in shared memory and
+published, and a snapshot is taken. The first versions take new pages, later ones those of retired
+versions. `hash_s` is what hashing the masters alone takes.
+
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 
 Needs 50 GB of GPU memory. `--device cpu --layers 1 --hidden 128 --lengths 256` tries it anywhere.
@@ -13,12 +17,21 @@ Needs 50 GB of GPU memory. `--device cpu --layers 1 --hidden 128 --lengths 256` 
 from __future__ import annotations
 
 import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
 import torch
 
 from areal_flow.algorithms.registry import DecoupledPPO
+from areal_flow.policy.checkpoints import CheckpointState
+from areal_flow.policy.models.policy import DTYPES
+from areal_flow.policy.weights.directory import KEEP_VERSIONS
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import take_snapshot
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
 from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
@@ -63,6 +76,38 @@ def measure(backend: TrainerBackend, num_tokens: int, num_steps: int) -> dict[st
     }
 
 
+def measure_between(backend: TrainerBackend) -> dict[str, float]:
+    """Return the seconds between the end of a step and the start of the next."""
+    with TemporaryDirectory() as scratch:
+        channel = ChosenChannel(Path(scratch) / "weights", "auto")
+
+        def stage(version: int) -> None:
+            backend.stage(version, channel, dtype=DTYPES[DTYPE])
+
+        def publish(version: int) -> None:
+            channel.publish(version)
+
+        versions = range(KEEP_VERSIONS + 5)
+        try:
+            seconds = [
+                [harness.seconds_of(partial(part, version)) for part in (stage, publish)]
+                for version in versions
+            ]
+        finally:
+            free_segments(channel.root)
+    description = CheckpointState(0, "", 0, "")
+    stage_s, publish_s = (median(times[-3:]) for times in zip(*seconds, strict=True))
+    snapshot_s = harness.seconds_of(lambda: take_snapshot(backend, description))
+    return {
+        "first_stage_s": seconds[0][0],
+        "stage_s": stage_s,
+        "publish_s": publish_s,
+        "hash_s": harness.seconds_of(backend.fingerprint),
+        "snapshot_s": snapshot_s,
+        "between_s": stage_s + publish_s + snapshot_s,
+    }
+
+
 def main() -> None:
     numbers = {"lengths": [16_384, 32_768], "layers": 28, "hidden": 1536, "steps": 3}
     numbers |= {"vocabulary": VOCABULARY, "recomputed_layers": 1.0}
@@ -94,7 +139,7 @@ def main() -> None:
     title += f"; {name} multiplies random {DTYPE} matrices at {rate:,.1f} TFLOP/s"
     if peak := device_peak_rate(device, DTYPE):
         title += f", its data sheet says {peak / 1e12:,.1f}"
-    harness.report(chosen.json, {title: rows})
+    harness.report(chosen.json, {title: rows, "Between two steps": [measure_between(backend)]})
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ is one update on one trajectory. Operations are those that `areal_flow/training/
 MFU is of the bfloat16 rate in the GPU's data sheet; beside it stands the share of the rate that
 large random matrices reach in the same process. Goal on a GPU: 45% of the latter.
 
-After the steps it measures what happens between two of them: weights are staged in shared memory and
-published, and a snapshot is taken. The first versions take new pages, later ones those of retired
-versions. `hash_s` is what hashing the masters alone takes.
+Then it measures what happens between two steps: weights are staged in shared memory and published,
+and a snapshot is taken. The first versions take new pages, later ones those of retired versions.
+`hash_s` is what hashing the masters alone takes.
 
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 

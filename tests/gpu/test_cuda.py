@@ -16,6 +16,7 @@ from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import policy_tensors
 from areal_flow.policy.weights.channel import StreamedTensors
+from areal_flow.policy.weights.device_copies import DeviceCopier, on_device
 from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.torch_engine import TorchEngine
@@ -100,6 +101,24 @@ def test_staged_weights_are_those_of_the_step_before_while_the_next_one_runs(
             assert hash_tensors(channel.load(step)) == hashes.served_hash
     finally:
         free_segments(channel.root)
+
+
+def test_tensors_reach_the_gpu_in_pieces_while_their_memory_is_reused() -> None:
+    """What was computed with a tensor before it is freed has its values, and none of a later."""
+    tensors = {f"{n}": torch.randn(3000, 1000 + n) for n in range(40)}
+    sums = {}
+    for name, tensor in on_device(tensors.items(), torch.device("cuda")):
+        sums[name] = tensor.double().sum()
+        del tensor
+    for name, tensor in tensors.items():
+        assert float(sums[name]) == pytest.approx(float(tensor.double().sum()), rel=1e-9, abs=1e-6)
+    with DeviceCopier(torch.device("cuda")) as copier:
+        for tensor in tensors.values():
+            device, host = tensor.cuda(), torch.empty_like(tensor)
+            device += 1  # still runs when the copy begins
+            for copy in copier.begin(device, host):
+                copy.result()
+            assert torch.equal(host, tensor + 1)
 
 
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,13 @@ from safetensors.torch import load_file
 from areal_flow.core.errors import WeightsError
 from areal_flow.policy.models.hashing import hash_files, hash_tensors
 from areal_flow.policy.weights import tensor_file
-from areal_flow.policy.weights.tensor_file import DTYPES, map_tensors, write_tensors
+from areal_flow.policy.weights.tensor_file import (
+    DTYPES,
+    map_tensors,
+    read_shared_files,
+    shared_files,
+    write_tensors,
+)
 
 
 def every_type() -> dict[str, torch.Tensor]:
@@ -86,3 +95,52 @@ def test_type_that_safetensors_does_not_name_is_refused(tmp_path: Path) -> None:
         pytest.raises(WeightsError, match=r"a: expected one of the types .* found complex128"),
     ):
         write_tensors(tensors.items(), file, like=tensors)
+
+
+def test_another_process_reads_a_mapped_file_in_place_and_the_rest_from_memory(
+    tmp_path: Path,
+) -> None:
+    """Also when the file was renamed, as one that is retired is."""
+    tensors = every_type()
+    with (tmp_path / "file").open("wb") as file:
+        write_tensors(tensors.items(), file, like=tensors)
+    mapped = map_tensors(tmp_path / "file")
+    (tmp_path / "file").rename(tmp_path / "retired")
+    shown = {"renamed": mapped["matrix"], "across": mapped["matrix"].mT, "new": torch.rand(3)}
+    program = """
+import json, sys
+from areal_flow.policy.weights.tensor_file import read_shared_files
+tensors = read_shared_files(json.load(sys.stdin))
+print(json.dumps({name: tensor.tolist() for name, tensor in tensors.items()}))
+"""
+    with shared_files(shown, mapped) as files:
+        in_file, in_memory = files
+        assert in_file[1] == {"renamed": "matrix"}
+        assert set(in_memory[1]) == {"across", "new"}
+        command = [sys.executable, "-c", program]
+        read = subprocess.run(
+            command, input=json.dumps(files), capture_output=True, text=True, check=True
+        )
+    assert json.loads(read.stdout) == {name: tensor.tolist() for name, tensor in shown.items()}
+    with shared_files(mapped, mapped) as files:
+        assert len(files) == 1 + any(not tensor.nbytes for tensor in mapped.values())
+    with shared_files(tensors, tensors) as files:
+        assert hash_tensors(read_shared_files(files)) == hash_tensors(tensors)
+
+
+def test_a_mapped_file_is_closed_and_unlocked_with_its_last_tensor(tmp_path: Path) -> None:
+    tensors = every_type()
+    with (tmp_path / "file").open("wb") as file:
+        write_tensors(tensors.items(), file, like=tensors)
+    descriptors = Path("/proc/self/fd")
+    num_open = len([*descriptors.iterdir()])
+    mapped = map_tensors(tmp_path / "file")
+    with shared_files(mapped, mapped):
+        last = mapped["matrix"]
+    del mapped
+    with (tmp_path / "file").open("rb") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        del last
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert len([*descriptors.iterdir()]) == num_open

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from areal_flow.core.errors import EngineError, WeightsError
 from areal_flow.core.types import GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.policy import load_policy, policy_tensors
+from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.vllm.core import CoreProcess
 from areal_flow.rollout.engines.vllm.engine import start_vllm_engine
 from tests.fakes import MemoryReader
@@ -93,6 +96,35 @@ async def test_dead_core_answers_at_once_and_leaves_nothing(model: Path, waits_f
     engine.close()
     engine.close()
     assert is_gone(core)
+
+
+async def test_weights_in_shared_memory_are_read_where_they_are(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> int:
+        raise AssertionError("a second copy was made")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    channel = ChosenChannel(tmp_path / "weights", "shared_memory")
+    try:
+        for version in (0, 1):
+            policy = load_policy(write_model_directory(tmp_path / str(version), seed=version))
+            channel.stage(version, policy_tensors(policy))
+            channel.publish(version)
+            if version == 0:
+                engine = await start_vllm_engine(model, SETTINGS, channel, make_core=CoreProcess)
+        await engine.load_weights(1, channel)
+        request = GroupRequest("r", as_tokens([5, 6, 7]), (1,), Sampling(8))
+        (completion,) = await engine.generate(request)
+        engine.close()
+    finally:
+        free_segments(channel.root)
+    assert [version for version, _ in completion.version_spans] == [1]
+    ids_T = torch.tensor([5, 6, 7, *completion.tokens])
+    with torch.no_grad():
+        logits_TV = policy(input_ids=ids_T[None]).logits[0, 2:-1]
+    expected = logits_TV.log_softmax(-1).gather(1, ids_T[3:, None])[:, 0]
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 async def test_core_process_ends_with_its_engine_also_with_one_that_never_served(

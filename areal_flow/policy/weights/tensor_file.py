@@ -1,4 +1,4 @@
-"""Safetensors files that are written one tensor at a time, and read in place."""
+"""Safetensors files: written one tensor at a time, read in place, shown to another process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from weakref import finalize
 
 import numpy as np
 
@@ -121,19 +124,39 @@ def file_header(
     return content, offsets
 
 
-def map_tensors(file: Path) -> dict[str, Tensor]:
-    """Return views of a file's tensors, which keep it locked: nobody writes to it meanwhile."""
+class MappedTensors(dict[str, "Tensor"]):
+    """Views of a file's tensors, which keep it locked: nobody writes to it meanwhile."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+        """Of the file, also once it has another name or none; closed with the last reference."""
+        finalize(self, os.close, descriptor)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor that is in the file, perhaps under another name."""
+        return self._names.get(_place(tensor))
+
+    @cached_property
+    def _names(self) -> dict[Any, str]:
+        return {_place(tensor): name for name, tensor in self.items() if tensor.nbytes}
+
+
+def _place(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def map_tensors(file: Path) -> MappedTensors:
     import torch
 
-    with file.open("rb") as segment:
-        fcntl.flock(segment, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(segment.fileno()), file.stat()):
-            raise FileNotFoundError(f"{file} was retired while it was opened")
-        # The mapping keeps a copy of the descriptor, and with it the lock.
-        mapped = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = MappedTensors(os.open(file, os.O_RDONLY))
+    fcntl.flock(tensors.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    if not os.path.samestat(os.fstat(tensors.descriptor), file.stat()):
+        raise FileNotFoundError(f"{file} was retired while it was opened")
+    # The mapping keeps a copy of the descriptor, and with it the lock.
+    mapped = mmap.mmap(tensors.descriptor, 0, access=mmap.ACCESS_COPY)
     num_header_bytes = int.from_bytes(mapped[:8], "little")
     entries = json.loads(mapped[8 : 8 + num_header_bytes])
-    tensors = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         dtype = getattr(torch, DTYPES[entry["dtype"]])
@@ -144,4 +167,49 @@ def map_tensors(file: Path) -> dict[str, Tensor]:
             else torch.empty(0, dtype=dtype)  # `frombuffer` refuses an empty tensor
         )
         tensors[name] = values.view(entry["shape"])
+    return tensors
+
+
+SharedFile = tuple[str, Mapping[str, str]]
+"""A file's path, and by the name of each tensor in it that is shown, its name there."""
+
+
+@contextmanager
+def shared_files(
+    tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]
+) -> Iterator[Sequence[SharedFile]]:
+    """Yield files in which another process of this machine finds tensors during the block.
+
+    What is part of a mapped file is read there; the rest is copied into a file in memory.
+
+    Args:
+        source: where the tensors come from.
+    """
+    files: list[SharedFile] = []
+    rest = dict(tensors)
+    if isinstance(source, MappedTensors):
+        names = {name: source.name_of(tensor) for name, tensor in tensors.items()}
+        in_source = {name: named for name, named in names.items() if named is not None}
+        files.append((_path_of(source.descriptor), in_source))
+        rest = {name: tensor for name, tensor in tensors.items() if name not in in_source}
+    if not rest:
+        yield files
+        return
+    with os.fdopen(os.memfd_create("areal-flow-weights"), "wb") as segment:
+        contiguous = {name: tensor.contiguous() for name, tensor in rest.items()}
+        write_tensors(contiguous.items(), segment, like=contiguous)
+        segment.flush()
+        yield [*files, (_path_of(segment.fileno()), {name: name for name in rest})]
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def read_shared_files(files: Sequence[SharedFile]) -> dict[str, Tensor]:
+    """Return the tensors that another process shows by `shared_files`, as views."""
+    tensors = dict[str, Any]()
+    for path, names in files:
+        mapped = map_tensors(Path(path))
+        tensors |= {name: mapped[source] for name, source in names.items()}
     return tensors

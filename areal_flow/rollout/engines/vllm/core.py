@@ -19,8 +19,8 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from multiprocessing import connection
 from pathlib import Path
@@ -35,7 +35,8 @@ from areal_flow.core.errors import ConfigError, EngineError
 from areal_flow.core.machine import usable_bytes
 from areal_flow.policy.models.huggingface import TokenizersBackend
 from areal_flow.policy.tokenizer.directory import tokenizer_of
-from areal_flow.policy.weights.tensor_file import map_tensors, write_tensors
+from areal_flow.policy.weights.device_copies import on_device
+from areal_flow.policy.weights.tensor_file import SharedFile, read_shared_files, shared_files
 from areal_flow.rollout.engines.pages import CACHE_SHARE
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm.parent_watch import end_with_parent
@@ -95,7 +96,9 @@ class InProcessCore:
         return getattr(self.llm.engine_core.engine_core, method)(*arguments)
 
     @contextmanager
-    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    def offered(
+        self, checkpoint: Mapping[str, Tensor], source: Mapping[str, Tensor]
+    ) -> Iterator[Mapping[str, Tensor]]:
         yield checkpoint
 
     def close(self) -> None: ...
@@ -118,17 +121,11 @@ class CoreProcess:
         """Run a method of vLLM's `EngineCore` between two of its steps; raises what that raised."""
         return self.llm.engine_core.call_utility(method, *arguments)
 
-    @contextmanager
-    def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[str]:
-        """Yield the path of a file in memory with the tensors, which is freed after the block."""
-        file = os.memfd_create("areal-flow-weights")
-        try:
-            path = Path(f"/proc/{os.getpid()}/fd/{file}")
-            with path.open("wb") as segment:
-                write_tensors(checkpoint.items(), segment, like=checkpoint)
-            yield str(path)
-        finally:
-            os.close(file)
+    def offered(
+        self, checkpoint: Mapping[str, Tensor], source: Mapping[str, Tensor]
+    ) -> AbstractContextManager[Sequence[SharedFile]]:
+        """Return files in memory with the tensors, which remain during the block."""
+        return shared_files(checkpoint, source)
 
     def close(self) -> None:
         self.llm.engine_core.shutdown(timeout=END_TIMEOUT_S)
@@ -240,17 +237,22 @@ class TransferEngine(vllm_transfer.WeightTransferEngine[Any, Any]):
                 get_layerwise_info(module).load_numel_total = 0
 
     def receive_weights(self, update_info: Any) -> None:
-        """Take `tensors`, as a mapping or as a file in memory.
+        """Take `tensors`, as a mapping or as files in memory.
+
+        A GPU gets them as copies of its own: copying them from pages that are not pinned, tensor
+        by tensor, would take several times as long.
 
         `tied` maps further names to those that they share a tensor with: on the CPU vLLM has a
         packed copy of a tied head, which loading the embedding would not change.
         """
         tensors, tied = update_info.tensors, update_info.tied
-        if isinstance(tensors, str):
-            tensors = map_tensors(Path(tensors))
+        if not isinstance(tensors, Mapping):
+            tensors = read_shared_files(tensors)
         names = {name: source for name, source in tied.items() if name in self._names}
         copies = {name: tensors[source] for name, source in names.items() if source in tensors}
-        self.model.load_weights([*tensors.items(), *copies.items()])
+        named = [*tensors.items(), *copies.items()]
+        on_gpu = self.device.type == "cuda"
+        self.model.load_weights(on_device(named, self.device) if on_gpu else named)
 
     def finish_weight_update(self) -> None:
         reload.finalize_layerwise_reload(self.model, self.model_config)

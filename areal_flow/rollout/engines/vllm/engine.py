@@ -124,7 +124,7 @@ class VLLMEngine:
         assert self._pending is not None
         weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
-        with self._core.offered(self._served.checkpoint(weights)) as tensors:
+        with self._core.offered(self._served.checkpoint(weights), weights) as tensors:
             # Running requests stay; without the cache they prefill again.
             call("pause_scheduler", "keep", clear_cache)
             self._call_workers("start_weight_update")

@@ -67,7 +67,9 @@ async def measure(
     channel = ChosenChannel(model.parent / medium, medium)
     channel.stage(0, tensors)
     channel.publish(0)
+    began = perf_counter()
     engine = await engine_factory(chosen.engine)(model, settings, channel)
+    start_s = perf_counter() - began
     try:
         await generate(engine, chosen, 0)
         began = perf_counter()
@@ -76,7 +78,8 @@ async def measure(
     finally:
         engine.close()
         free_segments(channel.root)
-    return {"engine": chosen.engine, "medium": medium, "tokens_per_s": rate, **swaps}
+    row = {"engine": chosen.engine, "medium": medium, "start_s": start_s, "tokens_per_s": rate}
+    return {**row, **swaps}
 
 
 async def swap(

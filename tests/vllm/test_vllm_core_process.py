@@ -120,6 +120,7 @@ async def test_weights_in_shared_memory_are_read_where_they_are(
     finally:
         free_segments(channel.root)
     assert [version for version, _ in completion.version_spans] == [1]
+    policy.set_attn_implementation("eager")
     ids_T = torch.tensor([5, 6, 7, *completion.tokens])
     with torch.no_grad():
         logits_TV = policy(input_ids=ids_T[None]).logits[0, 2:-1]

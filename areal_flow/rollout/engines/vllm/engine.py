@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +39,8 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
 
 SLEEP_LEVEL = 1
 """vLLM keeps the weights in main memory. At level 2 they would be lost if no new ones came, as
@@ -202,8 +206,16 @@ def _make_core(
 def _load_weights(
     core: VLLMCore, model: Path, settings: GenerationSettings, reader: WeightsReader
 ) -> VLLMEngine:
-    version = reader.newest()
+    began, version = perf_counter(), reader.newest()
     tensors = reader.load(version)
     engine = VLLMEngine(core, ServedTensors(model), settings, tensors, version=version)
+    loaded = perf_counter()
     check_logprobs(engine, model, tensors, settings)
+    checked = perf_counter()
+    logger.info(
+        "vLLM serves version %d: weights took %.1f s, the check of log-probabilities %.1f s",
+        version,
+        loaded - began,
+        checked - loaded,
+    )
     return engine

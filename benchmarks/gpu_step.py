@@ -7,7 +7,8 @@ large random matrices reach in the same process. Goal on a GPU: 45% of the latte
 
 Then it measures what happens between two steps: weights are staged in shared memory and published,
 and a snapshot is taken. The first versions take new pages, later ones those of retired versions.
-`hash_s` is what hashing the masters alone takes.
+`hash_s` is what hashing the masters alone takes, `snapshot_copy_s` how long a snapshot is copied
+beside the next step, of which only the part after its gradients delays it.
 
     python -m benchmarks.gpu_step [--lengths 16384 32768] [--layers 28] [--json FILE]
 
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Literal, get_args
 
 import torch
@@ -33,6 +35,7 @@ from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import take_snapshot
 from areal_flow.training.flops import PolicyShape, device_peak_rate, matrix_rate
+from areal_flow.training.ranked_model import wait_for_copies
 from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
 from benchmarks import harness
@@ -97,13 +100,18 @@ def measure_between(backend: TrainerBackend) -> dict[str, float]:
             free_segments(channel.root)
     description = CheckpointState(0, "", 0, "")
     stage_s, publish_s = (median(times[-3:]) for times in zip(*seconds, strict=True))
-    snapshot_s = harness.seconds_of(lambda: take_snapshot(backend, description))
+    began = perf_counter()
+    snapshot = take_snapshot(backend, description)
+    snapshot_s = perf_counter() - began
+    wait_for_copies(snapshot.copies)
+    copy_s = perf_counter() - began
     return {
         "first_stage_s": seconds[0][0],
         "stage_s": stage_s,
         "publish_s": publish_s,
         "hash_s": harness.seconds_of(backend.fingerprint),
         "snapshot_s": snapshot_s,
+        "snapshot_copy_s": copy_s,
         "between_s": stage_s + publish_s + snapshot_s,
     }
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from areal_flow.policy.models.hashing import TensorHash, hash_tensors
 from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
+from areal_flow.policy.weights.device_copies import DeviceCopier
 from areal_flow.training.critic import PREFIX, Critic
 from areal_flow.training.head import token_logprobs
 from areal_flow.training.kernels import set_precision
 from areal_flow.training.optimizers import PolicyOptimizer
-from areal_flow.training.ranked_model import RankedModel, TrainedModel
+from areal_flow.training.ranked_model import Copies, RankedModel, TrainedModel, wait_for_copies
 from areal_flow.training.replicas import ReplicaGroup, context_ranks
 from areal_flow.training.sequences import MicroBatch
 from areal_flow.training.settings import RankSettings, TrainerSettings
@@ -59,6 +59,7 @@ class TrainerBackend:
         """None with an adapter: the reference is then the policy without it."""
         self.critic: Critic | None = None
         """What predicts values, for an algorithm that needs it."""
+        self._copies_beside = torch.device(settings.device).type == "cuda"
 
     @property
     def policy(self) -> Any:
@@ -136,9 +137,9 @@ class TrainerBackend:
 
     def free_memory(self) -> None:
         """Free gradients and the allocator's cache: the next step does not need them."""
-        models = [self.trained, *([self.critic.trained] if self.critic else [])]
-        for parameter in chain.from_iterable(each.optimizer.trainable for each in models):
-            parameter.grad = None
+        for each in self._trained_models():
+            for parameter in each.optimizer.trainable:
+                parameter.grad = None
         torch.cuda.empty_cache()  # nothing without CUDA
 
     def fingerprint(self) -> str:
@@ -150,13 +151,36 @@ class TrainerBackend:
 
     def save(self) -> SavedState:
         """Return a copy of the rows that this process writes to a checkpoint."""
+        saved, copied = self.begin_save()
+        wait_for_copies(copied)
+        return saved
+
+    def begin_save(self) -> tuple[SavedState, Copies]:
+        """Return what `save` does, and what ends when it has been copied.
+
+        From a GPU it is copied beside the next step; the next update waits for the end.
+        """
         optimizer = self.optimizer.named_state()
         if self.critic:
             optimizer |= self.critic.named_state()
-        return copied_rows(self.trained.tensors()), copied_rows(optimizer)
+        copied: list[Future[None]] = []
+        if not self._copies_beside:
+            return (copied_rows(self.trained.tensors()), copied_rows(optimizer)), copied
+        copier = DeviceCopier(torch.device(self.settings.device))
+
+        def begin_copy(source: Tensor, target: Tensor) -> None:
+            copied.extend(copier.begin(source, target))
+
+        weights = copied_rows(self.trained.tensors(), begin_copy)
+        saved = weights, copied_rows(optimizer, begin_copy)
+        copier.close()
+        for each in self._trained_models():
+            each.copies = copied
+        return saved, copied
 
     def load_weights(self, weights: TensorReaders) -> None:
         """Load weights, and start the critic from their layers."""
+        wait_for_copies(self.trained.copies)
         self.trained.load(weights)
         if self.critic:
             self.critic.load({})
@@ -168,6 +192,9 @@ class TrainerBackend:
         self.trained.load_optimizer(own)
         if self.critic:  # a fork from a run with a critic may leave it behind
             self.critic.load(optimizer)
+
+    def _trained_models(self) -> list[TrainedModel]:
+        return [self.trained, *([self.critic.trained] if self.critic else [])]
 
     def _gathered(self) -> StreamedTensors:
         tensors = self.trained.tensors()

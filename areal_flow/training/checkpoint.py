@@ -39,6 +39,7 @@ from areal_flow.policy.models.hashing import hash_files
 from areal_flow.policy.models.lora import split_adapter
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.ranked_model import Copies, wait_for_copies
 from areal_flow.training.tensor_rows import TensorReaders, TensorRows, rows_in_files, write_rows
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -46,7 +47,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of this process's rows of a trainer's state, written while the trainer goes on."""
+    """A copy of this process's rows of a trainer's state, made and written while it goes on."""
 
     weights: dict[str, TensorRows]
     optimizer: dict[str, TensorRows]
@@ -58,15 +59,24 @@ class Snapshot:
     """Of the adapter, if the policy has one."""
     attempt: str = ""
     """A name of the ranks that write together."""
+    copies: Copies = ()
+    """What weights and optimizer are copied by: complete once all have ended."""
 
 
 def take_snapshot(
     backend: TrainerBackend, description: CheckpointState, lora: LoraSettings | None = None
 ) -> Snapshot:
+    """Begin to copy a trainer's state; its next update waits until that is done."""
     replicas, state = backend.replicas, torch.get_rng_state()
     random_state = TensorRows(state if replicas.is_leader else state[:0], tuple(state.shape))
+    saved, copies = backend.begin_save()
     return Snapshot(
-        *backend.save(), description, random_state, lora or LoraSettings(), attempt=replicas.name
+        *saved,
+        description,
+        random_state,
+        lora or LoraSettings(),
+        attempt=replicas.name,
+        copies=copies,
     )
 
 
@@ -76,7 +86,8 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
-    """Write this process's rows."""
+    """Write this process's rows, once they are copied."""
+    wait_for_copies(snapshot.copies)
     partial = _partial(root, snapshot, writer)
     weights, adapter = split_adapter(snapshot.weights)
     optimizer = {**snapshot.optimizer, RNG_STATE: snapshot.random_state}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, islice
@@ -54,6 +55,16 @@ MicroBatchLoss = Callable[[MicroBatch, int], PolicyLoss]
 
 MicroBatchMetrics = list[dict[str, Metric]]
 """The metrics of each of a rank's micro-batches, on the device."""
+
+
+Copies = Sequence[Future[None]]
+"""Parts of a copy that threads make."""
+
+
+def wait_for_copies(copies: Copies) -> None:
+    """Wait until a copy is made; raise what it raised."""
+    for each in copies:
+        each.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +214,8 @@ class TrainedModel(RankedModel):
     def __init__(self, model: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         super().__init__(model, settings, replicas)
         self.optimizer = OPTIMIZERS[settings.optimizer](model.named_parameters(), settings)
+        self.copies: Copies = ()
+        """Copies of the state that are being made, and end before it changes."""
 
     @raise_trainer_lost()
     def update(self, minibatch: Minibatch, loss: MicroBatchLoss, *, name: str) -> UpdateNumbers:
@@ -231,6 +244,7 @@ class TrainedModel(RankedModel):
             logger.warning("%s skipped: loss %s, gradient norm %s", name, loss_value, grad_norm)
             return UpdateNumbers()
         self.reshard()
+        wait_for_copies(self.copies)
         optimizer.update(learning_rate=minibatch.learning_rate)
         return numbers
 

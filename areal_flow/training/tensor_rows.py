@@ -46,6 +46,10 @@ TensorReaders = Mapping[str, RowReader]
 """Tensors by name, of which a process takes the rows that it has."""
 
 
+BeginCopy = Callable[[Tensor, Tensor], object]
+"""Starts to copy the first tensor into the second one."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRows:
     """Consecutive rows of a tensor, in main memory; a scalar is whole."""
@@ -77,14 +81,25 @@ def own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
     return rows
 
 
-def copied_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return a copy of this process's rows; empty in all but the first copy of a model."""
+def copied_rows(
+    tensors: Mapping[str, Tensor], begin_copy: BeginCopy | None = None
+) -> dict[str, TensorRows]:
+    """Return a copy of this process's rows; empty in all but the first copy of a model.
+
+    Args:
+        begin_copy: makes the copies later; without it, they are made now.
+    """
     copies = {}
     for name, rows in own_rows(tensors).items():
         tensor, values = tensors[name], rows.values
         if isinstance(tensor, DTensor) and any(_coordinate(tensor)[:-1]):
             values = values[:0]
-        copies[name] = replace(rows, values=values.to("cpu", copy=True).contiguous())
+        if begin_copy:
+            copy = torch.empty(values.shape, dtype=values.dtype)
+            begin_copy(values, copy)
+        else:
+            copy = values.to("cpu", copy=True).contiguous()
+        copies[name] = replace(rows, values=copy)
     return copies
 
 

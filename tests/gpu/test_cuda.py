@@ -12,6 +12,7 @@ import torch
 
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.core.types import Completion, GroupRequest, PolicyHashes, Sampling, as_tokens
+from areal_flow.policy.checkpoints import CheckpointState
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import policy_tensors
@@ -21,7 +22,9 @@ from areal_flow.policy.weights.shared_memory import ChosenChannel, free_segments
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from areal_flow.training.backend import TrainerBackend
+from areal_flow.training.checkpoint import take_snapshot
 from areal_flow.training.kernels import set_precision
+from areal_flow.training.ranked_model import wait_for_copies
 from areal_flow.training.sequences import TrainingSequence
 from areal_flow.training.settings import StepSettings, TrainerSettings
 from areal_flow.training.step import train_step
@@ -119,6 +122,28 @@ def test_tensors_reach_the_gpu_in_pieces_while_their_memory_is_reused() -> None:
             for copy in copier.begin(device, host):
                 copy.result()
             assert torch.equal(host, tensor + 1)
+
+
+def test_a_snapshot_is_of_the_step_before_although_the_next_one_begins_at_once() -> None:
+    sequences, how = make_sequences(seed=2), settings()
+    trainer = TrainerSettings(device="cuda", learning_rate=1e-2)
+
+    def backend(*, seed: int) -> TrainerBackend:
+        return TrainerBackend(small_policy(seed=seed, vocab_size=200_000).cuda(), trainer)
+
+    first, second = backend(seed=0), backend(seed=1)
+    train_step(first, make_sequences(seed=1), step=1, settings=how)
+    fingerprint = first.fingerprint()
+    state = {name: tensor.cpu().clone() for name, tensor in first.optimizer.named_state().items()}
+    snapshot = take_snapshot(first, CheckpointState(1, "", 0, ""))
+    train_step(first, sequences, step=2, settings=how)
+    assert first.fingerprint() != fingerprint
+    wait_for_copies(snapshot.copies)
+    assert hash_tensors({n: rows.values for n, rows in snapshot.optimizer.items()}) == (
+        hash_tensors(state)
+    )
+    second.load(snapshot.weights, snapshot.optimizer)
+    assert second.fingerprint() == fingerprint
 
 
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -15,13 +19,17 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     PolicyLoss,
 )
-from areal_flow.algorithms.registry import ALGORITHMS, GSPO, PPO
+from areal_flow.algorithms.registry import ALGORITHMS, GSPO, PPO, ActorCriticPPO, DecoupledPPO
 from areal_flow.config import build_recipe
 from areal_flow.core.types import PolicyHashes, VersionSpan
+from areal_flow.policy.checkpoints import CheckpointState
 from areal_flow.policy.models.hashing import hash_tensors
 from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.weights import device_copies
+from areal_flow.policy.weights.device_copies import DeviceCopier
 from areal_flow.training.backend import TrainerBackend
-from areal_flow.training.ranked_model import Minibatch
+from areal_flow.training.checkpoint import take_snapshot
+from areal_flow.training.ranked_model import Minibatch, wait_for_copies
 from areal_flow.training.replicas import ReplicaGroup
 from areal_flow.training.sequences import pack_sequences, plan_micro_batches
 from areal_flow.training.settings import AdamWSettings, StepSettings, TrainerSettings
@@ -61,6 +69,64 @@ def test_staged_weights_are_those_of_the_step_before_whatever_comes_after(
         assert writer.kept.keys() == expected.keys()
         assert all(torch.equal(writer.kept[name], expected[name]) for name in expected)
         assert hashes == PolicyHashes(fingerprint, hash_tensors(expected))
+
+
+@pytest.mark.parametrize("algorithm", [DecoupledPPO(), ActorCriticPPO()])
+def test_a_snapshot_that_is_copied_beside_the_next_step_is_of_the_step_before(
+    algorithm: ComposedAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step computes its gradients meanwhile; its update waits."""
+    how = StepSettings(algorithm, temperature=1.0, seed=0)
+
+    def trained(*, seed: int = 0, num_steps: int = 0) -> TrainerBackend:
+        backend = TrainerBackend(small_policy(seed=seed), TrainerSettings(learning_rate=1e-2))
+        if isinstance(algorithm, ActorCriticPPO):
+            backend.add_critic(algorithm)
+        for step in range(1, num_steps + 1):
+            train_step(backend, make_sequences(seed=step), step=step, settings=how)
+        return backend
+
+    may_copy, copy = threading.Event(), DeviceCopier._copy
+
+    def copy_later(*arguments: Any) -> None:
+        may_copy.wait()
+        copy(*arguments)
+
+    monkeypatch.setattr(DeviceCopier, "_copy", copy_later)
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 4096)
+    backend, expected = trained(num_steps=1), trained(num_steps=1)
+    backend._copies_beside = True
+    snapshot = take_snapshot(backend, CheckpointState(1, "", 0, ""))
+    with ThreadPoolExecutor(1) as thread:
+        next_step = thread.submit(train_step, backend, make_sequences(seed=2), step=2, settings=how)
+        with pytest.raises(TimeoutError):
+            next_step.result(1.0)
+        assert backend.fingerprint() == expected.fingerprint(), "the update did not wait"
+        may_copy.set()
+        next_step.result(60)
+    assert backend.fingerprint() != expected.fingerprint()
+    restored = trained(seed=1)
+    wait_for_copies(snapshot.copies)
+    restored.load(snapshot.weights, snapshot.optimizer)
+    assert restored.fingerprint() == expected.fingerprint()
+    train_step(restored, make_sequences(seed=2), step=2, settings=how)
+    assert restored.fingerprint() == backend.fingerprint()
+
+
+def test_an_update_fails_where_its_snapshot_could_not_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no pages")
+
+    monkeypatch.setattr(DeviceCopier, "_copy", fail)
+    backend = TrainerBackend(small_policy(), TrainerSettings())
+    backend._copies_beside = True
+    snapshot = take_snapshot(backend, CheckpointState(1, "", 0, ""))
+    with pytest.raises(MemoryError):
+        train_step(backend, make_sequences(), step=1, settings=settings())
+    with pytest.raises(MemoryError):
+        wait_for_copies(snapshot.copies)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -45,6 +45,10 @@ class DeviceCopier:
     ) -> None:
         self._threads.shutdown(cancel_futures=error is not None)
 
+    def close(self) -> None:
+        """End the threads after the copies that have begun, without waiting for them."""
+        self._threads.shutdown(wait=False)
+
     def begin(self, source: Tensor, target: Tensor) -> list[Future[None]]:
         """Start to copy a tensor after the work that its device has; return what ends with it.
 

@@ -9,7 +9,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -98,11 +98,11 @@ def letters() -> Tokenizer:
     return tokenizer
 
 
-def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
+def vllm_subject(*, tied: bool = False, **chosen: Any) -> Subject:
     """All engines share one vLLM core, since starting one takes seconds."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
 
-    core, served = shared_core(in_process=in_process, tied=tied)
+    core, served = shared_core(tied=tied, **chosen)
 
     def make(
         *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
@@ -123,13 +123,19 @@ def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
 
 
 @cache
-def shared_core(*, in_process: bool, tied: bool) -> tuple[Any, Any]:
+def shared_core(
+    *,
+    in_process: bool = True,
+    tied: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> tuple[Any, Any]:
     """Return a vLLM core serving the small policy, and its settings."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
     from areal_flow.rollout.engines.vllm.core import CoreProcess, InProcessCore, engine_config
     from areal_flow.rollout.engines.vllm.weights import ServedTensors
 
     settings = GenerationSettings(
+        dtype=dtype,
         max_num_seqs=512,
         max_model_len=MAX_MODEL_LEN,
         max_new_tokens=1,

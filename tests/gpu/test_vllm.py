@@ -16,9 +16,10 @@ from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.policy import load_policy, policy_tensors
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import engine_factory
+from areal_flow.training.head import LinearHead, linear_logprobs
 from tests.fakes import MemoryReader
 from tests.policies import write_model_directory
-from tests.vllm.models import published
+from tests.vllm.models import Operators, logits_of_vllm, published
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +83,24 @@ async def test_seeds_reproduce_completions(engine: Any) -> None:
     num_equal = sum(a == b for a, b in zip(*drawn, strict=True))
     assert num_equal >= (len(first) if num_compared is None else len(first) - 2)
     assert len({*drawn[0]}) == len(first), "members of a group differ"
+
+
+def test_float32_head_has_the_trainer_s_log_probabilities() -> None:
+    """By one product of bfloat16 with a sum in float32, as the trainer's own."""
+    hidden_TH, weight_VH = (
+        torch.randn(num, 1536, device="cuda").div_(8).bfloat16() for num in (200, 5000)
+    )
+    targets_T = torch.randint(5000, (200,), device="cuda")
+    with Operators() as operators:
+        logits_TV = logits_of_vllm(hidden_TH, weight_VH)
+    assert logits_TV.dtype == torch.float32
+    assert operators.names.count("aten.mm.dtype") == 1
+    assert not any("copy" in name for name in operators.names)
+    served_T = logits_TV.log_softmax(1).gather(1, targets_T[:, None])[:, 0]
+    head = LinearHead(
+        weight_VH, None, lambda each: each, 1.0, needs_entropy=False, entropy_has_gradient=False
+    )
+    trained_T, _ = linear_logprobs(hidden_TH, targets_T, head)
+    torch.testing.assert_close(served_T, trained_T, atol=1e-5, rtol=1e-5)
+    exact_TV = hidden_TH.double() @ weight_VH.double().T
+    torch.testing.assert_close(logits_TV.double(), exact_TV, atol=1e-5, rtol=1e-5)

@@ -6,10 +6,12 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import LLMEngine
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine
-from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers import logits_processor, rotary_embedding
 from vllm.model_executor.models.transformers.base import Base
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -20,6 +22,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engines import shared_core
+from tests.vllm.models import Operators, logits_of_vllm
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_pause_of_a_core_process_waits_for_steps_in_flight() -> None:
 
 
 def test_vllm_attributes_exist_where_this_project_reads_them() -> None:
-    core, _ = shared_core(in_process=True, tied=False)
+    core, _ = shared_core()
     assert isinstance(core.llm.engine_core, InprocClient)
     assert isinstance(core.llm.engine_core.engine_core, EngineCore)
     assert isinstance(core.llm.output_processor, OutputProcessor)
@@ -66,3 +69,16 @@ def test_vllm_attributes_exist_where_this_project_reads_them() -> None:
     assert "max_concurrent_batches" in dir(VllmConfig)
     source = inspect.getsource(SyncMPClient)
     assert all(name in source for name in ("engine_dead", "outputs_queue", "utility_results"))
+
+
+def test_float32_head_on_a_gpu_is_a_product_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With neither a float32 copy of the weights nor a float32 product, which would be slow."""
+    monkeypatch.setattr(logits_processor.current_platform, "is_cuda", lambda: True)
+    with FakeTensorMode(), Operators() as operators:
+        hidden_TH = torch.empty(3, 64, dtype=torch.bfloat16, device="cuda")
+        weight_VH = torch.empty(96, 64, dtype=torch.bfloat16, device="cuda")
+        operators.names.clear()
+        logits_TV = logits_of_vllm(hidden_TH, weight_VH)
+    assert (logits_TV.dtype, logits_TV.shape) == (torch.float32, (3, 96))
+    assert operators.names.count("aten.mm.dtype") == 1
+    assert not any("copy" in name or "linear" in name for name in operators.names)

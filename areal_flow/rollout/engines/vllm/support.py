@@ -34,9 +34,10 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any
     vLLM has CUDA graphs and asynchronous scheduling on a GPU only.
     """
     on_gpu = settings.device == "cuda"
-    # The trainer's logits are float32; rounding them to bfloat16 would change the policy. vLLM's
-    # batch-invariant kernels cannot multiply into float32.
-    head_dtype = "float32" if on_gpu and not settings.batch_invariant else "model"
+    # The trainer's logits are float32; rounding them to bfloat16 would change the policy. On a GPU
+    # vLLM multiplies bfloat16 into float32 for it, but not by its batch-invariant kernels; on a CPU
+    # it converts the head's weights for each step.
+    head_dtype = "model" if settings.batch_invariant else "float32"
     return {
         "model": str(model),
         "load_format": "dummy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from areal_flow.rollout.engines.protocol import (
     GenerationSettings,
     Interruption,
     StopSettings,
+    VLLMSettings,
 )
 from areal_flow.rollout.engines.sampling import adjust_logits, processed_logprobs
 from areal_flow.rollout.engines.torch_engine import TorchEngine
@@ -36,6 +37,16 @@ LETTERS = "abcdefghijklm"
 MAX_MODEL_LEN = 64
 """The longest sequence of an engine under test, in tokens."""
 
+SPECULATION = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+"""Arguments of vLLM with which tokens are proposed after an earlier occurrence of the last one."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -46,6 +57,7 @@ class Subject:
     reference: Callable[[int, Sequence[int], Sequence[int], Sampling], list[float]]
     """(version, prompt, tokens, sampling) -> log-probability of each token."""
     max_model_len: int | None = MAX_MODEL_LEN
+    has_min_p: bool = True
 
 
 def torch_subject() -> Subject:
@@ -119,7 +131,7 @@ def vllm_subject(*, tied: bool = False, **chosen: Any) -> Subject:
         return vllm_engine.VLLMEngine(core, served, settings, weights, version=version)
 
     subject = subject_of_policies(make, tied=tied)
-    return subject
+    return replace(subject, has_min_p=not chosen.get("speculates"))
 
 
 @cache
@@ -128,6 +140,7 @@ def shared_core(
     in_process: bool = True,
     tied: bool = False,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    speculates: bool = False,
 ) -> tuple[Any, Any]:
     """Return a vLLM core serving the small policy, and its settings."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
@@ -140,6 +153,7 @@ def shared_core(
         max_model_len=MAX_MODEL_LEN,
         max_new_tokens=1,
         stop=StopSettings(strings=("any",)),  # or vLLM would have no tokenizer
+        vllm=VLLMSettings(engine_args=SPECULATION if speculates else {}),
     )
     with TemporaryDirectory() as directory:
         config = small_policy(vocab_size=VOCABULARY, tied=tied).config
@@ -182,6 +196,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {"torch": torch_subject, "bigram": 
 if find_spec("vllm"):  # in the environment of `nox -s tests_vllm` alone
     SUBJECTS["vllm"] = vllm_subject
     SUBJECTS["vllm-core-process"] = partial(vllm_subject, in_process=False)
+    SUBJECTS["vllm-speculating"] = partial(vllm_subject, speculates=True)
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -265,6 +265,11 @@ class Recipe(Settings):
         self._check_lengths()
         self._check_workflow()
         require(
+            not (self.evaluation.min_p and self.generation.vllm.speculation),
+            f"evaluation.min_p ({self.evaluation.min_p}): vLLM does not support it with "
+            "generation.vllm.engine_args.speculative_config: leave either out",
+        )
+        require(
             self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
             "weights.medium = 'shared_memory' reaches this machine's workers only, and "
             f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "

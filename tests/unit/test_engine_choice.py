@@ -84,6 +84,8 @@ ON_A_GPU = VLLMSettings(
     enforce_eager=True,
 )
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
@@ -112,14 +114,18 @@ ON_A_GPU = VLLMSettings(
         ({"device": "cuda", "vllm": ON_A_GPU}, ON_A_GPU.model_dump(exclude={"engine_args"})),
         (
             {"vllm": {"engine_args": {"speculative_config": {"method": "ngram"}, "seed": 3}}},
-            {"speculative_config": {"method": "ngram"}, "seed": 3},
+            {"speculative_config": {"method": "ngram"}, "seed": 3, "async_scheduling": False},
+        ),
+        (
+            {"device": "cuda", "vllm": {"engine_args": {"speculative_config": NGRAM}}},
+            {"speculative_config": NGRAM, "async_scheduling": None},
         ),
         (
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
             {"dtype": "bfloat16", "max_num_seqs": 77, "max_model_len": 4096},
         ),
     ],
-    ids=["a GPU", "reproducible", "a CPU", "of vLLM", "any", "of every engine"],
+    ids=["a GPU", "reproducible", "a CPU", "of vLLM", "any", "speculation", "of every engine"],
 )
 def test_vllm_arguments_follow_the_recipe_and_the_device(
     settings: dict[str, Any], expected: dict[str, Any]
@@ -144,6 +150,24 @@ def test_vllm_arguments_follow_the_recipe_and_the_device(
 def test_arguments_that_a_run_sets_are_refused_by_name(name: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine_args: a run sets {name} itself: {advice}"):
         build_recipe({"generation": {"vllm": {"engine_args": {name: 1}}}}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("speculation", "evaluation", "message"),
+    [
+        ({"method": "eagle"}, {}, r"speculative_config.method: .*ngram.* found 'eagle'"),
+        ({"model": "/some/draft"}, {}, "speculative_config.method: .*found None"),
+        ({**NGRAM, "rejection_sample_method": "synthetic"}, {}, "'synthetic' accepts tokens"),
+        (NGRAM, {"min_p": 0.1}, r"evaluation.min_p \(0.1\): vLLM does not support it"),
+    ],
+)
+def test_speculation_that_would_not_sample_from_the_policy_is_refused(
+    speculation: dict[str, Any], evaluation: dict[str, Any], message: str
+) -> None:
+    engine_args = {"speculative_config": speculation}
+    given = {"generation": {"vllm": {"engine_args": engine_args}}, "evaluation": evaluation}
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(given, source="test")
 
 
 def test_every_argument_that_a_run_sets_has_its_advice() -> None:

@@ -251,3 +251,14 @@ def test_logits_of_a_bfloat16_engine_are_the_trainer_s_to_the_last_bits_of_float
     )
     trained_T, _ = linear_logprobs(hidden_TH, targets_T, head)
     assert completion.logprobs == pytest.approx(trained_T.numpy(), abs=1e-5)
+
+
+def test_speculation_saves_steps() -> None:
+    """What it samples is compared in the contract of all engines."""
+    engine = vllm_subject(speculates=True).make()
+    engine.add(request_of(seeds=1, length=50))
+    num_steps = 0
+    while engine.has_work():
+        engine.step()
+        num_steps += 1
+    assert num_steps < 50

@@ -79,6 +79,10 @@ OWN_ENGINE_ARGS = {
 """Arguments of vLLM's `EngineArgs` that a run sets, and the setting of each that has one."""
 
 
+WEIGHTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
+"""Methods of vLLM's speculative decoding that propose tokens without a model."""
+
+
 class VLLMSettings(Settings):
     """Settings of vLLM only."""
 
@@ -105,6 +109,30 @@ class VLLMSettings(Settings):
             setting = OWN_ENGINE_ARGS[name]
             instead = f"use the setting {setting}" if setting else "leave it out"
             require(False, f"generation.vllm.engine_args: a run sets {name} itself: {instead}")
+        return self
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """vLLM's `speculative_config`, if it has any."""
+        return self.engine_args.get("speculative_config")
+
+    @model_validator(mode="after")
+    def _speculates_exactly(self) -> VLLMSettings:
+        if self.speculation is None:
+            return self
+        name = "generation.vllm.engine_args.speculative_config"
+        method = self.speculation.get("method")
+        require(
+            method in WEIGHTLESS_SPECULATION,
+            f"{name}.method: expected one of {', '.join(WEIGHTLESS_SPECULATION)}, found "
+            f"{method!r}: engines start with random weights, and a model that proposes tokens "
+            "would keep them",
+        )
+        require(
+            self.speculation.get("rejection_sample_method") != "synthetic",
+            f"{name}.rejection_sample_method = 'synthetic' accepts tokens whatever their "
+            "probability is: leave it out",
+        )
         return self
 
 

@@ -80,6 +80,8 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
+from vllm.v1.sample import rejection_sampler  # noqa: E402
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # noqa: E402
 
 TRANSFER_BACKEND = "areal_flow"
 
@@ -89,7 +91,7 @@ END_TIMEOUT_S = 2.0
 
 class InProcessCore:
     def __init__(self, config: VllmConfig) -> None:
-        _compile_nothing_on_cpu(config)
+        _adapt_to_cpu(config)
         self.llm = LLMEngine(config, Executor.get_class(config), log_stats=False)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -150,7 +152,7 @@ def _fail_when_dead(client: SyncMPClient) -> None:
 
 class SingleExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
-        _compile_nothing_on_cpu(self.vllm_config)
+        _adapt_to_cpu(self.vllm_config)
         super()._init_executor()
 
 
@@ -158,15 +160,30 @@ class SplitExecutor(MultiprocExecutor):
     """Runs each rank of a split model in a process, which vLLM ends with the core's."""
 
 
-def _compile_nothing_on_cpu(config: VllmConfig) -> None:
-    """Do without compiled C++ on a CPU, which would delay the first step by half a minute.
+def _adapt_to_cpu(config: VllmConfig) -> None:
+    """Do without compiled C++ on a CPU, and repair its speculative decoding.
 
-    For compilation vLLM also changes classes of transformers in place, and then building a policy
-    of such a class, which checks weights, would fail.
+    Compiling would delay the first step by half a minute. vLLM also changes classes of transformers
+    in place for it, and then building a policy of such a class, which checks weights, would fail.
     """
     if config.device_config.device_type == "cpu":
         torch._dynamo.config.disable = True
         transformers_models.Base._decorate_cls_for_torch_compile = lambda *_, **__: None
+        # vLLM's kernel for the first writes float32 nowhere, so temperatures would be random; the
+        # second fails where no token is proposed.
+        rejection_sampler.expand_batch_to_tokens = _repeat_for_drafts
+        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: (
+            apply_top_k_top_p(logits, k, p) if len(logits) else logits
+        )
+
+
+def _repeat_for_drafts(
+    values: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Return each request's value, such as a temperature, once for each of its proposed tokens."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    chosen = values.where(values != replace_from, replace_to)
+    return chosen.repeat_interleave(counts, output_size=num_tokens)
 
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:

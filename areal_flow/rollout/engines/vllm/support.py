@@ -31,7 +31,8 @@ def environment(settings: GenerationSettings) -> dict[str, str]:
 def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
 
-    vLLM has CUDA graphs and asynchronous scheduling on a GPU only.
+    vLLM has CUDA graphs and asynchronous scheduling on a GPU only, the latter with some methods of
+    speculation only, which it decides (None).
     """
     on_gpu = settings.device == "cuda"
     # The trainer's logits are float32; rounding them to bfloat16 would change the policy. On a GPU
@@ -54,7 +55,8 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any
         "block_size": None if on_gpu else BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "async_scheduling": on_gpu,  # needs `CoreProcess`, whose pause waits for steps in flight
+        # Needs `CoreProcess`, whose pause waits for steps in flight.
+        "async_scheduling": on_gpu and (None if settings.vllm.speculation else True),
         "enforce_eager": not on_gpu or settings.vllm.enforce_eager,
         "disable_log_stats": True,
         **settings.vllm.engine_args,

@@ -60,8 +60,10 @@ _SHAPES = {
     "DeepSeek-R1-Distill-Qwen-7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "DeepSeek-R1-Distill-Qwen-14B": (5120, 13_824, 48, 40, 8, 152_064, False),
     "DeepSeek-R1-Distill-Qwen-32B": (5120, 27_648, 64, 40, 8, 152_064, False),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 49_152, True),
 }
-"""Well-known Qwen2 models. An instruction-tuned model has the shape of its base model."""
+"""Well-known models: SmolLM2 is a Llama, all others are Qwen2. An instruction-tuned model has the
+shape of its base model."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ def model_config(model: str) -> Any:
             "give its directory"
         )
     sizes = dict(zip(_FIELDS, shape, strict=True))
-    return AutoConfig.for_model("qwen2", max_position_embeddings=131_072, **sizes)
+    kind, context = ("llama", 8192) if path.name.startswith("SmolLM2") else ("qwen2", 131_072)
+    return AutoConfig.for_model(kind, max_position_embeddings=context, **sizes)
 
 
 @dataclass(frozen=True, slots=True)

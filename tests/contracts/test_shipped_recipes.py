@@ -19,6 +19,7 @@ from pipelines.jobs.job import recipe_path
 
 GPUS_NAMED = {
     "gsm8k-1gpu": ("RTX4080-16GB", "RTX4090-24GB", "H100-80GB"),
+    "gsm8k-smollm": ("A100-80GB", "H100-80GB", "H200-141GB"),
     "deepscaler": ("A100-80GB", "H100-80GB"),
     "deepcoder": ("A100-80GB", "H100-80GB"),
     "deepscaler-7b": ("A100-80GB", "H100-80GB"),

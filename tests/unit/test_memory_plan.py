@@ -201,6 +201,7 @@ def test_offloaded_activations_take_no_gpu_memory() -> None:
         ("Qwen2.5-32B", 32.764),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.777),
         ("DeepSeek-R1-Distill-Qwen-14B", 14.770),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.1345),
     ],
 )
 def test_shapes_of_named_models_have_the_published_number_of_weights(

@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic, sleep
 from typing import Any
 
-import psutil
-
 import areal_flow
-from areal_flow.core.errors import ArealFlowError
 from areal_flow.policy.models.huggingface import AutoConfig
 from benchmarks import harness
 from benchmarks.shapes import drawn_policy
@@ -73,35 +68,15 @@ def settings_of(root: Path, chosen: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def head(root: Path) -> int:
-    """Return the newest step, or -1 if there is none yet."""
-    try:
-        return len(areal_flow.open_run(root / "runs" / NAME).steps("arrow")) - 1
-    except (ArealFlowError, OSError, ValueError):  # it has not begun
-        return -1
-
-
 def train_and_kill(root: Path, chosen: argparse.Namespace, settings: dict[str, object]) -> int:
-    """Kill a driver (`kill -9`) after half of the steps; return the number of steps."""
+    """Kill a driver after half of the steps; return the number of steps."""
+    half = chosen.steps // 2
     command = [*harness.CLI, "train", chosen.recipe, *harness.flags(settings)]
-    log = root / "driver.log"
-    with log.open("w") as file:
-        driver = subprocess.Popen(
-            command, cwd=root, env=harness.environment(), stdout=file, stderr=subprocess.STDOUT
-        )
-        until = monotonic() + PATIENCE_S
-        while head(root) < chosen.steps // 2:
-            if driver.poll() is not None or monotonic() > until:
-                driver.kill()
-                sys.exit(f"no {chosen.steps // 2} steps after {PATIENCE_S:g} s:\n{log.read_text()}")
-            sleep(0.2)
-        workers = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        driver.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
-    if alive:
-        sys.exit(f"processes outlived their driver: {alive}")
-    return head(root)
+    newest = harness.kill_driver(command, root, NAME, num_steps=half, limit_s=PATIENCE_S)
+    if newest < half:
+        log = (root / harness.DRIVER_LOG).read_text()
+        sys.exit(f"no {half} steps after {PATIENCE_S:g} s:\n{log}")
+    return newest
 
 
 def main() -> None:
@@ -121,7 +96,7 @@ def main() -> None:
         root = Path(scratch)
         settings = settings_of(root, chosen)
         seconds = harness.seconds_of(lambda: train_and_kill(root, chosen, settings))
-        killed_at = head(root)
+        killed_at = harness.newest_step(root, NAME)
         rows.append({"part": "train", "seconds": seconds, "result": f"killed at step {killed_at}"})
         timed("resume", "train", "--resume", NAME)
         timed("audit", "check", NAME)

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from math import floor, isfinite, log10
 from multiprocessing import get_context
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
@@ -28,12 +28,14 @@ from rich.table import Table
 
 import areal_flow
 from areal_flow.config import load_recipe
+from areal_flow.core.errors import ArealFlowError
 
 if TYPE_CHECKING:
     from areal_flow.log.queries import Run
 
 ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-m", "pipelines.cli.main")
+DRIVER_LOG = "driver.log"
 
 Way = TypeVar("Way")
 MicroBatchMetrics = TypeVar("MicroBatchMetrics")
@@ -192,6 +194,39 @@ def output_of(
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def newest_step(cwd: Path, name: str) -> int:
+    """Return the newest step of a run in a directory, or -1 if there is none yet."""
+    try:
+        return len(areal_flow.open_run(cwd / "runs" / name).steps("arrow")) - 1
+    except (ArealFlowError, OSError, ValueError):  # it has not begun
+        return -1
+
+
+def kill_driver(
+    command: Sequence[str], cwd: Path, name: str, *, num_steps: int, limit_s: float
+) -> int:
+    """Kill a run's driver (`kill -9`) after so many steps or seconds; return the newest step.
+
+    Its output goes to `DRIVER_LOG`. Exit if the driver ends by itself, or leaves processes behind.
+    """
+    log, until = cwd / DRIVER_LOG, monotonic() + limit_s
+    with log.open("w") as file:
+        driver = subprocess.Popen(
+            command, cwd=cwd, env=environment(), stdout=file, stderr=subprocess.STDOUT
+        )
+        while newest_step(cwd, name) < num_steps and monotonic() < until:
+            if driver.poll() is not None:
+                sys.exit(f"{' '.join(command)} ended before step {num_steps}:\n{log.read_text()}")
+            sleep(0.2)
+        workers = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.wait()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    if alive:
+        sys.exit(f"processes outlived their driver: {alive}")
+    return newest_step(cwd, name)
 
 
 def train(cwd: Path, name: str, settings: Mapping[str, object]) -> Run:

@@ -10,8 +10,19 @@ from typing import Any
 
 import pytest
 
+from areal_flow.config import load_recipe
+from areal_flow.core.layout import RunLayout
+from areal_flow.policy.tokenizer.directory import (
+    chat_template_of,
+    stop_token_ids,
+    tokenizer_of,
+)
 from areal_flow.rollout.engines.protocol import VLLMSettings
-from benchmarks import gpu, gpu_generation, harness
+from areal_flow.rollout.prompts.completions import RowEncoder
+from areal_flow.rollout.prompts.prepare import prepare_prompts
+from areal_flow.rollout.prompts.table import PromptTable
+from benchmarks import gpu, gpu_generation, gpu_gsm8k, harness
+from pipelines.jobs.job import recipe_path
 
 
 def measured(
@@ -101,3 +112,96 @@ def test_the_docs_have_the_place_of_the_tables(tmp_path: Path) -> None:
     copy.write_text((harness.ROOT / "docs" / "benchmarks.md").read_text())
     harness.write_between(copy, gpu.MARKER, "the tables")
     assert "the tables" in copy.read_text()
+
+
+GSM8K_ROW = {
+    "question": "Each of 2 hens lays 36 eggs. How many eggs?",
+    "answer": "They lay 2*36 = <<2*36=72>>72 eggs.\n#### 72",
+}
+
+
+def gsm8k_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_gsm8k", *words])
+    gpu_gsm8k.main()
+
+
+@pytest.mark.slow
+def test_two_commands_fine_tune_train_kill_resume_evaluate_and_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--tiny", "--root", str(tmp_path / "root"), "--json", str(tmp_path / "report.json")]
+    gsm8k_command(monkeypatch, "first", *options)
+    assert 2 <= harness.newest_step(tmp_path / "root", gpu_gsm8k.NAME) < gpu_gsm8k.TINY_STEPS
+    with pytest.raises(SystemExit, match="go on with `second`"):
+        gsm8k_command(monkeypatch, "first", *options)
+    gsm8k_command(monkeypatch, "second", *options)
+    parts, test_problems, training_problems, speed = json.loads(
+        (tmp_path / "report.json").read_text()
+    )["tables"].values()
+    results = {row["part"]: row["result"] for row in parts}
+    assert [*results] == [
+        *("fine-tuning", "plan", "training", "resume", "audit", "replay"),
+        "all",
+    ]
+    assert results["fine-tuning"].startswith("20 steps, loss 6.")
+    assert results["resume"] == "to step 4 of 4"
+    assert results["audit"].startswith("clean")
+    assert "bit for bit" in results["replay"]
+    assert [row[""] for row in test_problems] == ["before RL", "after RL", "difference"]
+    assert test_problems[1]["prompts"] == 16
+    assert len(training_problems) == 2
+    assert all(row["predicted"] >= 0 and row["measured"] >= 0 for row in speed)
+
+
+def test_a_budget_shortens_training_and_never_forbids_it() -> None:
+    assert gpu_gsm8k.seconds_to_kill(200) == 200 - gpu_gsm8k.KILL_S
+    assert gpu_gsm8k.seconds_to_kill(-3) == 0
+    after = gpu_gsm8k.AFTER_TRAINING_S
+    assert gpu_gsm8k.minutes_of_training(after + 120) == pytest.approx(2)
+    assert gpu_gsm8k.minutes_of_training(after - 60) == gpu_gsm8k.MIN_TRAINING_S / 60
+
+
+def test_parts_are_in_a_file_as_soon_as_they_are_done(tmp_path: Path) -> None:
+    parts = gpu_gsm8k.Parts(tmp_path / "parts.json", 100)
+    parts.run("resume", lambda: "to step 4")
+    with pytest.raises(ZeroDivisionError):
+        parts.run("audit", lambda: str(1 / 0))
+    (row,) = json.loads((tmp_path / "parts.json").read_text())
+    assert (row["part"], row["result"]) == ("resume", "to step 4")
+    assert 99 < parts.left_s() < 100
+
+
+def test_fine_tuning_reads_the_prompts_of_training_without_calculator_annotations(
+    tmp_path: Path,
+) -> None:
+    model, _ = gpu_gsm8k.write_tiny(tmp_path)
+    recipe = load_recipe(recipe_path(Path(gpu_gsm8k.RECIPE)))
+    tokenizer, stop = tokenizer_of(model), stop_token_ids(model)
+    encoder = RowEncoder(tokenizer, stop_token_ids=stop, chat=chat_template_of(model))
+    row = gpu_gsm8k.sft_row(GSM8K_ROW, recipe.prompts.template)
+    prompt, (((answer),),) = encoder.encode(row, ["completion"])
+    assert tokenizer.decode(answer) == "They lay 2*36 = 72 eggs.\n#### 72"
+    assert answer[-1] == stop[0]
+    layout = RunLayout(tmp_path)
+    path = gpu_gsm8k.write_rows(tmp_path / "rows.jsonl", [GSM8K_ROW])
+    changed = {"prompts": {"path": str(path), "num_held_out": 0}}
+    plan = load_recipe(recipe_path(Path(gpu_gsm8k.RECIPE)), changed).prompt_plan()
+    prepare_prompts(plan, layout)
+    assert PromptTable(layout.train_prompts, seed=0).row(0).tokens.tolist() == prompt
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected `first` or `second`, found ''"),
+        (["first"], "expected --model and --data, or --tiny"),
+        (["first", "--model", "m", "--data", "d"], "train.jsonl: expected GSM8K's rows"),
+    ],
+)
+def test_wrong_gsm8k_commands_are_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        gsm8k_command(monkeypatch, *words)
+    assert not [*tmp_path.iterdir()]

@@ -12,6 +12,7 @@ a run in ROOT, `second` makes a short one first.
 
 FOLDER has GSM8K's own `train.jsonl` and `test.jsonl`, a JSON object a line with `question` and
 `answer` ("... #### 72"). `--tiny` needs neither: a tiny policy learns made-up sums on a CPU.
+`--settings "a.b=c d.e=f"` overrides the recipe.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ SHORT = {"sft_steps": 100, "kill_after": 2}
 """What `second` does of `first` where there is no run."""
 NUM_SHOWN = 5
 """Steps over which the pass rate of training problems is averaged."""
+NUM_LOG_LINES = 30
 HELD_OUT_TITLE = "Test problems, greedy"
 _CALCULATION = re.compile("<<.*?>>")
 TINY_TEMPLATE = (
@@ -153,7 +155,8 @@ def write_tiny(root: Path) -> tuple[Path, Path]:
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, object]:
     """Return what all commands override in the recipe."""
-    return {"tracking.enabled": "false", **(TINY if chosen.tiny else {})}
+    given = dict(pair.split("=", 1) for pair in chosen.settings.split())
+    return {"tracking.enabled": "false", **(TINY if chosen.tiny else {}), **given}
 
 
 def output_of(chosen: argparse.Namespace, *words: object) -> str:
@@ -218,6 +221,9 @@ def train_and_kill(chosen: argparse.Namespace, num_steps: int, limit_s: float) -
     }
     command = [*harness.CLI, "train", RECIPE, *harness.flags(settings)]
     newest = harness.kill_driver(command, chosen.root, NAME, num_steps=num_steps, limit_s=limit_s)
+    if newest < num_steps:  # too slow, or something is wrong
+        log = (chosen.root / harness.DRIVER_LOG).read_text().splitlines()
+        print(f"time was up before step {num_steps}:", *log[-NUM_LOG_LINES:], sep="\n", flush=True)
     return f"killed at step {newest}" if newest >= 0 else "killed before version 0"
 
 
@@ -244,12 +250,13 @@ def compared_rows(run: Run) -> list[dict[str, Any]]:
     before, after = answers_of(run, "before"), answers_of(run, "after")
     rows = [held_out_row("before RL", run, before), held_out_row("after RL", run, after)]
     paired = compare_answers(before, after, threshold=run.pass_threshold)
+    changes = f"{paired.num_better} better, {paired.num_worse} worse"
     difference = {
         "": "difference",
-        "prompts": f"{paired.num_better} better, {paired.num_worse} worse",
+        "prompts": f"{changes}, p = {paired.p_value:.2g}",
         "pass_rate": f"{paired.difference:+.4f}",
         "95%": f"{paired.low:+.4f} to {paired.high:+.4f}",
-        "mean_tokens": f"p = {paired.p_value:.2g}",
+        "mean_tokens": "",
     }
     return [*rows, difference]
 
@@ -337,8 +344,11 @@ def tables_of(chosen: argparse.Namespace, parts: Parts) -> dict[str, list[dict[s
 
 
 def chosen_options(options: Sequence[str]) -> argparse.Namespace:
-    names = {"root": Path("gsm8k-run"), "gpu": "H100-80GB", "steps": 60, "budget_s": 350.0}
-    chosen = harness.parse_options(__doc__, options, model=Path, data=Path, **names, tiny=False)
+    paths = {"model": Path, "data": Path, "root": Path("gsm8k-run")}
+    names = {"gpu": "H100-80GB", "steps": 60, "budget_s": 350.0, "settings": "", "tiny": False}
+    chosen = harness.parse_options(__doc__, options, **paths, **names)
+    if wrong := [pair for pair in chosen.settings.split() if "=" not in pair]:
+        sys.exit(f"--settings: expected section.setting=value, found {wrong[0]}")
     chosen.root = chosen.root.resolve()
     if chosen.tiny:
         chosen.root.mkdir(parents=True, exist_ok=True)

@@ -153,6 +153,23 @@ def test_two_commands_fine_tune_train_kill_resume_evaluate_and_replay(
     assert all(row["predicted"] >= 0 and row["measured"] >= 0 for row in speed)
 
 
+def test_second_makes_a_short_run_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(gpu_gsm8k, "first", lambda *_, **short: calls.append(short))
+    monkeypatch.setattr(gpu_gsm8k, "second", lambda *_: calls.append("second") or 0)
+    monkeypatch.setattr(gpu_gsm8k, "tables_of", lambda *_: {})
+    options = ["second", "--tiny", "--root", str(tmp_path)]
+    gsm8k_command(monkeypatch, *options)
+    assert calls == [gpu_gsm8k.SHORT, "second"]
+    run = tmp_path / "runs" / gpu_gsm8k.NAME
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    gsm8k_command(monkeypatch, *options)
+    assert calls[2:] == ["second"]
+
+
 def test_a_budget_shortens_training_and_never_forbids_it() -> None:
     assert gpu_gsm8k.seconds_to_kill(200) == 200 - gpu_gsm8k.KILL_S
     assert gpu_gsm8k.seconds_to_kill(-3) == 0
@@ -196,6 +213,7 @@ def test_fine_tuning_reads_the_prompts_of_training_without_calculator_annotation
         ([], "expected `first` or `second`, found ''"),
         (["first"], "expected --model and --data, or --tiny"),
         (["first", "--model", "m", "--data", "d"], "train.jsonl: expected GSM8K's rows"),
+        (["first", "--settings", "seed=1 x"], "expected section.setting=value, found x"),
     ],
 )
 def test_wrong_gsm8k_commands_are_refused_in_a_line(

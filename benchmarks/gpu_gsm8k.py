@@ -311,16 +311,16 @@ def second(chosen: argparse.Namespace, parts: Parts) -> int:
         return f"to step {harness.newest_step(chosen.root, NAME)} of {chosen.steps}"
 
     def audit() -> str:
-        code, found = judgement_of(chosen, "check", NAME)
+        code, report = judgement_of(chosen, "check", NAME)
         codes.append(code)
-        severities = Counter(finding["severity"] for finding in found["findings"])
+        severities = Counter(finding["severity"] for finding in report["findings"])
         counts = ", ".join(f"{count} {severity}" for severity, count in severities.items())
-        return f"{'clean' if found['clean'] else 'NOT CLEAN'}: {counts or 'no findings'}"
+        return f"{'clean' if report['clean'] else 'NOT CLEAN'}: {counts or 'no findings'}"
 
     def replay() -> str:
-        code, found = judgement_of(chosen, "replay", f"{NAME}@{newest}")
+        code, report = judgement_of(chosen, "replay", f"{NAME}@{newest}")
         codes.append(code)
-        return f"step {newest}: {' '.join(found['verdict'])}"
+        return f"step {newest}: {' '.join(report['verdict'])}"
 
     codes: list[int] = []
     parts.run("resume", resume)

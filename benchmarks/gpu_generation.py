@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,8 @@ def main() -> None:
         row = {"engine": "vllm", "skipped": "it is not installed: pip install '.[vllm]'"}
         harness.report(chosen.json, {title: [row]})
         return
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("areal_flow").setLevel(logging.INFO)  # the parts of each pause
     heads = max(1, chosen.hidden // 128)
     sizes = (chosen.vocabulary, chosen.hidden, chosen.layers)
     place = {"device": chosen.device, "dtype": chosen.dtype}

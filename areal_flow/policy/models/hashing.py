@@ -20,10 +20,10 @@ from torch import Tensor
 MIN_ASYNC_BYTES = 1 << 20
 """Smaller tensors are hashed inline, before another thread would have started."""
 
-PIECE_BYTES = 1 << 26
+PIECE_BYTES = 1 << 24
 """Of a tensor on a GPU, copied to pinned memory at once to be hashed."""
 
-MAX_PENDING = 4
+MAX_PENDING = 8
 """Pieces that wait to be hashed: so many are in pinned memory, and one more that is copied."""
 
 

@@ -129,13 +129,25 @@ class VLLMEngine:
         weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
         with self._core.offered(self._served.checkpoint(weights), weights) as tensors:
+            began = perf_counter()
             # Running requests stay; without the cache they prefill again.
             call("pause_scheduler", "keep", clear_cache)
             self._call_workers("start_weight_update")
+            ready = perf_counter()
             self._call_workers("update_weights", {"tensors": tensors, "tied": self._served.tied})
+            loaded = perf_counter()
             self._call_workers("finish_weight_update")
             call("set_weight_version", str(version))
             call("resume_scheduler")
+            ended = perf_counter()
+        logger.info(
+            "version %d paused vLLM for %.3f s: %.3f s to stop, %.3f s to load, %.3f s to resume",
+            version,
+            ended - began,
+            ready - began,
+            loaded - ready,
+            ended - loaded,
+        )
         self.version, self._pending = version, None
 
     def _call_workers(self, method: str, *arguments: Any) -> None:

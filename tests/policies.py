@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.policy.models.attention import ATTENTION_NAME
 from areal_flow.policy.models.linear import swap_linear_layers
+from areal_flow.policy.models.lora import split_adapter
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sft import CompletionRows
@@ -28,9 +29,8 @@ class KeepingWriter(HashingWriter):
 
 def served_weights(backend: TrainerBackend) -> dict[str, torch.Tensor]:
     """Return a copy of the weights that a backend serves, in float32: an adapter is merged."""
-    writer = KeepingWriter()
-    backend.stage(0, writer, dtype=torch.float32)
-    return writer.kept
+    tensors = backend.served_tensors(torch.float32)
+    return split_adapter({name: served.clone() for name, _, served in tensors})[0]
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:

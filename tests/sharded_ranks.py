@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.types import Rendezvous
 from areal_flow.policy.checkpoints import CheckpointState
+from areal_flow.policy.models.hashing import TensorHash
 from areal_flow.policy.models.lora import add_adapter
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.backend import TrainerBackend
@@ -173,13 +175,20 @@ def take_step(backend: TrainerBackend, step: int, training: Training, **settings
 
 
 def staged(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Return the hashes of sharded and unsharded policies, and of their served weights."""
+    """Return the hashes of sharded and unsharded policies, and of their served weights.
+
+    And how many tensors were hashed for the sharded ones.
+    """
     hashes_by_way: dict[str, Any] = {"sharded": [], "whole": []}
+    num_hashed = 0
     for training in (TRAININGS["tied"], TRAININGS["adapter"]):
         for how, backend in (("sharded", begin(training, replicas)), ("whole", begin(training))):
-            hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
-            hashes_by_way[how] += [hashes.weights_hash, hashes.served_hash, backend.fingerprint()]
-    return hashes_by_way
+            with patch.object(TensorHash, "add", autospec=True, side_effect=TensorHash.add) as add:
+                hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
+                fingerprint = backend.fingerprint()
+            num_hashed += add.call_count if how == "sharded" else 0
+            hashes_by_way[how] += [hashes.weights_hash, hashes.served_hash, fingerprint]
+    return {**hashes_by_way, "num_hashed": num_hashed}
 
 
 def written(replicas: ConnectedRanks, num_ranks: int, directory: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -37,6 +38,10 @@ from areal_flow.training.tensor_rows import (
     full_tensor,
     own_rows,
 )
+
+NO_HASH = "-" * len(hash_tensors({}))
+NO_HASHES = f"{NO_HASH} {NO_HASH}"
+"""As long as the leader's: other ranks send them and receive its own."""
 
 SavedState = tuple[dict[str, TensorRows], dict[str, TensorRows]]
 """This process's rows of the weights, and of the optimizer."""
@@ -105,8 +110,18 @@ class TrainerBackend:
     def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
         """Stage the weights, in the type that they are served in; return their hashes.
 
-        They are converted on their device, and have left it when this returns.
+        They are converted on their device, and have left it when this returns. The leader alone
+        hashes and writes them.
         """
+        hashes = NO_HASHES
+        if self.replicas.is_leader:
+            hashes = self._stage(version, channel, dtype)
+        else:
+            deque(self.served_tensors(dtype), maxlen=0)
+        weights_hash, _, served_hash = self.replicas.broadcast_text(hashes).partition(" ")
+        return PolicyHashes(weights_hash, served_hash)
+
+    def _stage(self, version: int, channel: WeightsWriter, dtype: torch.dtype) -> str:
         master, pairs = TensorHash(), self.served_tensors(dtype)
         with ThreadPoolExecutor(1) as thread:
 
@@ -122,7 +137,7 @@ class TrainerBackend:
             for key, weights, _ in pairs:  # an adapter's tensors, which come last
                 master.add_async(key, weights, thread=thread)
             master.finish()
-        return PolicyHashes(master.hexdigest(), served_hash)
+        return f"{master.hexdigest()} {served_hash}"
 
     def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each weight by name, and as it is served: with its adapter, in another type.
@@ -143,7 +158,12 @@ class TrainerBackend:
         torch.cuda.empty_cache()  # nothing without CUDA
 
     def fingerprint(self) -> str:
-        return hash_tensors(self._gathered())
+        tensors, fingerprint = self._gathered(), NO_HASH
+        if self.replicas.is_leader:
+            fingerprint = hash_tensors(tensors)
+        else:
+            deque((tensors[name] for name in sorted(tensors)), maxlen=0)
+        return self.replicas.broadcast_text(fingerprint)
 
     def weights(self) -> TensorReaders:
         """Return this process's rows of the weights, which the next update changes."""

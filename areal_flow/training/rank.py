@@ -23,7 +23,7 @@ from areal_flow.core.types import SPEED_AREA, PolicyHashes, StepRequest, StepRes
 from areal_flow.policy.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.policy.models.lora import add_adapter, drawn_adapter
 from areal_flow.policy.models.policy import DTYPES
-from areal_flow.policy.weights.channel import HashingWriter, WeightsWriter
+from areal_flow.policy.weights.channel import WeightsWriter
 from areal_flow.training.backend import TrainerBackend, numeric_environment
 from areal_flow.training.checkpoint import (
     Snapshot,
@@ -223,8 +223,7 @@ class TrainerRank:
 
     def _stage(self, version: int) -> PolicyHashes:
         dtype = DTYPES[self.config.served_dtype]
-        channel = self.channel if self.replicas.is_leader else HashingWriter()
-        self._hashes = self.backend.stage(version, channel, dtype=dtype)
+        self._hashes = self.backend.stage(version, self.channel, dtype=dtype)
         self._step, self._last = version, None
         return self._hashes
 

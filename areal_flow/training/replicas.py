@@ -59,6 +59,11 @@ class ReplicaGroup:
     def broadcast_flag(self, yes: bool) -> bool:
         return bool(self.gather({rank: torch.tensor(yes) for rank in self.local_ranks})[0])
 
+    def broadcast_text(self, text: str) -> str:
+        """Return the leader's text; those of all ranks have as many ASCII characters."""
+        codes = torch.tensor([*text.encode()], dtype=torch.uint8)
+        return bytes(self.gather(dict.fromkeys(self.local_ranks, codes))[0].tolist()).decode()
+
     def wait_for_all(self) -> None:
         self.broadcast_flag(True)
 

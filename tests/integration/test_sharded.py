@@ -156,8 +156,9 @@ def test_ranks_read_their_rows_of_a_directory_and_draw_the_same_adapter(
 def test_weights_leave_ranks_as_those_of_a_whole_policy(
     two_ranks: tuple[RankResults, Path],
 ) -> None:
-    for rank in two_ranks[0]:
+    for index, rank in enumerate(two_ranks[0]):
         assert rank["staged"]["sharded"] == rank["staged"]["whole"]
+        assert bool(rank["staged"]["num_hashed"]) == (index == 0), "the leader alone hashes"
 
 
 def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(

@@ -26,6 +26,8 @@ CGROUP_LIMITS = (
 )
 """Where a container says how much memory it may use, in versions 2 and 1."""
 
+MAX_COPYING_THREADS = 4
+
 MAX_OPEN_FILES = 65_536
 """More than 10,000 workers need."""
 
@@ -45,6 +47,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def copying_threads() -> int:
+    """Return how many threads copy or hash weights: one cannot use a large machine's memory."""
+    return max(1, min(MAX_COPYING_THREADS, usable_cores() // 4))
 
 
 def usable_bytes() -> int:

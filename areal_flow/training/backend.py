@@ -9,7 +9,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_flow.algorithms.registry import ActorCriticPPO
 from areal_flow.core.types import PolicyHashes
 from areal_flow.policy.checkpoints import RNG_STATE
-from areal_flow.policy.models.hashing import TensorHash, hash_tensors
+from areal_flow.policy.models.hashing import TensorHash, hash_tensors, hashing_threads
 from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faster
 from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
 from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
@@ -123,11 +123,11 @@ class TrainerBackend:
 
     def _stage(self, version: int, channel: WeightsWriter, dtype: torch.dtype) -> str:
         master, pairs = TensorHash(), self.served_tensors(dtype)
-        with ThreadPoolExecutor(1) as thread:
+        with hashing_threads() as threads:
 
             def read(name: str) -> Tensor:
                 for key, weights, served in pairs:
-                    master.add_async(key, weights, thread=thread)
+                    master.add_async(key, weights, threads=threads)
                     if key == name:
                         return served
                 raise KeyError(name)
@@ -135,7 +135,7 @@ class TrainerBackend:
             like = _like(split_adapter(self.trained.tensors())[0], dtype)
             served_hash = channel.stage(version, StreamedTensors(like, read=read))
             for key, weights, _ in pairs:  # an adapter's tensors, which come last
-                master.add_async(key, weights, thread=thread)
+                master.add_async(key, weights, threads=threads)
             master.finish()
         return f"{master.hexdigest()} {served_hash}"
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from areal_flow.policy.models.hashing import hash_files, hash_tensors
 from areal_flow.policy.weights import tensor_file
 from areal_flow.policy.weights.tensor_file import (
     DTYPES,
+    MappedPages,
     map_tensors,
     read_shared_files,
     shared_files,
@@ -37,29 +39,50 @@ def every_type() -> dict[str, torch.Tensor]:
     return {**tensors, "matrix": torch.rand(5, 3), "scalar": torch.tensor(2.5), "none": bits[:0]}
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("pages", [None, MappedPages()])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_tensors_of_every_type_come_back_whatever_their_order(
-    tmp_path: Path, reverse: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reverse: bool, pages: MappedPages | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 7)
+    monkeypatch.setattr(tensor_file, "copying_threads", lambda: 3)
     tensors = every_type()
     (tmp_path / "file").write_bytes(bytes(100_000))  # of a larger version
     with (tmp_path / "file").open("r+b") as file:
         in_order = sorted(tensors.items(), reverse=reverse)
-        write_tensors(in_order, file, like=tensors, num_threads=num_threads)
+        write_tensors(in_order, file, like=tensors, pages=pages)
     expected = hash_tensors(tensors)
     assert hash_tensors(load_file(tmp_path / "file")) == hash_files(tmp_path / "file") == expected
     assert hash_tensors(map_tensors(tmp_path / "file")) == expected
 
 
-def test_a_file_is_replaced_completely(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [None, MappedPages()])
+def test_a_file_is_replaced_completely(tmp_path: Path, pages: MappedPages | None) -> None:
     all_tensors, part = every_type(), {"scalar": torch.tensor(1.5)}
     (tmp_path / "file").touch()
     for tensors in (all_tensors, part):
         with (tmp_path / "file").open("r+b") as file:
-            write_tensors(tensors.items(), file, like=tensors)
+            write_tensors(tensors.items(), file, like=tensors, pages=pages)
     assert load_file(tmp_path / "file") == part
+
+
+def test_pages_stay_mapped_while_their_file_is_there_and_leave_it_unlocked(tmp_path: Path) -> None:
+    pages, path = MappedPages(), tmp_path / "file"
+
+    def written() -> Any:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return pages.of(file, 100)
+
+    first = written()
+    assert written() is first, "mapped once"
+    path.rename(tmp_path / "renamed")
+    assert written() is not first
+    with (tmp_path / "renamed").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (tmp_path / "renamed").unlink()
+    written()
+    assert len(pages._mapped) == 1, "what was removed is forgotten"
 
 
 def test_threads_write_into_the_pages_of_a_file_that_has_room(
@@ -73,7 +96,7 @@ def test_threads_write_into_the_pages_of_a_file_that_has_room(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     tensors = every_type()
     with (tmp_path / "file").open("w+b") as file, pytest.raises(OSError, match="No space left"):
-        write_tensors(tensors.items(), file, like=tensors, num_threads=2)
+        write_tensors(tensors.items(), file, like=tensors, pages=MappedPages())
 
 
 def test_values_begin_where_a_mapped_view_of_their_type_may(tmp_path: Path) -> None:

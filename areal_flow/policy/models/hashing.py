@@ -7,24 +7,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-MIN_ASYNC_BYTES = 1 << 20
-"""Smaller tensors are hashed inline, before another thread would have started."""
+from areal_flow.core.machine import copying_threads
+
+MAX_RAW_BYTES = 1 << 20
+"""Larger tensors are hashed by the hashes of their pieces, which several threads compute."""
 
 PIECE_BYTES = 1 << 24
-"""Of a tensor on a GPU, copied to pinned memory at once to be hashed."""
 
-MAX_PENDING = 8
-"""Pieces that wait to be hashed: so many are in pinned memory, and one more that is copied."""
+MAX_PENDING = 16
+"""Pieces that threads hash ahead; from a GPU each is a copy in pinned memory."""
+
+FinishCopy = Callable[[], tuple[str, Tensor]]
+"""Waits for a tensor's copy in main memory, and returns it with its name."""
 
 
 class TensorHash:
@@ -32,52 +37,37 @@ class TensorHash:
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
-        self._pending = deque[Future[None]]()
+        self._pending = deque[Callable[[], Any]]()
+        """Return what is hashed next, in order."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Hash a contiguous tensor in main memory, without the GIL."""
-        self._digest.update(_header(name, tensor))
-        self._add_bytes(tensor)
-
-    def add_async(self, name: str, tensor: Tensor, *, thread: Executor) -> None:
-        """Hash a tensor in a thread; return before that, or before it has left its GPU.
+    def add_async(self, name: str, tensor: Tensor, *, threads: Executor) -> None:
+        """Hash a tensor in threads; return before that, or before it has left its GPU.
 
         Call `finish` before the tensor changes.
         """
-        if _is_on_gpu(tensor):
-            self._submit(thread, partial(self._digest.update, _header(name, tensor)))
-            for piece in torch.split(tensor.flatten(), PIECE_BYTES // tensor.element_size()):
-                self._submit(thread, partial(self._add_copy, _begin_copy(name, piece)))
-        elif tensor.nbytes < MIN_ASYNC_BYTES:
-            self.finish()
-            self.add(name, tensor.contiguous())
-        else:
-            self._submit(thread, partial(self.add, name, tensor.contiguous()), max_pending=0)
+        header = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
+        self._append(lambda: header)
+        if tensor.nbytes <= MAX_RAW_BYTES:
+            self._append(partial(_content, _begin_copy(name, tensor)))
+            return
+        for piece in torch.split(tensor.flatten(), PIECE_BYTES // tensor.element_size()):
+            self._append(threads.submit(_digest, _begin_copy(name, piece)).result)
 
-    def finish(self) -> None:
+    def finish(self, max_pending: int = 0) -> None:
         """Wait until all tensors are hashed; raise what hashing raised."""
-        while self._pending:
-            self._pending.popleft().result()
-
-    def _submit(
-        self, thread: Executor, work: Callable[[], None], max_pending: int = MAX_PENDING
-    ) -> None:
         while len(self._pending) > max_pending:
-            self._pending.popleft().result()
-        self._pending.append(thread.submit(work))
+            self._digest.update(self._pending.popleft()())
 
-    def _add_bytes(self, tensor: Tensor) -> None:
-        self._digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-
-    def _add_copy(self, finish: Callable[[], tuple[str, Tensor]]) -> None:
-        self._add_bytes(finish()[1])
+    def _append(self, content: Callable[[], Any]) -> None:
+        self.finish(MAX_PENDING - 1)
+        self._pending.append(content)
 
     def hash_async(
-        self, tensors: Iterable[tuple[str, Tensor]], *, thread: Executor
+        self, tensors: Iterable[tuple[str, Tensor]], *, threads: Executor
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors, and hash large ones in a thread while the caller uses them."""
+        """Yield tensors, and hash them in threads while the caller uses them."""
         for name, tensor in tensors:
-            self.add_async(name, tensor, thread=thread)
+            self.add_async(name, tensor, threads=threads)
             yield name, tensor
         self.finish()
 
@@ -85,17 +75,28 @@ class TensorHash:
         return self._digest.hexdigest()
 
 
-def _header(name: str, tensor: Tensor) -> bytes:
-    return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
+def _content(finish_copy: FinishCopy) -> Any:
+    return finish_copy()[1].flatten().view(torch.uint8).numpy().data
+
+
+def _digest(finish_copy: FinishCopy) -> bytes:
+    return xxhash.xxh3_128(_content(finish_copy)).digest()
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return 32 hexadecimal digits of names, types, shapes and bytes, in the order of names."""
-    return _hash(in_main_memory(tensors))
+    """Return 32 hexadecimal digits of names, types, shapes and bytes, in the order of names.
+
+    Bytes of a tensor above 1 MiB are represented by a hash of each 16 MiB.
+    """
+    return _hash((name, tensors[name].detach()) for name in sorted(tensors))
+
+
+def hashing_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(copying_threads())
 
 
 def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
-    """Return `hash_tensors` of safetensors files, with one tensor at a time in memory."""
+    """Return `hash_tensors` of safetensors files, with a few tensors at a time in memory."""
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         by_name = {name: file for file in files for name in {*file.keys()} - {*without}}
@@ -104,8 +105,10 @@ def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
 
 def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     content = TensorHash()
-    for name, tensor in tensors:
-        content.add(name, tensor)
+    with hashing_threads() as threads:
+        for name, tensor in tensors:
+            content.add_async(name, tensor, threads=threads)
+        content.finish()
     return content.hexdigest()
 
 
@@ -124,11 +127,7 @@ def in_main_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
         yield finish_last()
 
 
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def _begin_copy(name: str, tensor: Tensor) -> Callable[[], tuple[str, Tensor]]:
+def _begin_copy(name: str, tensor: Tensor) -> FinishCopy:
     """Start a tensor's copy to main memory; return a function that waits for it.
 
     From a GPU it goes to pinned memory on its own stream, beside later work.

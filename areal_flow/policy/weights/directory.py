@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -138,13 +137,17 @@ class DirectoryWriter:
         self._last: HeldWeights | None = None
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        from areal_flow.policy.models.hashing import TensorHash, in_main_memory
+        from areal_flow.policy.models.hashing import (
+            TensorHash,
+            hashing_threads,
+            in_main_memory,
+        )
 
         directory, content = staged(self.root, version), TensorHash()
         try:
             self._prepare(directory)
-            with ThreadPoolExecutor(1) as thread:
-                hashed = content.hash_async(in_main_memory(tensors), thread=thread)
+            with hashing_threads() as threads:
+                hashed = content.hash_async(in_main_memory(tensors), threads=threads)
                 self._write(version, hashed, like=described(tensors))
             num_bytes = sum(tensor.nbytes for tensor in described(tensors).values())
             (directory / BYTES_FILE).write_text(str(num_bytes))

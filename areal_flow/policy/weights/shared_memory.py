@@ -8,10 +8,10 @@ trainer chooses when it first stages, since it knows the number of bytes.
 The link is made before the segments, so a successor can free what a crash has left. The name of the
 segments follows from the run directory itself, so a copied run does not lead to them.
 
-Writing to new pages costs twice what writing to old ones does, so the pages of a retired version
-are reused. A reader maps a version and holds a lock on it while any of its tensors is alive; the
-writer leaves a locked segment to its readers and takes new pages. The kernel releases the locks of
-a process that dies.
+Writing to new pages costs twice what writing to old ones does, and three times as much where they
+are not mapped yet: the pages of a retired version are reused, and stay mapped. A reader maps a
+version and holds a lock on it while any of its tensors is alive; the writer leaves a locked segment
+to its readers and takes new pages. The kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from areal_flow.core.errors import ConfigError, StorageError
-from areal_flow.core.machine import usable_cores
 from areal_flow.policy.checkpoints import MODEL_FILE
 from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import described
@@ -44,7 +43,7 @@ from areal_flow.policy.weights.directory import (
     published,
     staged,
 )
-from areal_flow.policy.weights.tensor_file import map_tensors, write_tensors
+from areal_flow.policy.weights.tensor_file import MappedPages, map_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +53,6 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_COPIES = KEEP_VERSIONS + 2
 """Copies that must fit into shared memory: the versions that stay, the staged one, and one that a
 reader still has."""
-
-
-MAX_COPYING_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +173,7 @@ class SharedMemoryWriter(DirectoryWriter):
 
     def __init__(self, root: Path) -> None:
         super().__init__(segments_of(root))
+        self._pages = MappedPages()
 
     def _prepare(self, directory: Path) -> None:
         """Make the directory of a version, with the pages of a retired one if there is any."""
@@ -211,18 +208,13 @@ class SharedMemoryWriter(DirectoryWriter):
             file.unlink()  # its readers keep it
             descriptor = _open_locked(file)
         with os.fdopen(descriptor, "wb") as segment:
-            write_tensors(tensors, segment, like=like, num_threads=num_copying_threads())
+            write_tensors(tensors, segment, like=like, pages=self._pages)
 
     def _retire(self, directory: Path) -> None:
         if next(self.root.glob(".spare-*"), None) is None:
             directory.rename(self.root / f".spare-{directory.name}")
         else:
             super()._retire(directory)
-
-
-def num_copying_threads() -> int:
-    """Return how many threads copy a policy: one cannot use the memory of a machine with a GPU."""
-    return max(1, min(MAX_COPYING_THREADS, usable_cores() // 4))
 
 
 def _open_locked(file: Path) -> int:

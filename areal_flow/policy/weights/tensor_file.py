@@ -17,6 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from areal_flow.core.errors import WeightsError
+from areal_flow.core.machine import copying_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,24 +45,58 @@ DTYPES = {
 """Torch's names of types, by those of safetensors."""
 
 
+class MappedPages:
+    """The pages of files in memory that are written again and again, mapped once."""
+
+    def __init__(self) -> None:
+        self._mapped: list[tuple[int, Any]] = []
+        """An open descriptor of each file, and its bytes."""
+
+    def of(self, file: BinaryIO, num_bytes: int) -> Any:
+        """Return a file's bytes, as an array to write to; the file gets this size."""
+        self._forget_removed()
+        for descriptor, pages in self._mapped:
+            if os.path.sameopenfile(descriptor, file.fileno()) and len(pages) == num_bytes:
+                return pages
+        # Of its own: a mapping keeps a copy of the descriptor, and with it the lock of `file`.
+        descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
+        os.ftruncate(descriptor, num_bytes)
+        # Without room for its pages, writing to a mapped file would kill this process.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        pages = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+        self._mapped.append((descriptor, pages))
+        return pages
+
+    def _forget_removed(self) -> None:
+        kept = []
+        for descriptor, pages in self._mapped:
+            if os.fstat(descriptor).st_nlink and os.fstat(descriptor).st_size == len(pages):
+                kept.append((descriptor, pages))
+            else:
+                os.close(descriptor)
+        self._mapped = kept
+
+
 def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     file: BinaryIO,
     *,
     like: Mapping[str, Tensor],
-    num_threads: int = 1,
+    pages: MappedPages | None = None,
 ) -> None:
     """Write tensors as they come, in any order; `like` has their names, types and shapes.
 
-    Several threads copy into the pages of a file in memory, which is open for reading as well.
+    Args:
+        pages: of files in memory, into which several threads copy.
     """
     header, offsets = file_header(like)
     num_bytes = len(header) + sum(tensor.nbytes for tensor in like.values())
-    file.write(header)
-    if num_threads > 1:
-        file.flush()
-        _copy_into_pages(tensors, file, offsets, num_bytes=num_bytes, num_threads=num_threads)
+    if pages is not None:
+        mapped = pages.of(file, num_bytes)
+        mapped[: len(header)] = np.frombuffer(header, np.uint8)
+        _copy_into_pages(tensors, mapped, offsets)
         return
+    file.write(header)
     for name, tensor in tensors:
         file.seek(offsets[name])
         file.write(_bytes_of(tensor).data)
@@ -69,18 +104,9 @@ def write_tensors(
 
 
 def _copy_into_pages(
-    tensors: Iterable[tuple[str, Tensor]],
-    file: BinaryIO,
-    offsets: Mapping[str, int],
-    *,
-    num_bytes: int,
-    num_threads: int,
+    tensors: Iterable[tuple[str, Tensor]], mapped: Any, offsets: Mapping[str, int]
 ) -> None:
-    file.truncate(num_bytes)
-    # Without room for its pages, writing to a mapped file would kill this process.
-    os.posix_fallocate(file.fileno(), 0, num_bytes)
-    mapped = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
-    with ThreadPoolExecutor(num_threads) as threads:
+    with ThreadPoolExecutor(copying_threads()) as threads:
         for name, tensor in tensors:
             content = _bytes_of(tensor)
             target = mapped[offsets[name] : offsets[name] + len(content)]

@@ -12,7 +12,8 @@ a run in ROOT, `second` makes a short one first.
 
 FOLDER has GSM8K's own `train.jsonl` and `test.jsonl`, a JSON object a line with `question` and
 `answer` ("... #### 72"). `--tiny` needs neither: a tiny policy learns made-up sums on a CPU.
-`--settings "a.b=c d.e=f"` overrides the recipe.
+`--settings "a.b=c d.e=f"` overrides the recipe; `--plan FILE` is what `areal-flow plan --json` has
+printed, for machines whose torch cannot plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from statistics import fmean, median
 from time import monotonic
 from typing import Any
 
-import areal_flow
 from areal_flow.config import load_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.machine import gpus_here
@@ -79,7 +79,7 @@ TINY: dict[str, object] = {
     "cluster.num-gpus": 0,
     "cluster.num-reward-workers": 1,
 }
-TINY_STEPS = 4
+TINY_STEPS = 6
 
 
 class Parts:
@@ -163,28 +163,33 @@ def output_of(chosen: argparse.Namespace, *words: object) -> str:
     return harness.output_of([*harness.CLI, *map(str, words)], cwd=chosen.root)
 
 
-def judgement_of(chosen: argparse.Namespace, *words: object) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and JSON of a command that ends with 1 if something is wrong."""
-    command = [*harness.CLI, *map(str, words), "--json"]
-    done = subprocess.run(
-        command, cwd=chosen.root, env=harness.environment(), capture_output=True, text=True
-    )
-    if done.returncode > 1 or not done.stdout.startswith("{"):
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return done.returncode, json.loads(done.stdout)
+def last_line(printed: str) -> str:
+    return f"failed: {(printed.strip() or 'it printed nothing').splitlines()[-1]}"
 
 
-def start_plan(chosen: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Start the planner beside fine-tuning, on an idle core."""
+def start_plan(chosen: argparse.Namespace) -> subprocess.Popen[str] | None:
+    """Start the planner beside fine-tuning, on an idle core, unless its figures are given."""
+    if chosen.plan:
+        return None
     settings = settings_of(chosen) | {"model": chosen.model, "num-steps": chosen.steps}
     options = ["--gpus", "1", "--gpu", "CPU" if chosen.tiny else chosen.gpu, "--json"]
     command = [*harness.CLI, "plan", RECIPE, *options, *harness.flags(settings)]
-    with (chosen.root / PLAN).open("w") as file:
-        return subprocess.Popen(command, cwd=chosen.root, env=harness.environment(), stdout=file)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=chosen.root, env=harness.environment(), stdout=pipe, stderr=pipe, text=True
+    )
 
 
-def plan_text(chosen: argparse.Namespace) -> str:
-    planned = json.loads((chosen.root / PLAN).read_text())
+def keep_plan(chosen: argparse.Namespace, planner: subprocess.Popen[str] | None) -> str:
+    """Keep the planner's figures, and return them as a text.
+
+    A run goes on without them: a torch may be too old to plan a GPU's memory.
+    """
+    printed, errors = planner.communicate() if planner else (chosen.plan.read_text(), "")
+    if not printed.startswith("{"):
+        return last_line(errors)
+    (chosen.root / PLAN).write_text(printed)
+    planned = json.loads(printed)
     memory = planned["memory"]
     return (
         f"{planned['step_s']:.1f} s a step, {memory['trainer_rank_gib']:.1f} of "
@@ -272,15 +277,15 @@ def learning_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def speed_rows(run: Run, planned: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what was predicted beside medians of the steps."""
+    """Return what was predicted, if it was, beside medians of the steps."""
     steps = run.steps("arrow", where="step > 0").to_pylist()
     counts = {"generated": "num_generated_tokens", "trained": "num_trained_tokens"}
-    rows = [("step, s", planned["step_s"], median(step["step_s"] for step in steps))]
+    rows = [("step, s", planned.get("step_s"), median(step["step_s"] for step in steps))]
     for what, column in counts.items():
         rate = median(step[column] / step["step_s"] for step in steps)
-        rows.append((f"tokens/s {what}", planned[f"{what}_tokens_per_second"], rate))
+        rows.append((f"tokens/s {what}", planned.get(f"{what}_tokens_per_second"), rate))
     staleness = median(step["staleness_mean"] for step in steps)
-    rows.append(("staleness", planned["staleness_mean"], staleness))
+    rows.append(("staleness", planned.get("staleness_mean"), staleness))
     return [{"": name, "predicted": p, "measured": m} for name, p, m in rows]
 
 
@@ -292,59 +297,75 @@ def first(chosen: argparse.Namespace, parts: Parts, **short: int) -> None:
     """
     planner = start_plan(chosen)
     parts.run("fine-tuning", lambda: fine_tune(chosen, short.get("sft_steps", 0)))
-    if planner.wait() > 1:
-        sys.exit("`areal-flow plan` failed")
-    parts.add("plan", plan_text(chosen))
+    parts.add("plan", keep_plan(chosen, planner))
     half, limit_s = short.get("kill_after", chosen.steps // 2), seconds_to_kill(parts.left_s())
     parts.run("training", lambda: train_and_kill(chosen, half, limit_s))
-    run = areal_flow.open_run(chosen.root / "runs" / NAME)
-    if answers := answers_of(run, "before"):
+    run = Run(chosen.root / "runs" / NAME) if has_run(chosen) else None
+    if run and (answers := answers_of(run, "before")):
         harness.report(None, {HELD_OUT_TITLE: [held_out_row("before RL", run, answers)]})
 
 
 def second(chosen: argparse.Namespace, parts: Parts) -> int:
     """Resume, audit and replay; return the exit code."""
     minutes = minutes_of_training(parts.left_s())
+    codes = [0]
 
     def resume() -> str:
         output_of(chosen, "train", "--resume", NAME, "--max-minutes", f"{minutes:.3f}")
-        return f"to step {harness.newest_step(chosen.root, NAME)} of {chosen.steps}"
+        return f"to step {newest_step(chosen)} of {chosen.steps}"
 
-    def audit() -> str:
-        code, report = judgement_of(chosen, "check", NAME)
-        codes.append(code)
-        severities = Counter(finding["severity"] for finding in report["findings"])
-        counts = ", ".join(f"{count} {severity}" for severity, count in severities.items())
-        return f"{'clean' if report['clean'] else 'NOT CLEAN'}: {counts or 'no findings'}"
+    def judged(text_of: Callable[[dict[str, Any]], str], *words: str) -> str:
+        """Return a text about what a command found, which ends with 1 if something is wrong."""
+        command = [*harness.CLI, *words, "--json"]
+        done = subprocess.run(
+            command, cwd=chosen.root, env=harness.environment(), capture_output=True, text=True
+        )
+        codes.append(done.returncode)
+        has_json = done.stdout.startswith("{")
+        return text_of(json.loads(done.stdout)) if has_json else last_line(done.stderr)
 
-    def replay() -> str:
-        code, report = judgement_of(chosen, "replay", f"{NAME}@{newest}")
-        codes.append(code)
-        return f"step {newest}: {' '.join(report['verdict'])}"
-
-    codes: list[int] = []
     parts.run("resume", resume)
-    parts.run("audit", audit)
-    if newest := harness.newest_step(chosen.root, NAME):
-        parts.run("replay", replay)
+    parts.run("audit", lambda: judged(audit_text, "check", NAME))
+    if newest := newest_step(chosen):
+        replayed = f"{NAME}@{newest}"
+        parts.run("replay", lambda: judged(replay_text, "replay", replayed))
     return max(codes)
 
 
+def audit_text(audit: Mapping[str, Any]) -> str:
+    severities = Counter(finding["severity"] for finding in audit["findings"])
+    counts = ", ".join(f"{count} {severity}" for severity, count in severities.items())
+    return f"{'clean' if audit['clean'] else 'NOT CLEAN'}: {counts or 'no findings'}"
+
+
+def replay_text(replay: Mapping[str, Any]) -> str:
+    return " ".join(replay["verdict"])
+
+
+def has_run(chosen: argparse.Namespace) -> bool:
+    return RunLayout(chosen.root / "runs" / NAME).config.is_file()
+
+
+def newest_step(chosen: argparse.Namespace) -> int:
+    return harness.newest_step(chosen.root, NAME)
+
+
 def tables_of(chosen: argparse.Namespace, parts: Parts) -> dict[str, list[dict[str, Any]]]:
-    run, earlier = areal_flow.open_run(chosen.root / "runs" / NAME), chosen.root / PARTS["first"]
+    run, earlier = Run(chosen.root / "runs" / NAME), chosen.root / PARTS["first"]
     rows = [*(json.loads(earlier.read_text()) if earlier.exists() else []), *parts.rows]
     rows.append({"part": "all", "seconds": sum(row["seconds"] for row in rows), "result": ""})
     device = "a CPU, `--tiny`" if chosen.tiny else gpus_here()
     tables = {f"`{RECIPE}` on {device}": rows, HELD_OUT_TITLE: compared_rows(run)}
-    if harness.newest_step(chosen.root, NAME):
-        planned = json.loads((chosen.root / PLAN).read_text())
+    if newest_step(chosen):
+        plan = chosen.root / PLAN
+        planned = json.loads(plan.read_text()) if plan.exists() else {}
         tables["Training problems, sampled"] = learning_rows(run)
         tables["Speed"] = speed_rows(run, planned)
     return tables
 
 
 def chosen_options(options: Sequence[str]) -> argparse.Namespace:
-    paths = {"model": Path, "data": Path, "root": Path("gsm8k-run")}
+    paths = {"model": Path, "data": Path, "root": Path("gsm8k-run"), "plan": Path}
     names = {"gpu": "H100-80GB", "steps": 60, "budget_s": 350.0, "settings": "", "tiny": False}
     chosen = harness.parse_options(__doc__, options, **paths, **names)
     if wrong := [pair for pair in chosen.settings.split() if "=" not in pair]:
@@ -360,6 +381,8 @@ def chosen_options(options: Sequence[str]) -> argparse.Namespace:
     for file in (chosen.data / "train.jsonl", chosen.data / "test.jsonl"):
         if not file.is_file():
             sys.exit(f"{file}: expected GSM8K's rows, question and answer, found no file")
+    if chosen.plan and not chosen.plan.is_file():
+        sys.exit(f"--plan: expected what `areal-flow plan --json` printed, found no {chosen.plan}")
     chosen.root.mkdir(parents=True, exist_ok=True)
     return chosen
 
@@ -369,14 +392,13 @@ def main() -> None:
     if command not in PARTS:
         sys.exit(f"expected `first` or `second`, found {command!r}: see `first --help`")
     chosen = chosen_options(options)
-    has_run = (chosen.root / "runs" / NAME / "config.toml").is_file()
-    if command == "first" and has_run:
+    if command == "first" and has_run(chosen):
         sys.exit(f"{chosen.root} has a run: go on with `second`, or give another --root")
     parts = Parts(chosen.root / PARTS[command], chosen.budget_s)
     if command == "first":
         first(chosen, parts)
         return
-    if not has_run:
+    if not has_run(chosen):
         print(f"{chosen.root} has no run of `first`: making a short one", flush=True)
         first(chosen, parts, **SHORT)
     code = second(chosen, parts)

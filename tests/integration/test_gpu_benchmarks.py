@@ -177,9 +177,9 @@ def test_a_plan_may_come_from_a_file_and_is_not_needed(tmp_path: Path) -> None:
     file.write_text("Traceback")
     assert gpu_gsm8k.keep_plan(chosen, None) == "failed: it printed nothing"
     assert not kept.exists()
-    planned = {"step_s": 4.8, "memory": {"trainer_rank_gib": 33.6, "gpu_gib": 79.1}}
+    planned = {"step_s": 4.8, "memory": {"trainer_rank_gib": 32.8, "gpu_gib": 79.1}}
     file.write_text(json.dumps(planned))
-    text = "4.8 s a step, 33.6 of 79.1 GiB for the trainer"
+    text = "4.8 s a step, 32.8 of 79.1 GiB for the trainer"
     assert gpu_gsm8k.keep_plan(chosen, None) == text
     assert json.loads(kept.read_text()) == planned
 

@@ -110,9 +110,10 @@ def test_tensors_reach_the_gpu_in_pieces_while_their_memory_is_reused() -> None:
     """What was computed with a tensor before it is freed has its values, and none of a later."""
     tensors = {f"{n}": torch.randn(3000, 1000 + n) for n in range(40)}
     sums = {}
-    for name, tensor in on_device(tensors.items(), torch.device("cuda")):
-        sums[name] = tensor.double().sum()
-        del tensor
+    with torch.inference_mode():
+        for name, tensor in on_device(tensors.items(), torch.device("cuda")):
+            sums[name] = tensor.double().sum()
+            del tensor
     for name, tensor in tensors.items():
         assert float(sums[name]) == pytest.approx(float(tensor.double().sum()), rel=1e-9, abs=1e-6)
     with DeviceCopier(torch.device("cuda")) as copier:

@@ -20,9 +20,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copies, "PIECE_BYTES", 7)
 
 
-def test_tensors_arrive_in_order_with_their_bytes() -> None:
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_tensors_arrive_in_order_with_their_bytes(is_inference: bool) -> None:
     tensors = {**every_type(), "across": torch.rand(6, 4).mT}
-    arrived = dict(on_device(tensors.items(), CPU))
+    with torch.inference_mode(is_inference):
+        arrived = dict(on_device(tensors.items(), CPU))
     assert [*arrived] == [*tensors]
     for name, tensor in tensors.items():
         assert arrived[name].dtype == tensor.dtype

@@ -30,6 +30,8 @@ class DeviceCopier:
     """Copies to or from one device; to the caller of its methods, as part of the current stream."""
 
     def __init__(self, device: torch.device, num_threads: int = NUM_THREADS) -> None:
+        if device.type == "cuda" and device.index is None:  # a thread's own may be another one
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._threads = ThreadPoolExecutor(num_threads)
         self._of_thread = local()
@@ -63,16 +65,20 @@ class DeviceCopier:
             for piece in zip(sources, targets, strict=True)
         ]
 
+    @torch.inference_mode()  # where it began in this mode, targets can change in it alone
     def _copy(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is None:
             target.copy_(source)
             return
         if not hasattr(self._of_thread, "stream"):
             self._of_thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._of_thread.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-        stream, buffer = self._of_thread.stream, self._of_thread.buffer[: len(source)]
+        stream = self._of_thread.stream
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
+            if not hasattr(self._of_thread, "buffer"):
+                buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+                self._of_thread.buffer = buffer
+            buffer = self._of_thread.buffer[: len(source)]
             if source.is_cuda:
                 buffer.copy_(source, non_blocking=True)
                 stream.synchronize()

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.rollout.engines.protocol import (
     EngineCore,
     GenerationSettings,
@@ -30,7 +31,7 @@ from areal_flow.rollout.engines.protocol import (
 from areal_flow.rollout.engines.sampling import adjust_logits, processed_logprobs
 from areal_flow.rollout.engines.torch_engine import TorchEngine
 from tests.fakes import BigramEngine
-from tests.policies import small_policy
+from tests.policies import add_random_adapter, small_policy, weights_with_scaled_adapter
 
 VOCABULARY = 13
 LETTERS = "abcdefghijklm"
@@ -70,12 +71,22 @@ def torch_subject() -> Subject:
     return subject_of_policies(make)
 
 
-def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) -> Subject:
-    """Return a subject with the small policies' weights, and their own forward as reference."""
+def subject_of_policies(
+    make: Callable[..., EngineCore], *, tied: bool = False, lora_rank: int = 0
+) -> Subject:
+    """Return a subject with the small policies' weights, and their own forward as reference.
+
+    With a rank, versions are one policy with different adapters.
+    """
     policies = {
-        version: small_policy(seed=version, vocab_size=VOCABULARY, tied=tied)
+        version: small_policy(seed=version * (not lora_rank), vocab_size=VOCABULARY, tied=tied)
         for version in range(4)
     }
+    weights = {version: policy_tensors(policy) for version, policy in policies.items()}
+    if lora_rank:
+        for version, policy in policies.items():
+            add_random_adapter(policy, LoraSettings(rank=lora_rank), seed=version)
+            weights[version] = weights_with_scaled_adapter(policy)
 
     @torch.no_grad()
     def reference(
@@ -88,7 +99,7 @@ def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) 
         ).logits[0, len(prompt) - 1 : -1]
         return logprobs_of(logits, prompt, tokens, sampling)
 
-    return Subject(make, lambda version: policy_tensors(policies[version]), reference)
+    return Subject(make, weights.__getitem__, reference)
 
 
 def logprobs_of(
@@ -130,7 +141,8 @@ def vllm_subject(*, tied: bool = False, **chosen: Any) -> Subject:
         weights = subject.weights(version)
         return vllm_engine.VLLMEngine(core, served, settings, weights, version=version)
 
-    subject = subject_of_policies(make, tied=tied)
+    lora_rank = chosen.get("lora_rank", 0)
+    subject = subject_of_policies(make, tied=tied, lora_rank=lora_rank)
     return replace(subject, has_min_p=not chosen.get("speculates"))
 
 
@@ -141,6 +153,7 @@ def shared_core(
     tied: bool = False,
     dtype: Literal["float32", "bfloat16"] = "float32",
     speculates: bool = False,
+    lora_rank: int = 0,
 ) -> tuple[Any, Any]:
     """Return a vLLM core serving the small policy, and its settings."""
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
@@ -161,7 +174,7 @@ def shared_core(
         config.save_pretrained(directory)
         model = Path(directory)
         letters().save(str(model / "tokenizer.json"))
-        vllm_config = engine_config(model, settings)
+        vllm_config = engine_config(model, settings, lora_rank=lora_rank)
         vllm_config.scheduler_config.async_scheduling = not in_process  # as on a GPU
         core = (InProcessCore if in_process else CoreProcess)(vllm_config)
         vllm_engine.find_stop_strings(core.llm, model)
@@ -197,6 +210,8 @@ if find_spec("vllm"):  # in the environment of `nox -s tests_vllm` alone
     SUBJECTS["vllm"] = vllm_subject
     SUBJECTS["vllm-core-process"] = partial(vllm_subject, in_process=False)
     SUBJECTS["vllm-speculating"] = partial(vllm_subject, speculates=True)
+    SUBJECTS["vllm-adapters"] = partial(vllm_subject, lora_rank=3)
+    SUBJECTS["vllm-adapters-core-process"] = partial(vllm_subject, lora_rank=3, in_process=False)
 
 
 def _seeded(seed: int) -> torch.Generator:

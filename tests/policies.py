@@ -12,7 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.policy.models.attention import ATTENTION_NAME
 from areal_flow.policy.models.linear import swap_linear_layers
-from areal_flow.policy.models.lora import split_adapter
+from areal_flow.policy.models.lora import add_adapter, scale_adapter, split_adapter
+from areal_flow.policy.models.policy import policy_tensors
+from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.sft import CompletionRows
@@ -27,10 +29,13 @@ class KeepingWriter(HashingWriter):
         return super().stage(version, self.kept)
 
 
-def served_weights(backend: TrainerBackend) -> dict[str, torch.Tensor]:
-    """Return a copy of the weights that a backend serves, in float32: an adapter is merged."""
-    tensors = backend.served_tensors(torch.float32)
-    return split_adapter({name: served.clone() for name, _, served in tensors})[0]
+def served_weights(
+    backend: TrainerBackend, *, serves_adapter: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return a copy of what a backend serves, in float32: merged weights, or an adapter alone."""
+    tensors = backend.served_tensors(torch.float32, serves_adapter=serves_adapter)
+    base, adapter = split_adapter({name: served.clone() for name, _, served in tensors})
+    return adapter if serves_adapter else base
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:
@@ -57,6 +62,23 @@ def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> 
             if parameter.dim() == 2:
                 parameter.mul_(4)
     return policy
+
+
+def add_random_adapter(policy: Any, settings: LoraSettings, *, seed: int) -> None:
+    """Add an adapter whose B is not zero, as after some training."""
+    add_adapter(policy, settings, seed=seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+
+
+def weights_with_scaled_adapter(policy: Any) -> dict[str, torch.Tensor]:
+    """Return what a generator has of a policy whose adapter is served alone."""
+    base, adapter = split_adapter(policy_tensors(policy))
+    scale = scale_adapter(policy)
+    return base | {name: scale(name, tensor) for name, tensor in adapter.items()}
 
 
 def write_model_directory(directory: Path, *, seed: int = 0) -> Path:

@@ -35,6 +35,7 @@ from areal_flow.core.types import (
     as_tokens,
 )
 from areal_flow.log.codec import RolloutRows, rollout_rows
+from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.policy.tokenizer.chat import PROMPT_END, Message, begins_reasoning
 from areal_flow.policy.tokenizer.directory import stop_token_ids
 from areal_flow.policy.weights.shared_memory import ChosenChannel
@@ -66,7 +67,12 @@ class GeneratorRole:
         self.is_chat = self._chat is not None
         self._context = context
         root = context.layout.weights_of(context.writer_epoch)
-        self._reader = ChosenChannel(root, context.recipe.weights_medium)
+        base = checkpoint_path(context.layout.checkpoints, 0)
+        self._reader = ChosenChannel(
+            root,
+            context.recipe.weights_medium,
+            base=base if generation.vllm.serves_adapter else None,
+        )
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
         self._is_asleep = False

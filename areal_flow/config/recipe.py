@@ -15,7 +15,7 @@ from areal_flow.core.pass_rates import HELD_OUT, PASS_THRESHOLD
 from areal_flow.core.settings import Settings, require
 from areal_flow.policy.settings import Medium, WeightsSettings
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.rollout.engines.protocol import WHOLE_DISTRIBUTION, GenerationSettings
+from areal_flow.rollout.engines.protocol import LORA_RANKS, WHOLE_DISTRIBUTION, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine
 from areal_flow.rollout.prompts.settings import (
     HeldOutSettings,
@@ -260,6 +260,7 @@ class Recipe(Settings):
             "trains what the newest policy sampled; set schedule to 'async'",
         )
         self._check_sources()
+        self._check_served_adapter()
         self._check_trainer_ranks()
         self._check_algorithm()
         self._check_lengths()
@@ -331,6 +332,20 @@ class Recipe(Settings):
         require(
             not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
+        )
+
+    def _check_served_adapter(self) -> None:
+        if not self.generation.vllm.serves_adapter:
+            return
+        name, rank = "generation.vllm.engine_args.enable_lora", self.trainer.lora.rank
+        require(
+            self.generation.engine == "vllm",
+            f"{name} needs generation.engine = 'vllm', found {self.generation.engine!r}",
+        )
+        require(
+            0 < rank <= LORA_RANKS[-1],
+            f"{name} needs an adapter of rank 1 to {LORA_RANKS[-1]}, found trainer.lora.rank = "
+            f"{rank}: leave it out, and engines get merged weights",
         )
 
     def _check_trainer_ranks(self) -> None:
@@ -456,6 +471,7 @@ class Recipe(Settings):
             num_ranks=self.cluster.num_trainers,
             temperature=self.generation.temperature,
             served_dtype=self.generation.dtype,
+            serves_adapter=self.generation.vllm.serves_adapter,
             pass_threshold=self.pass_threshold,
             seed=self.seed,
             recipe_digest=self.digest(),

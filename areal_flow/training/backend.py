@@ -20,7 +20,12 @@ from areal_flow.core.types import PolicyHashes
 from areal_flow.policy.checkpoints import RNG_STATE
 from areal_flow.policy.models.hashing import TensorHash, hash_tensors, hashing_threads
 from areal_flow.policy.models.linear import multiplies_bfloat16, onednn_is_faster
-from areal_flow.policy.models.lora import merge_adapter, split_adapter, without_adapter
+from areal_flow.policy.models.lora import (
+    merge_adapter,
+    scale_adapter,
+    split_adapter,
+    without_adapter,
+)
 from areal_flow.policy.weights.channel import StreamedTensors, WeightsWriter
 from areal_flow.policy.weights.device_copies import DeviceCopier
 from areal_flow.training.critic import PREFIX, Critic
@@ -107,48 +112,45 @@ class TrainerBackend:
             token_logprobs, micro, temperature=temperature
         )
 
-    def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
+    def stage(
+        self,
+        version: int,
+        channel: WeightsWriter,
+        *,
+        dtype: torch.dtype,
+        serves_adapter: bool = False,
+    ) -> PolicyHashes:
         """Stage the weights, in the type that they are served in; return their hashes.
 
         They are converted on their device, and have left it when this returns. The leader alone
         hashes and writes them.
+
+        Args:
+            serves_adapter: stage a scaled adapter alone instead of merged weights.
         """
-        hashes = NO_HASHES
+        pairs, hashes = self.served_tensors(dtype, serves_adapter=serves_adapter), NO_HASHES
         if self.replicas.is_leader:
-            hashes = self._stage(version, channel, dtype)
+            base, adapter = split_adapter(self.trained.tensors())
+            like = _like(adapter if serves_adapter else base, dtype)
+            hashes = _stage(pairs, like, version, channel)
         else:
-            deque(self.served_tensors(dtype), maxlen=0)
+            deque(pairs, maxlen=0)
         weights_hash, _, served_hash = self.replicas.broadcast_text(hashes).partition(" ")
         return PolicyHashes(weights_hash, served_hash)
 
-    def _stage(self, version: int, channel: WeightsWriter, dtype: torch.dtype) -> str:
-        master, pairs = TensorHash(), self.served_tensors(dtype)
-        with hashing_threads() as threads:
-
-            def read(name: str) -> Tensor:
-                for key, weights, served in pairs:
-                    master.add_async(key, weights, threads=threads)
-                    if key == name:
-                        return served
-                raise KeyError(name)
-
-            like = _like(split_adapter(self.trained.tensors())[0], dtype)
-            served_hash = channel.stage(version, StreamedTensors(like, read=read))
-            for key, weights, _ in pairs:  # an adapter's tensors, which come last
-                master.add_async(key, weights, threads=threads)
-            master.finish()
-        return f"{master.hexdigest()} {served_hash}"
-
-    def served_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def served_tensors(
+        self, dtype: torch.dtype, *, serves_adapter: bool = False
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each weight by name, and as it is served: with its adapter, in another type.
 
         All ranks call this, since all have a part of each tensor.
         """
         tensors = self._gathered()
         merge = merge_adapter(self.policy, tensors)
+        convert = scale_adapter(self.policy) if serves_adapter else merge
         for name in sorted(tensors):
             weights = tensors[name]
-            yield name, weights, merge(name, weights).to(dtype)
+            yield name, weights, convert(name, weights).to(dtype)
 
     def free_memory(self) -> None:
         """Free gradients and the allocator's cache: the next step does not need them."""
@@ -219,6 +221,30 @@ class TrainerBackend:
     def _gathered(self) -> StreamedTensors:
         tensors = self.trained.tensors()
         return StreamedTensors(_like(tensors), read=lambda name: full_tensor(tensors[name]))
+
+
+def _stage(
+    pairs: Iterator[tuple[str, Tensor, Tensor]],
+    like: Mapping[str, Tensor],
+    version: int,
+    channel: WeightsWriter,
+) -> str:
+    """Stage what is served of each weight; return the hashes of all weights, and of these."""
+    master = TensorHash()
+    with hashing_threads() as threads:
+
+        def read(name: str) -> Tensor:
+            for key, weights, served in pairs:
+                master.add_async(key, weights, threads=threads)
+                if key == name:
+                    return served
+            raise KeyError(name)
+
+        served_hash = channel.stage(version, StreamedTensors(like, read=read))
+        for key, weights, _ in pairs:  # an adapter's tensors, which come last
+            master.add_async(key, weights, threads=threads)
+        master.finish()
+    return f"{master.hexdigest()} {served_hash}"
 
 
 def _like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -223,7 +223,9 @@ class TrainerRank:
 
     def _stage(self, version: int) -> PolicyHashes:
         dtype = DTYPES[self.config.served_dtype]
-        self._hashes = self.backend.stage(version, self.channel, dtype=dtype)
+        self._hashes = self.backend.stage(
+            version, self.channel, dtype=dtype, serves_adapter=self.config.serves_adapter
+        )
         self._step, self._last = version, None
         return self._hashes
 

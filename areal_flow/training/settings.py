@@ -175,6 +175,8 @@ class RankSettings:
     """At which completions are sampled."""
     served_dtype: str
     """Of the weights that generators load."""
+    serves_adapter: bool
+    """Whether they load the policy's adapter alone."""
     pass_threshold: float
     """A completion passes if its reward is above this."""
     seed: int

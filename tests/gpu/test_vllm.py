@@ -14,11 +14,12 @@ import torch
 
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.policy.models.policy import load_policy, policy_tensors
-from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
+from areal_flow.policy.settings import LoraSettings
+from areal_flow.rollout.engines.protocol import Engine, GenerationSettings, VLLMSettings
 from areal_flow.rollout.engines.registry import engine_factory
 from areal_flow.training.head import LinearHead, linear_logprobs
-from tests.fakes import MemoryReader
-from tests.policies import write_model_directory
+from tests.fakes import MemoryReader, MemoryWriter
+from tests.policies import add_random_adapter, weights_with_scaled_adapter, write_model_directory
 from tests.vllm.models import Operators, logits_of_vllm, published
 
 pytestmark = [
@@ -70,6 +71,33 @@ async def test_tokens_have_the_log_probabilities_of_their_versions_across_new_we
     completions = await running
     assert {v for c in completions for v, _ in c.version_spans} == {0, 1}
     policies = [load_policy(tmp_path / str(version)) for version in (0, 1)]
+    for policy in policies:
+        policy.set_attn_implementation("eager")
+    assert np.mean([difference(c, policies) for c in completions]) < 0.1
+
+
+async def test_adapter_is_replaced_while_requests_run(tmp_path: Path) -> None:
+    model, writer, policies = write_model_directory(tmp_path / "model"), MemoryWriter(), []
+    for version in (0, 1):
+        policies.append(load_policy(model))
+        add_random_adapter(policies[-1], LoraSettings(rank=4), seed=version)
+        writer.stage(version, weights_with_scaled_adapter(policies[-1]))
+    writer.publish(0)
+    settings = GenerationSettings(
+        engine="vllm", device="cuda", dtype="bfloat16", max_num_seqs=8, max_model_len=512,
+        max_new_tokens=400, vllm=VLLMSettings(engine_args={"enable_lora": True}),
+    )  # fmt: skip
+    reader = MemoryReader(writer)
+    engine = await engine_factory("vllm")(model, settings, reader)
+    try:
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.2)
+        writer.publish(1)
+        await engine.load_weights(1, reader)
+        completions = await running
+    finally:
+        engine.close()
+    assert {v for c in completions for v, _ in c.version_spans} == {0, 1}
     for policy in policies:
         policy.set_attn_implementation("eager")
     assert np.mean([difference(c, policies) for c in completions]) < 0.1

@@ -111,7 +111,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
             {"device": "cpu"},
             {"async_scheduling": False, "enforce_eager": True, "block_size": 32},
         ),
-        ({"device": "cuda", "vllm": ON_A_GPU}, ON_A_GPU.model_dump(exclude={"engine_args"})),
+        (
+            {"device": "cuda", "vllm": ON_A_GPU},
+            ON_A_GPU.model_dump(exclude={"engine_args"}),
+        ),
         (
             {"vllm": {"engine_args": {"speculative_config": {"method": "ngram"}, "seed": 3}}},
             {"speculative_config": {"method": "ngram"}, "seed": 3, "async_scheduling": False},
@@ -170,10 +173,43 @@ def test_speculation_that_would_not_sample_from_the_policy_is_refused(
         build_recipe(given, source="test")
 
 
+@pytest.mark.parametrize(
+    ("generation", "rank", "message"),
+    [
+        ({}, 8, "needs generation.engine = 'vllm', found 'auto'"),
+        ({"engine": "torch"}, 8, "is of vLLM alone"),
+        ({"engine": "vllm"}, 0, r"adapter of rank 1 to 512, found trainer.lora.rank = 0"),
+        ({"engine": "vllm"}, 513, r"found trainer.lora.rank = 513: leave it out, and engines get"),
+        (
+            {"engine": "vllm", "device": "cuda", "vllm": {"quantization": "fp8"}},
+            8,
+            "with quantization = 'fp8': leave either out",
+        ),
+    ],
+)
+def test_adapters_that_no_engine_would_serve_are_refused(
+    generation: dict[str, Any], rank: int, message: str
+) -> None:
+    vllm = {"engine_args": {"enable_lora": True}, **generation.get("vllm", {})}
+    given = {"generation": {**generation, "vllm": vllm}, "trainer": {"lora": {"rank": rank}}}
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(given, source="test")
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, (False, 1)), (1, (True, 1)), (9, (True, 16)), (512, (True, 512))]
+)
+def test_vllm_has_room_for_an_adapter_of_at_least_its_rank(
+    rank: int, expected: tuple[bool, int]
+) -> None:
+    arguments = engine_arguments(ROOT, GenerationSettings(engine="vllm"), lora_rank=rank)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"]) == expected
+
+
 def test_every_argument_that_a_run_sets_has_its_advice() -> None:
     arguments = engine_arguments(ROOT, GenerationSettings(device="cuda"))
     of_core = {"weight_transfer_config", "worker_extension_cls", "kv_cache_memory_bytes"}
-    assert set(OWN_ENGINE_ARGS) == set(arguments) | of_core
+    assert set(OWN_ENGINE_ARGS) == set(arguments) - {"enable_lora"} | of_core
 
 
 def test_vllm_gets_batch_invariant_kernels_if_the_recipe_says_so() -> None:

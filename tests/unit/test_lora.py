@@ -12,11 +12,11 @@ from torch import Tensor
 
 from areal_flow.algorithms.registry import DecoupledPPO
 from areal_flow.config import build_recipe
-from areal_flow.core.errors import ConfigError, ModelError, TrainingError
+from areal_flow.core.errors import ConfigError, ModelError, TrainingError, WeightsError
 from areal_flow.core.lease import Writer
 from areal_flow.policy.checkpoints import CheckpointState
 from areal_flow.policy.models.hashing import hash_tensors
-from areal_flow.policy.models.lora import add_adapter, split_adapter
+from areal_flow.policy.models.lora import add_adapter, merge_scaled, split_adapter
 from areal_flow.policy.models.packed_layout import PackedLayout
 from areal_flow.policy.models.policy import (
     assign_tensors,
@@ -28,6 +28,8 @@ from areal_flow.policy.models.policy import (
 )
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.tokenizer.directory import copy_model_description
+from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.policy.weights.shared_memory import ChosenChannel
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.training.settings import TrainerSettings
@@ -67,6 +69,25 @@ def test_adapter_alone_is_trained_and_what_is_served_computes_what_was_trained()
     assign_tensors(plain, served_weights(backend))
     torch.testing.assert_close(logits(plain), logits(backend.policy), atol=1e-3, rtol=1e-4)
     assert float((logits(plain) - before).abs().max()) > 0.05
+
+
+def test_adapter_that_is_served_alone_gives_the_merged_weights_of_its_base() -> None:
+    backend = trained()
+    base, _ = split_adapter(policy_tensors(backend.policy))
+    adapter = served_weights(backend, serves_adapter=True)
+    assert {*adapter} == {*split_adapter(policy_tensors(backend.policy))[1]}
+    merged, expected = merge_scaled(base | adapter), served_weights(backend)
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+    assert any(not torch.equal(base[name], merged[name]) for name in base)
+    writer = HashingWriter()
+    hashes = [
+        backend.stage(3, writer, dtype=torch.bfloat16, serves_adapter=alone)
+        for alone in (False, True, True)
+    ]
+    assert len({each.weights_hash for each in hashes}) == 1
+    assert hashes[0].served_hash != hashes[1].served_hash == hashes[2].served_hash
 
 
 def test_fresh_adapter_changes_nothing_and_is_drawn_from_the_seed_alone() -> None:
@@ -136,6 +157,28 @@ def test_checkpoints_have_the_adapter_alone_and_the_base_once(
         read_checkpoint(later, other)
     with pytest.raises(ModelError, match="in that of step 0 beside it"):
         load_policy(later)
+
+
+def test_generator_adds_the_base_of_checkpoint_0_to_a_published_adapter(
+    backend: TrainerBackend, tmp_path: Path
+) -> None:
+    first = tmp_path / "checkpoints" / "00000000"
+    trainer = ChosenChannel(tmp_path / "weights", "directory")
+    backend.stage(7, trainer, dtype=torch.float32, serves_adapter=True)
+    trainer.publish(7)
+    assert trainer.num_bytes(7) == sum(
+        tensor.nbytes for tensor in split_adapter(policy_tensors(backend.policy))[1].values()
+    )
+    generator = ChosenChannel(tmp_path / "weights", "directory", base=first)
+    merged = merge_scaled(generator.load(7))
+    for name, tensor in served_weights(backend).items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-5)
+    content = bytearray((first / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (first / "model.safetensors").write_bytes(content)
+    generator = ChosenChannel(tmp_path / "weights", "directory", base=first)
+    with pytest.raises(WeightsError, match="to which the adapters belong"):
+        generator.load(7)
 
 
 def test_export_is_a_plain_model_and_an_adapter_that_peft_loads(

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from areal_flow.core.errors import ConfigError, EngineError, ModelError, WeightsError
 from areal_flow.core.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.policy.models.lora import split_adapter
 from areal_flow.rollout.engines.registry import engine_factory
 from areal_flow.rollout.engines.vllm.core import TransferEngine
 from areal_flow.rollout.engines.vllm.support import CPU_HEAD_SIZES, installed_vllm
@@ -251,6 +252,32 @@ def test_logits_of_a_bfloat16_engine_are_the_trainer_s_to_the_last_bits_of_float
     )
     trained_T, _ = linear_logprobs(hidden_TH, targets_T, head)
     assert completion.logprobs == pytest.approx(trained_T.numpy(), abs=1e-5)
+
+
+def test_new_version_of_an_adapter_sends_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines with adapters sample is compared in the contract of all engines."""
+    subject = vllm_subject(lora_rank=3)
+    loads: list[str] = []
+    receive = TransferEngine.receive_weights
+    monkeypatch.setattr(
+        TransferEngine, "receive_weights", lambda *each: [loads.append("base"), receive(*each)]
+    )
+    engine = subject.make()
+    for version in (1, 2):
+        engine.load_weights(subject.weights(version), version=version)
+        (completion, *_) = run_all(engine, request_of())["r"]
+        assert_of_versions(subject, completion, request_of().prompt_tokens)
+    assert loads == ["base"]
+
+
+def test_adapter_of_matrices_that_vllm_does_not_have_is_refused() -> None:
+    subject = vllm_subject(lora_rank=3)
+    base, adapter = split_adapter(subject.weights(0))
+    adapter = {name.replace("layers.1.mlp", "layers.7.mlp"): adapter[name] for name in adapter}
+    engine: Any = subject.make()
+    engine._adapter = None  # as at its start
+    with pytest.raises(ModelError, match=r"no matrices for 3 .* model\.layers\.7\.mlp\.down_proj"):
+        engine.load_weights(base | adapter, version=1)
 
 
 def test_speculation_saves_steps() -> None:

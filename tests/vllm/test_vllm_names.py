@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import LLMEngine
 from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.distributed.weight_transfer import WeightTransferEngine
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import logits_processor, rotary_embedding
 from vllm.model_executor.models.transformers.base import Base
 from vllm.outputs import CompletionOutput
@@ -21,6 +23,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
+from areal_flow.rollout.engines.protocol import LORA_RANKS
 from tests.engines import shared_core
 from tests.vllm.models import Operators, logits_of_vllm
 
@@ -69,6 +72,14 @@ def test_vllm_attributes_exist_where_this_project_reads_them() -> None:
     assert "max_concurrent_batches" in dir(VllmConfig)
     source = inspect.getsource(SyncMPClient)
     assert all(name in source for name in ("engine_dead", "outputs_queue", "utility_results"))
+
+
+def test_ranks_and_names_of_adapters_are_those_of_vllm() -> None:
+    assert get_args(MaxLoRARanks) == LORA_RANKS
+    assert [*inspect.signature(EngineCore.add_lora).parameters] == ["self", "lora_request"]
+    assert {"lora_name", "lora_int_id", "lora_path", "load_inplace"} <= {
+        *LoRARequest.__annotations__
+    }
 
 
 def test_float32_head_on_a_gpu_is_a_product_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

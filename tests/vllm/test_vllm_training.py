@@ -11,8 +11,18 @@ import areal_flow
 from tests.integration.runs import cli, done, small_arguments
 
 
-def test_run_with_vllm_trains_on_what_it_sampled_and_passes_the_audit(tmp_path: Path) -> None:
-    chosen = ("--generation.engine", "vllm")
+@pytest.mark.parametrize("adapter", [False, True], ids=["merged", "adapter"])
+def test_run_with_vllm_trains_on_what_it_sampled_and_passes_the_audit(
+    tmp_path: Path, adapter: bool
+) -> None:
+    chosen = ["--generation.engine", "vllm"]
+    if adapter:
+        chosen += [
+            "--trainer.lora.rank",
+            "4",
+            "--generation.vllm.engine_args",
+            "{enable_lora = true}",
+        ]
     ended = cli("train", "--name", "v", *small_arguments(), *chosen, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     run = areal_flow.open_run(tmp_path / "runs" / "v")

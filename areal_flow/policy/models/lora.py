@@ -1,7 +1,8 @@
 """Low-rank adapters of policies (LoRA; Hu et al., arXiv 2106.09685). The only importer of `peft`.
 
 A policy with an adapter computes W + (alpha / rank) B A for each chosen matrix W, and only A and B
-are trained. It is served, evaluated and exported with that sum as a plain matrix.
+are trained. It is evaluated and exported with that sum as a plain matrix, and served with it or as
+A and (alpha / rank) B, to an engine that has W.
 """
 
 from __future__ import annotations
@@ -87,6 +88,35 @@ def merge_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> Callable[[str, 
         return merged
 
     return merge
+
+
+def scale_adapter(policy: Any) -> Callable[[str, Tensor], Tensor]:
+    """Return a function that scales an adapter's B, by `stored_name`, so that B A is added to W."""
+    layers = _layers(policy)
+
+    def scale(name: str, tensor: Tensor) -> Tensor:
+        module, _, side = name.removeprefix(PREFIX).rpartition(".lora_")
+        return tensor * layers[module].scaling[_NAME] if side[0] == "B" else tensor
+
+    return scale
+
+
+def merge_scaled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return plain weights of a base and an adapter that `scale_adapter` has scaled."""
+    merged, adapter = split_adapter(tensors)
+    for name, down in adapter.items():
+        module, _, side = name.removeprefix(PREFIX).rpartition(".lora_")
+        if side[0] == "A":
+            up = adapter[f"{PREFIX}{module}.lora_B.weight"]
+            matrix = merged[f"{module}.weight"]
+            merged[f"{module}.weight"] = matrix + (up.float() @ down.float()).to(matrix.dtype)
+    return merged
+
+
+def adapter_rank(tensors: Mapping[str, Tensor]) -> int:
+    """Return the rank of the adapter among these tensors; 0 if there is none."""
+    downs = (each for name, each in tensors.items() if name.endswith(".lora_A.weight"))
+    return next((len(down) for down in downs), 0)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from areal_flow.core.errors import ConfigError, StorageError
-from areal_flow.policy.checkpoints import MODEL_FILE
+from areal_flow.core.errors import ConfigError, StorageError, WeightsError
+from areal_flow.policy.checkpoints import MODEL_FILE, read_checkpoint_state, weight_files
 from areal_flow.policy.settings import Medium
 from areal_flow.policy.weights.channel import described
 from areal_flow.policy.weights.directory import (
@@ -65,8 +65,10 @@ class LastLoad:
 class ChosenChannel:
     """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
 
-    def __init__(self, root: Path, medium: Medium) -> None:
+    def __init__(self, root: Path, medium: Medium, *, base: Path | None = None) -> None:
+        """`base` is the checkpoint with the weights to which the published adapters belong."""
         self.root = root
+        self._base, self._is_base_checked = base, False
         self.last_load: LastLoad | None = None
         self._medium = medium
         self._writer: DirectoryWriter | None = None
@@ -92,8 +94,23 @@ class ChosenChannel:
     def load(self, version: int) -> Mapping[str, Any]:
         start = perf_counter()
         tensors, content_hash = self._open_reader().load_with_hash(version)
+        if self._base:
+            tensors = {**self._base_tensors(self._base), **tensors}
         self.last_load = LastLoad(version, content_hash, perf_counter() - start)
         return tensors
+
+    def _base_tensors(self, checkpoint: Path) -> dict[str, Tensor]:
+        if not self._is_base_checked:
+            from areal_flow.policy.models.hashing import hash_files
+
+            expected = read_checkpoint_state(checkpoint).weights_hash
+            if (actual := hash_files(*weight_files(checkpoint))) != expected:
+                raise WeightsError(
+                    f"{checkpoint}: expected the weights {expected} of its state.json, to which "
+                    f"the adapters belong, found {actual}; restore the file from a backup"
+                )
+            self._is_base_checked = True
+        return map_tensors(checkpoint / MODEL_FILE)
 
     def _open_writer(self) -> DirectoryWriter:
         if self._writer is None:

@@ -183,6 +183,7 @@ def map_tensors(file: Path) -> MappedTensors:
     mapped = mmap.mmap(tensors.descriptor, 0, access=mmap.ACCESS_COPY)
     num_header_bytes = int.from_bytes(mapped[:8], "little")
     entries = json.loads(mapped[8 : 8 + num_header_bytes])
+    entries.pop("__metadata__", None)
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         dtype = getattr(torch, DTYPES[entry["dtype"]])

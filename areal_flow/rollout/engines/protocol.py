@@ -61,6 +61,7 @@ OWN_ENGINE_ARGS = {
     "max_model_len": "generation.max_model_len",
     "max_num_seqs": "generation.max_num_seqs",
     "kv_cache_memory_bytes": "generation.kv_cache_tokens",
+    "max_lora_rank": "trainer.lora.rank",
     **{
         name: f"generation.vllm.{name}"
         for name in (
@@ -72,12 +73,15 @@ OWN_ENGINE_ARGS = {
         (
             *("load_format", "skip_tokenizer_init", "generation_config", "hf_overrides"),
             *("block_size", "enable_prefix_caching", "logprobs_mode", "async_scheduling"),
-            *("disable_log_stats", "weight_transfer_config", "worker_extension_cls"),
+            *("disable_log_stats", "max_loras", "weight_transfer_config", "worker_extension_cls"),
         )
     ),
 }
 """Arguments of vLLM's `EngineArgs` that a run sets, and the setting of each that has one."""
 
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has room for; an adapter of another takes that of the next."""
 
 WEIGHTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
 """Methods of vLLM's speculative decoding that propose tokens without a model."""
@@ -101,7 +105,8 @@ class VLLMSettings(Settings):
     """Disable compilation and CUDA graphs: faster start, slower decoding. Always on for CPUs."""
     engine_args: dict[str, Any] = Field({})
     """Further arguments of vLLM's `EngineArgs` by name, such as `speculative_config`, as vLLM's own
-    documentation describes them. Those that a run sets itself are refused."""
+    documentation describes them. Those that a run sets itself are refused. With `enable_lora` a
+    new version is the policy's adapter alone, not merged weights."""
 
     @model_validator(mode="after")
     def _leaves_our_arguments(self) -> VLLMSettings:
@@ -109,6 +114,20 @@ class VLLMSettings(Settings):
             setting = OWN_ENGINE_ARGS[name]
             instead = f"use the setting {setting}" if setting else "leave it out"
             require(False, f"generation.vllm.engine_args: a run sets {name} itself: {instead}")
+        return self
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether vLLM gets the policy's adapter alone, and not merged weights."""
+        return bool(self.engine_args.get("enable_lora"))
+
+    @model_validator(mode="after")
+    def _serves_plain_adapters(self) -> VLLMSettings:
+        require(
+            not (self.serves_adapter and self.quantization),
+            "generation.vllm.engine_args.enable_lora: no adapter was ever served with "
+            f"quantization = {self.quantization!r}: leave either out",
+        )
         return self
 
     @property

@@ -15,6 +15,7 @@ A process that imports this module can only generate: vLLM seeds torch's global 
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from multiprocessing import connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +36,15 @@ from torch import Tensor
 from areal_flow.core.errors import ConfigError, EngineError
 from areal_flow.core.machine import usable_bytes
 from areal_flow.policy.models.huggingface import TokenizersBackend
+from areal_flow.policy.models.lora import adapter_rank
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.policy.weights.device_copies import on_device
-from areal_flow.policy.weights.tensor_file import SharedFile, read_shared_files, shared_files
+from areal_flow.policy.weights.tensor_file import (
+    SharedFile,
+    read_shared_files,
+    shared_files,
+    write_tensors,
+)
 from areal_flow.rollout.engines.pages import CACHE_SHARE
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.vllm.parent_watch import end_with_parent
@@ -70,6 +78,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm.config import VllmConfig, WeightTransferConfig  # noqa: E402
 from vllm.distributed import weight_transfer as vllm_transfer  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
@@ -186,7 +195,7 @@ def _repeat_for_drafts(
     return chosen.repeat_interleave(counts, output_size=num_tokens)
 
 
-def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
+def engine_config(model: Path, settings: GenerationSettings, *, lora_rank: int = 0) -> VllmConfig:
     """Return vLLM's own settings for a model directory, with random weights."""
     os.environ.update(environment(settings))
     # Engines of a process share these modules. An engine that broke in an update left them half
@@ -198,7 +207,7 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
             f"generation.vllm.engine_args: vLLM {VERSION} has no {', '.join(sorted(unknown))}"
         )
     arguments = EngineArgs(
-        **engine_arguments(model, settings),
+        **engine_arguments(model, settings, lora_rank=lora_rank),
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         worker_extension_cls=f"{RegistersTransfer.__module__}.{RegistersTransfer.__name__}",
     )
@@ -228,6 +237,30 @@ def find_stop_strings(llm: LLMEngine, model: Path) -> None:
 
 class RegistersTransfer:
     """The worker extension, through which each process of a split model imports this module."""
+
+    def unused_adapter_modules(self) -> list[str]:
+        """Return the matrices of the policy's adapter that vLLM does not have by these names."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        adapter = manager.get_adapter(POLICY_ADAPTER.lora_int_id)
+        return sorted(adapter.loras.keys() - manager.modules.keys())
+
+
+POLICY_ADAPTER = LoRARequest("policy", 1, "policy")
+"""What a request to an engine with an adapter carries; all its versions have one name and slot."""
+
+
+@contextmanager
+def offered_adapter(adapter: Mapping[str, Tensor]) -> Iterator[LoRARequest]:
+    """Yield what makes vLLM load a scaled adapter in place of its last version."""
+    rank = adapter_rank(adapter)
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter}
+    description = {"r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
+    with TemporaryDirectory(prefix="areal-flow-adapter-") as directory:
+        (Path(directory) / "adapter_config.json").write_text(json.dumps(description))
+        with (Path(directory) / "adapter_model.safetensors").open("wb") as file:
+            write_tensors(adapter.items(), file, like=adapter)
+        adapter_id = POLICY_ADAPTER.lora_int_id
+        yield LoRARequest(POLICY_ADAPTER.lora_name, adapter_id, directory, load_inplace=True)
 
 
 class TransferEngine(vllm_transfer.WeightTransferEngine[Any, Any]):

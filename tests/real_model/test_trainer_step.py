@@ -19,11 +19,15 @@ from areal_flow.config import build_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import Rendezvous, VersionSpan
 from areal_flow.policy.models.lora import PREFIX, drawn_adapter
+from areal_flow.policy.models.policy import load_policy
 from areal_flow.policy.settings import LoraSettings
 from areal_flow.policy.weights.channel import HashingWriter
+from areal_flow.training.head import token_logprobs
+from areal_flow.training.kernels import prepare_layers
 from areal_flow.training.rank import TrainerRank
 from areal_flow.training.replicas import connect_ranks
-from areal_flow.training.sequences import TrainingSequence
+from areal_flow.training.sequences import TrainingSequence, pack_sequences
+from areal_flow.training.settings import TrainerSettings
 from areal_flow.training.step import train_step
 from areal_flow.training.tensor_rows import shapes_of
 from benchmarks import harness, memory
@@ -41,7 +45,6 @@ EXACT = 2e-5
 EXACT_MOVE = 5e-3
 """Of updates, as a length. Adam moves a weight by the rate whatever its gradient: by rounding where
 the gradient is no larger than its rounding."""
-BFLOAT16 = 2.0**-8
 
 
 @dataclass
@@ -133,8 +136,8 @@ def reference(
         tokens = torch.from_numpy(
             np.concatenate([sequence.prompt_tokens, sequence.output_tokens])
         ).long()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            logits_TV = torch.func.functional_call(policy, merged(), (tokens[None],)).logits[0]
+        rounded = {name: tensor.to(dtype) for name, tensor in {**weights, **merged()}.items()}
+        logits_TV = torch.func.functional_call(policy, rounded, (tokens[None],)).logits[0]
         start = len(sequence.prompt_tokens)
         logprobs_TV = (logits_TV[start - 1 : -1].float() / TEMPERATURE).log_softmax(-1)
         return logprobs_TV.gather(1, tokens[start:, None])[:, 0][torch.from_numpy(sequence.trained)]
@@ -184,15 +187,33 @@ def test_two_ranks_make_what_one_makes(model: Path, plain: Stepped, tmp_path: Pa
 
 
 def test_step_in_bfloat16_is_as_near_to_float32_as_transformers_is(model: Path) -> None:
-    """At a rate that clips no token: noise would decide which."""
+    """With weights in bfloat16, and at a rate that clips no token: noise would decide which."""
     rate = RATE / 10
     exact, plain = (
         reference(model, dtype=dtype, rate=rate) for dtype in (torch.float32, torch.bfloat16)
     )
     rounded = stepped(model, dtype="bfloat16", learning_rate=rate)
-    assert rounded.losses == pytest.approx(exact.losses, rel=4 * BFLOAT16)
-    assert rounded.grad_norms == pytest.approx(exact.grad_norms, rel=4 * BFLOAT16)
+
+    def error(step: Stepped) -> float:
+        pairs = zip(step.losses + step.grad_norms, exact.losses + exact.grad_norms, strict=True)
+        return max(abs(actual / expected - 1) for actual, expected in pairs)
+
+    assert error(rounded) < 1.1 * error(plain)
     assert rounded.moved_apart(exact, model) < 1.1 * plain.moved_apart(exact, model)
+
+
+def test_passes_in_bfloat16_have_the_numbers_of_an_engine_in_bfloat16(
+    model: Path, figure: Callable[[str, str, object], None]
+) -> None:
+    """With sums of layers in float32 they were 0.03 apart on average."""
+    micro = pack_sequences(sequences_of(model))
+    policies = [load_policy(model, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    prepare_layers(policies[0], TrainerSettings(dtype="bfloat16"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trainer, engine = (token_logprobs(policy, micro, temperature=1.0) for policy in policies)
+    gap = float((trainer - engine).abs().mean())
+    figure("trainer", "engine gap of passes in bfloat16, mean of absolute values", gap)
+    assert gap < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,7 +221,7 @@ def test_step_in_bfloat16_is_as_near_to_float32_as_transformers_is(model: Path) 
 def test_planned_memory_is_the_memory_used(
     model: Path, case: str, dtype: str, figure: Callable[[str, str, object], None]
 ) -> None:
-    chosen = argparse.Namespace(model=str(model), dtype=dtype, device="cpu")
+    chosen = argparse.Namespace(model=str(model), dtype=dtype, device="cpu", gpu="CPU")
     peaks = [
         harness.in_processes(work, [(case, 1024, chosen)], memory.ENVIRONMENT)[0]
         for work in (memory.predict, memory.measure)

@@ -25,7 +25,6 @@ from areal_flow.rollout.engines.protocol import (
     EngineCore,
     GenerationSettings,
     Interruption,
-    StopSettings,
     VLLMSettings,
 )
 from areal_flow.rollout.engines.sampling import adjust_logits, processed_logprobs
@@ -126,12 +125,13 @@ def vllm_subject(*, tied: bool = False, **chosen: Any) -> Subject:
     from areal_flow.rollout.engines.vllm import engine as vllm_engine
 
     core, served = shared_core(tied=tied, **chosen)
+    engines = engines_of(core)
 
     def make(
         *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
     ) -> EngineCore:
-        left = list(core.llm.output_processor.request_states)
-        core.llm.abort_request(left, internal=True)
+        for engine in engines:
+            core.llm.engine_core.abort_requests(list(engine._sampled))
         settings = GenerationSettings(
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
@@ -139,7 +139,12 @@ def vllm_subject(*, tied: bool = False, **chosen: Any) -> Subject:
             interruption=interruption,
         )
         weights = subject.weights(version)
-        return vllm_engine.VLLMEngine(core, served, settings, weights, version=version)
+        engines[:] = [
+            vllm_engine.VLLMEngine(
+                core, served, settings, weights, version=version, tokenizer=letters()
+            )
+        ]
+        return engines[0]
 
     lora_rank = chosen.get("lora_rank", 0)
     subject = subject_of_policies(make, tied=tied, lora_rank=lora_rank)
@@ -156,7 +161,6 @@ def shared_core(
     lora_rank: int = 0,
 ) -> tuple[Any, Any]:
     """Return a vLLM core serving the small policy, and its settings."""
-    from areal_flow.rollout.engines.vllm import engine as vllm_engine
     from areal_flow.rollout.engines.vllm.core import CoreProcess, InProcessCore, engine_config
     from areal_flow.rollout.engines.vllm.weights import ServedTensors
 
@@ -165,7 +169,6 @@ def shared_core(
         max_num_seqs=512,
         max_model_len=MAX_MODEL_LEN,
         max_new_tokens=1,
-        stop=StopSettings(strings=("any",)),  # or vLLM would have no tokenizer
         vllm=VLLMSettings(engine_args=SPECULATION if speculates else {}),
     )
     with TemporaryDirectory() as directory:
@@ -173,12 +176,16 @@ def shared_core(
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(directory)
         model = Path(directory)
-        letters().save(str(model / "tokenizer.json"))
         vllm_config = engine_config(model, settings, lora_rank=lora_rank)
         vllm_config.scheduler_config.async_scheduling = not in_process  # as on a GPU
         core = (InProcessCore if in_process else CoreProcess)(vllm_config)
-        vllm_engine.find_stop_strings(core.llm, model)
         return core, ServedTensors(model)
+
+
+@cache
+def engines_of(core: Any) -> list[Any]:
+    """Return a list that has the last engine which was made with a core."""
+    return []
 
 
 def bigram_subject() -> Subject:

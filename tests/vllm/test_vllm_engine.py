@@ -20,7 +20,15 @@ from areal_flow.rollout.engines.vllm.core import TransferEngine
 from areal_flow.rollout.engines.vllm.support import CPU_HEAD_SIZES, installed_vllm
 from areal_flow.rollout.engines.vllm.weights import check_logprobs
 from areal_flow.training.head import LinearHead, linear_logprobs
-from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
+from tests.engines import (
+    LETTERS,
+    VOCABULARY,
+    Subject,
+    request_of,
+    run_all,
+    versions_of,
+    vllm_subject,
+)
 from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy, write_model_directory
 from tests.vllm.models import SETTINGS, published
@@ -110,6 +118,14 @@ def test_cancelled_requests_give_their_pages_back(subject: Subject) -> None:
         engine.step()
     assert pool.get_num_free_blocks() == free
     assert not engine.has_work()
+
+
+def test_core_stops_sampling_what_a_stop_string_ended(subject: Subject) -> None:
+    engine: Any = subject.make()
+    request = GroupRequest("r", as_tokens([5, 6]), (1, 2), Sampling(40, stop_strings=(*LETTERS,)))
+    for completion in run_all(engine, request)["r"]:
+        assert (len(completion.tokens), completion.finish_reason) == (1, "stop")
+    assert not engine._core.llm.engine_core.engine_core.scheduler.has_unfinished_requests()
 
 
 def test_requests_carry_their_seed_on_each_device() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,15 +16,18 @@ from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import logits_processor, rotary_embedding
 from vllm.model_executor.models.transformers.base import Base
-from vllm.outputs import CompletionOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from vllm.v1.worker.gpu_worker import Worker
 
 from areal_flow.rollout.engines.protocol import LORA_RANKS
+from areal_flow.rollout.engines.vllm.core import SampledLogprobs, skip_unused_arrays
 from tests.engines import shared_core
 from tests.vllm.models import Operators, logits_of_vllm
 
@@ -42,7 +46,14 @@ from tests.vllm.models import Operators, logits_of_vllm
         (WeightTransferEngine.__init__, ["config", "vllm_config", "device", "model"]),
         (SyncMPClient.call_utility, ["method", "args"]),
         (SyncMPClient.shutdown, ["timeout"]),
-        (LLMEngine.abort_request, ["request_ids"]),
+        (SyncMPClient.abort_requests, ["request_ids"]),
+        (InprocClient.abort_requests, ["request_ids"]),
+        (SyncMPClient.get_output, []),
+        (InprocClient.get_output, []),
+        (
+            InputProcessor.process_inputs,
+            ["request_id", "prompt", "params", "supported_tasks", "lora_request"],
+        ),
         (LLMEngine.__init__, ["vllm_config", "executor_class", "log_stats"]),
         (CoreEngineProcManager.sentinels, []),
         (UniProcExecutor._init_executor, []),
@@ -65,13 +76,37 @@ def test_vllm_attributes_exist_where_this_project_reads_them() -> None:
     core, _ = shared_core()
     assert isinstance(core.llm.engine_core, InprocClient)
     assert isinstance(core.llm.engine_core.engine_core, EngineCore)
-    assert isinstance(core.llm.output_processor, OutputProcessor)
-    assert {"tokenizer", "request_states"} <= vars(core.llm.output_processor).keys()
+    assert isinstance(core.llm.input_processor, InputProcessor)
     assert isinstance(rotary_embedding._ROPE_DICT, dict)
-    assert "weight_versions" in inspect.signature(CompletionOutput).parameters
     assert "max_concurrent_batches" in dir(VllmConfig)
     source = inspect.getsource(SyncMPClient)
     assert all(name in source for name in ("engine_dead", "outputs_queue", "utility_results"))
+    assert "decoder.decode(" in source
+
+
+def test_decoder_without_unused_arrays_keeps_all_that_completions_need() -> None:
+    logprobs = LogprobsLists(np.array([[7], [8]]), np.float32([[-0.1], [-0.2]]), np.array([3, 4]))
+    assert LogprobsLists._fields == SampledLogprobs._fields
+    outputs = [
+        EngineCoreOutput("a", [7, 8], logprobs, finish_reason=FinishReason.LENGTH),
+        EngineCoreOutput("b", [9], logprobs.slice_request(1, 1)),
+        EngineCoreOutput("c", []),
+    ]
+    sent = EngineCoreOutputs(outputs=outputs, weight_version="5", engine_index=2)
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    skip_unused_arrays(decoder)
+    received = decoder.decode(MsgpackEncoder().encode(sent))
+    assert (received.weight_version, received.engine_index) == ("5", 2)
+    for output, original in zip(received.outputs, outputs, strict=True):
+        assert output.request_id == original.request_id
+        assert output.new_token_ids == original.new_token_ids
+        assert output.finish_reason == original.finish_reason
+        if original.new_logprobs:
+            assert output.new_logprobs.logprobs.dtype == np.float32
+            assert np.array_equal(output.new_logprobs.logprobs, original.new_logprobs.logprobs)
+    answer = EngineCoreOutputs(utility_output=UtilityOutput(3, None, UtilityResult([1, "x"])))
+    received = decoder.decode(MsgpackEncoder().encode(answer))
+    assert (received.outputs, received.utility_output.result.result) == ([], [1, "x"])
 
 
 def test_ranks_and_names_of_adapters_are_those_of_vllm() -> None:

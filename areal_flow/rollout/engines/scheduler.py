@@ -26,7 +26,7 @@ class StopStringSearch:
     """Searches a completion's text for stop strings, which may span tokens.
 
     The text is the tokenizer's, of prompt and completion, with special tokens; only what follows
-    the prompt is searched. vLLM's own search has the same decoder and the same rules.
+    the prompt is searched.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: GroupRequest) -> None:
@@ -129,16 +129,8 @@ def require_room(request: GroupRequest, max_model_len: int) -> None:
 class SlotScheduler:
     """Continuous batching over a fixed number of slots, first come first served."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        tokenizer: Tokenizer | None = None,
-        *,
-        finds_stop_strings: bool = True,
-    ) -> None:
-        """Without `finds_stop_strings` the engine itself ends completions at stop strings."""
+    def __init__(self, max_num_seqs: int, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
-        self._finds_stop_strings = finds_stop_strings
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[SampledSequence] = deque()
         self._distributions: dict[Sampling, Sampling] = {}
@@ -154,7 +146,7 @@ class SlotScheduler:
         sampling = request.sampling.distribution
         sampling = self._distributions.setdefault(sampling, sampling)
         members = [SampledSequence(request, index, sampling) for index in range(len(request.seeds))]
-        if request.sampling.stop_strings and self._finds_stop_strings:
+        if request.sampling.stop_strings:
             if self._tokenizer is None:
                 raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")
             for member in members:

@@ -5,7 +5,7 @@ its own process:
 
 | who                      | waits for  | unblocked by                                     |
 |--------------------------|------------|--------------------------------------------------|
-| `LLMEngine.step`, `call` | the core   | its answer, or a thread here that sees it die    |
+| `get_output`, `call`     | the core   | its answer, or a thread here that sees it die    |
 | a thread of the core     | its parent | the parent's end, of any kind: it kills the core |
 | ranks of a split model   | the core   | the core's end, by vLLM                          |
 
@@ -27,17 +27,17 @@ from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 import torch._dynamo
 from torch import Tensor
 
 from areal_flow.core.errors import ConfigError, EngineError
 from areal_flow.core.machine import usable_bytes
-from areal_flow.policy.models.huggingface import TokenizersBackend
 from areal_flow.policy.models.lora import adapter_rank
-from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.policy.weights.device_copies import on_device
 from areal_flow.policy.weights.tensor_file import (
     SharedFile,
@@ -75,7 +75,7 @@ os.environ.setdefault(
 )
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
-from vllm import EngineArgs, LLMEngine  # noqa: E402
+from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
 from vllm.config import VllmConfig, WeightTransferConfig  # noqa: E402
 from vllm.distributed import weight_transfer as vllm_transfer  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
@@ -84,6 +84,7 @@ from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: E402
 from vllm.v1.engine.core_client import SyncMPClient  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
@@ -91,6 +92,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 from vllm.v1.sample import rejection_sampler  # noqa: E402
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # noqa: E402
+from vllm.v1.serial_utils import MsgpackDecoder  # noqa: E402
 
 TRANSFER_BACKEND = "areal_flow"
 
@@ -125,6 +127,7 @@ class CoreProcess:
             self.llm = LLMEngine(config, executor, log_stats=False, multiprocess_mode=True)
         except RuntimeError as error:
             raise EngineError(f"vLLM's core process did not start: {error}") from error
+        skip_unused_arrays(self.llm.engine_core.decoder)
         watch = threading.Thread(target=_fail_when_dead, args=(self.llm.engine_core,), daemon=True)
         watch.start()
 
@@ -143,6 +146,52 @@ class CoreProcess:
 
 
 VLLMCore = InProcessCore | CoreProcess
+
+
+def submit(
+    llm: LLMEngine,
+    name: str,
+    prompt: Any,
+    parameters: SamplingParams,
+    *,
+    adapter: LoRARequest | None = None,
+) -> str:
+    """Add a request to vLLM's core; return its id there, which vLLM makes unique.
+
+    `LLMEngine.add_request` would also register it with vLLM's `OutputProcessor`, which makes
+    several objects per token. Outputs are read from `get_output` instead.
+    """
+    tasks = llm.get_supported_tasks()
+    request = llm.input_processor.process_inputs(
+        name, prompt, parameters, supported_tasks=tasks, lora_request=adapter
+    )
+    llm.input_processor.assign_request_id(request)
+    llm.engine_core.add_request(request)
+    request_id: str = request.request_id
+    return request_id
+
+
+class SampledLogprobs(NamedTuple):
+    """`LogprobsLists` of vLLM, with one of its arrays decoded."""
+
+    logprob_token_ids: msgspec.Raw
+    logprobs: np.ndarray
+    sampled_token_ranks: msgspec.Raw
+    cu_num_generated_tokens: msgspec.Raw
+
+
+class SampledOutput(EngineCoreOutput):
+    new_logprobs: SampledLogprobs | None = None
+
+
+class SampledOutputs(EngineCoreOutputs):
+    outputs: list[SampledOutput] = msgspec.field(default_factory=list)
+
+
+def skip_unused_arrays(decoder: MsgpackDecoder) -> None:
+    """Make the decoder of a core process's messages leave out arrays that no completion needs."""
+    hooks = {"ext_hook": decoder.ext_hook, "dec_hook": decoder.dec_hook}
+    decoder.decoder = msgspec.msgpack.Decoder(SampledOutputs, **hooks)
 
 
 def _fail_when_dead(client: SyncMPClient) -> None:
@@ -225,14 +274,6 @@ def _cache_bytes(config: VllmConfig, settings: GenerationSettings) -> int:
     block_bytes = BLOCK_TOKENS * token_bytes
     room = CACHE_SHARE * usable_bytes() // block_bytes
     return (settings.num_pages(BLOCK_TOKENS, room=room) + 1) * block_bytes  # vLLM keeps the first
-
-
-def find_stop_strings(llm: LLMEngine, model: Path) -> None:
-    """Make vLLM decode with the model's own tokenizer.
-
-    vLLM's choice adds tokens, and `min_tokens` suppresses those, too.
-    """
-    llm.output_processor.tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
 
 
 class RegistersTransfer:

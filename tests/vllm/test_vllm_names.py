@@ -52,7 +52,7 @@ from tests.vllm.models import Operators, logits_of_vllm
         (InprocClient.get_output, []),
         (
             InputProcessor.process_inputs,
-            ["request_id", "prompt", "params", "supported_tasks", "lora_request"],
+            ["request_id", "prompt", "params", "supported_tasks", "arrival_time", "lora_request"],
         ),
         (LLMEngine.__init__, ["vllm_config", "executor_class", "log_stats"]),
         (CoreEngineProcManager.sentinels, []),

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
+from functools import cache
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,6 +84,7 @@ from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: E402
 from vllm.v1.engine.core_client import SyncMPClient  # noqa: E402
@@ -233,6 +235,10 @@ def _adapt_to_cpu(config: VllmConfig) -> None:
         rejection_sampler.apply_top_k_top_p = lambda logits, k, p: (
             apply_top_k_top_p(logits, k, p) if len(logits) else logits
         )
+        # Once a process: it looks at all objects of all modules, and fails at those of Numba, which
+        # `ngram` loads.
+        register = current_platform.register_triton_kernel_overrides
+        current_platform.register_triton_kernel_overrides = cache(register)
 
 
 def _repeat_for_drafts(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_flow.core.errors import WeightsError
-from areal_flow.policy.models.hashing import MIN_ASYNC_BYTES, hash_tensors
+from areal_flow.policy.models.hashing import MAX_RAW_BYTES, hash_tensors
 from areal_flow.policy.models.policy import assign_tensors, policy_tensors
 from areal_flow.policy.weights.channel import (
     HashingWriter,
@@ -103,7 +103,7 @@ def large_weights() -> dict[str, torch.Tensor]:
     """Return tensors that another thread hashes, and a small one amid them."""
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     large = {f"{n:02d}": torch.rand(1000, 700).to(dtypes[n % 3]) for n in range(9)}
-    assert min(tensor.nbytes for tensor in large.values()) > MIN_ASYNC_BYTES
+    assert min(tensor.nbytes for tensor in large.values()) > MAX_RAW_BYTES
     return {**large, "04a": torch.rand(3)}
 
 
@@ -121,7 +121,10 @@ def test_streamed_weights_are_read_once_in_order_and_come_back_exactly(
 
 
 @pytest.mark.parametrize("medium", ["directory", "shared_memory"], indirect=True)
-def test_few_of_the_streamed_tensors_are_in_memory_at_a_time(medium: Medium) -> None:
+def test_few_of_the_streamed_tensors_are_in_memory_at_a_time(
+    medium: Medium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_flow.core.machine.usable_cores", lambda: 2)  # one thread hashes
     for writer in (medium.writer, HashingWriter()):
         gathered = GatheredTensors(large_weights())
         served_hash = writer.stage(0, gathered.streamed())

@@ -25,8 +25,8 @@ MAX_RAW_BYTES = 1 << 20
 
 PIECE_BYTES = 1 << 24
 
-MAX_PENDING = 16
-"""Pieces that threads hash ahead; from a GPU each is a copy in pinned memory."""
+PIECES_PER_THREAD = 2
+"""Pieces that are in memory to be hashed; from a GPU each is a copy in pinned memory."""
 
 FinishCopy = Callable[[], tuple[str, Tensor]]
 """Waits for a tensor's copy in main memory, and returns it with its name."""
@@ -37,6 +37,7 @@ class TensorHash:
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
+        self._max_pending = PIECES_PER_THREAD * copying_threads()
         self._pending = deque[Callable[[], Any]]()
         """Return what is hashed next, in order."""
 
@@ -46,7 +47,7 @@ class TensorHash:
         Call `finish` before the tensor changes.
         """
         header = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
-        self._append(lambda: header)
+        self._pending.append(lambda: header)
         if tensor.nbytes <= MAX_RAW_BYTES:
             self._append(partial(_content, _begin_copy(name, tensor)))
             return
@@ -59,7 +60,7 @@ class TensorHash:
             self._digest.update(self._pending.popleft()())
 
     def _append(self, content: Callable[[], Any]) -> None:
-        self.finish(MAX_PENDING - 1)
+        self.finish(self._max_pending - 1)
         self._pending.append(content)
 
     def hash_async(

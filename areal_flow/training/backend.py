@@ -44,7 +44,7 @@ from areal_flow.training.tensor_rows import (
     own_rows,
 )
 
-NO_HASH = "-" * len(hash_tensors({}))
+NO_HASH = "-" * 32
 NO_HASHES = f"{NO_HASH} {NO_HASH}"
 """As long as the leader's: other ranks send them and receive its own."""
 
@@ -143,14 +143,19 @@ class TrainerBackend:
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each weight by name, and as it is served: with its adapter, in another type.
 
-        All ranks call this, since all have a part of each tensor.
+        What is not served is yielded as it is. All ranks call this, since all have a part of each
+        tensor.
         """
         tensors = self._gathered()
-        merge = merge_adapter(self.policy, tensors)
-        convert = scale_adapter(self.policy) if serves_adapter else merge
+        base, adapter = split_adapter(tensors.like)
+        if serves_adapter:
+            served, convert = adapter, scale_adapter(self.policy)
+        else:
+            served, convert = base, merge_adapter(self.policy, tensors)
         for name in sorted(tensors):
             weights = tensors[name]
-            yield name, weights, convert(name, weights).to(dtype)
+            is_served = name in served
+            yield name, weights, convert(name, weights).to(dtype) if is_served else weights
 
     def free_memory(self) -> None:
         """Free gradients and the allocator's cache: the next step does not need them."""

@@ -54,6 +54,7 @@ HOST = "127.0.0.1"
 REFRESH_MS = 3000
 IDLE_SHARE = 10
 """A refresh that took a second is followed by a pause of ten seconds."""
+MAX_PAUSE_S = 10
 LINEAGE_STEPS = 8
 _BODY = "body { margin: 0 auto; padding: 12px 8px; max-width: 1180px; }"
 _PROMPT = {"field": "prompt", "responsive": 0, "minWidth": 170}
@@ -216,7 +217,7 @@ class Page:
                 policy.options, policy.value = options, default
         states = [(each, observed_state(each.run.layout).state) for each in self.curves]
         self.heading.object = render("heading.html", states=states, at=datetime.now())
-        self._next_refresh = monotonic() + IDLE_SHARE * (monotonic() - began)
+        self._next_refresh = monotonic() + min(MAX_PAUSE_S, IDLE_SHARE * (monotonic() - began))
 
     def layout(self) -> Any:
         """Return the page; it refreshes itself while a browser shows it."""

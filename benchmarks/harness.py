@@ -38,7 +38,7 @@ CLI = (sys.executable, "-m", "pipelines.cli.main")
 DRIVER_LOG = "driver.log"
 
 Way = TypeVar("Way")
-MicroBatchMetrics = TypeVar("MicroBatchMetrics")
+Result = TypeVar("Result")
 
 
 def parse_options(
@@ -134,10 +134,10 @@ def seconds_of(work: Callable[[], object], *, clock: Callable[[], float] = perf_
 
 
 def take_turns(
-    num_rounds: int, ways: Mapping[Way, Callable[[], MicroBatchMetrics]]
-) -> dict[Way, list[MicroBatchMetrics]]:
+    num_rounds: int, ways: Mapping[Way, Callable[[], Result]]
+) -> dict[Way, list[Result]]:
     """Call each way once per round, so that other load on the machine affects all equally."""
-    results: dict[Way, list[MicroBatchMetrics]] = {way: [] for way in ways}
+    results: dict[Way, list[Result]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, work in ways.items():
             results[way].append(work())
@@ -145,12 +145,12 @@ def take_turns(
 
 
 def in_processes(
-    work: Callable[..., MicroBatchMetrics],
+    work: Callable[..., Result],
     calls: Sequence[tuple[Any, ...]],
     environment: Mapping[str, str],
     *,
     num_processes: int | None = None,
-) -> list[MicroBatchMetrics]:
+) -> list[Result]:
     """Return the results of all calls of `work`, run in parallel, optionally a few at a time."""
     spawn, number = get_context("spawn"), num_processes or len(calls)
     with patch.dict(os.environ, environment), ProcessPoolExecutor(number, spawn) as pool:

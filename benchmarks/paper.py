@@ -83,8 +83,7 @@ class Setting:
 
     def simulated(self, efficiency: Efficiencies) -> Iterator[Simulated]:
         """Yield one simulated run per seed."""
-        serial = replace(efficiency, trajectory_s=self.scale * efficiency.trajectory_s)
-        job = self.job(serial)
+        job = self.job(efficiency)
         skipped, measured = (12, 24) if job.recipe.schedule == "async" else (1, 6)
         for seed in range(self.seeds):
             changes = {"num_steps": skipped + measured, "seed": seed}
@@ -108,7 +107,8 @@ def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
     """
     job = Setting("1.5B", 16, eta=inf).job(replace(efficiency, trajectory_s=0.0))
     left_s = step_s_of(THROUGHPUT[inf]) - job.steady(job.recipe).train_s
-    efficiency = replace(efficiency, trajectory_s=left_s / 8192)
+    num_ranks = job.recipe.cluster.num_trainers
+    efficiency = replace(efficiency, trajectory_s=left_s * num_ranks / 8192)
     setting, change = Setting("1.5B", 16, eta=1, **size), 2e-3
     changed = replace(efficiency, decode_step_s=efficiency.decode_step_s + change)
     step_s, more = (setting.step_s(each) for each in (efficiency, changed))

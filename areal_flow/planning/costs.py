@@ -214,8 +214,8 @@ class Efficiencies:
     """Overhead of a decode step."""
     reward_s: float = 0.05
     """Scoring of one completion on one reward worker."""
-    trajectory_s: float = 8.6e-3
-    """Overhead of a training step per trajectory: collect, pack, send and check it."""
+    trajectory_s: float = 0.275
+    """Overhead of a training step per trajectory on its rank: read, pack, balance and check it."""
     publish_s: float = 0.0
     """Overhead of a training step after its computation, without the transfer of weights."""
     commit_s: float = 0.0
@@ -322,7 +322,7 @@ def costs_of(
         max_rows=max(1, min(recipe.generation.max_num_seqs, rows_in_cache)),
         train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, gpu)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
-        trajectory_s=efficiency.trajectory_s,
+        trajectory_s=efficiency.trajectory_s / num_ranks,
         publish_s=efficiency.publish_s + weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
         reward_s=efficiency.reward_s / recipe.cluster.num_reward_workers,

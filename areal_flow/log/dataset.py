@@ -26,6 +26,7 @@ from typing import Literal
 
 import lance
 import pyarrow as pa
+from lance.fragment import LanceFragment
 from lance.optimize import Compaction
 
 from areal_flow.core.durable import force_to_disk
@@ -48,6 +49,8 @@ Log = Literal["trajectories", "steps", "evaluations"]
 
 COMMITS_BETWEEN_MAINTENANCE = 50
 ROWS_PER_FRAGMENT = 1024
+NEWEST_FRAGMENTS = 64
+"""Where new rows are looked for first."""
 MIN_VERSIONS = 64
 """Minimum number of versions that a cleanup keeps, for readers pinned to them."""
 
@@ -115,6 +118,31 @@ def read_rows(
     names = None if columns is None else list(columns)
     condition = conjunction(where, fence_condition(layout, log))
     return open_dataset(getattr(layout, log)).to_table(columns=names, filter=condition)
+
+
+def newest_fragments(
+    dataset: lance.LanceDataset, where: str | None, *, num_rows: int
+) -> list[LanceFragment]:
+    """Return as many of the newest fragments as hold these rows, which satisfy a condition."""
+    newest: list[LanceFragment] = []
+    for fragments in portions_from_newest(dataset.get_fragments()):
+        newest = fragments + newest
+        scanner = dataset.scanner([], filter=where, fragments=fragments, with_row_id=True)
+        num_rows -= scanner.count_rows()
+        if num_rows <= 0:
+            break
+    return newest
+
+
+def portions_from_newest(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
+    """Yield fragments from the newest on, each portion eight times as large as the last."""
+    size = NEWEST_FRAGMENTS
+    while True:
+        yield fragments[-size:]
+        fragments = fragments[:-size]
+        size *= 8
+        if not fragments:
+            return
 
 
 def fence_condition(layout: RunLayout, log: Log) -> str | None:

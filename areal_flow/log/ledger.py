@@ -13,6 +13,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.log.dataset import (
     conjunction,
     fence_condition,
+    newest_fragments,
     open_dataset,
     read_rows,
 )
@@ -74,7 +75,7 @@ class LedgerReader:
         self._layout = layout
         self._is_visible = fence_condition(layout, "steps")
         self._dataset = open_dataset(layout.steps)
-        self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
+        self.head = self._dataset.count_rows(self._is_visible) - 1
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the rows from step `since` on, by step."""
@@ -87,10 +88,22 @@ class LedgerReader:
             )
         return rows
 
+    def row(self, step: int, columns: list[str]) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = self._newest(columns, f"step = {step}", 1).to_pylist(
+            maps_as_pydicts="strict"
+        )
+        if len(rows) != 1:
+            raise StorageError(f"expected step {step} once in {self._layout.steps}")
+        return rows[0]
+
     def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
         """Return columns of the rows from step `since` on, in any order."""
-        condition = conjunction(f"step >= {since}", self._is_visible)
-        return self._dataset.to_table(columns=columns, filter=condition)
+        return self._newest(columns, f"step >= {since}", self.head + 1 - since)
+
+    def _newest(self, columns: list[str] | None, where: str, num_rows: int) -> pa.Table:
+        visible = conjunction(where, self._is_visible)
+        fragments = newest_fragments(self._dataset, visible, num_rows=num_rows)
+        return self._dataset.scanner(columns, filter=visible, fragments=fragments).to_table()
 
 
 class LedgerTail:

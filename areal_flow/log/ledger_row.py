@@ -53,7 +53,7 @@ class StepEntries:
 
 @dataclass(frozen=True, slots=True)
 class CommittedGroups:
-    """What the trajectory log has when a run is resumed."""
+    """What the trajectory log has beyond the settled past when a run is resumed."""
 
     submission_indices: Set[int] = frozenset()
     num_tokens: int = 0

@@ -35,6 +35,13 @@ from areal_flow.log.dataset import (
 )
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups
+from areal_flow.log.settled import (
+    num_completion_tokens,
+    past_of,
+    read_past,
+    read_trajectories,
+    record_past,
+)
 from areal_flow.policy.weights.shared_memory import free_segments
 from schemas import EvaluationRow, arrow_schema, validate
 
@@ -106,8 +113,12 @@ class RunLog(LedgerReader):
         self._compactions: dict[Log, asyncio.Task[None]] = {}
         self._is_committed = bytearray()
         """By submission index: a byte each, since a long run has millions of groups."""
-        stored = read_rows(layout, "trajectories", ["submission_index"])
-        self._mark_committed(pc.unique(stored["submission_index"]).to_pylist())
+        self.past = read_past(layout, self, num_trajectories=self.watermark)
+        """What a resume need not read; the newest checkpoint's, once there is one."""
+        self._mark_committed(range(self.past.next_open_submission))
+        self._mark_committed(self.past.closed_submissions)
+        later = read_trajectories(layout, self.past, ["submission_index"])
+        self._mark_committed(pc.unique(later["submission_index"]).to_pylist())
 
     @property
     def watermark(self) -> int:
@@ -138,19 +149,25 @@ class RunLog(LedgerReader):
     def read_unconsumed(
         self, *, verifier: str
     ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
-        """Return the trajectories that no ledger row names, and what is committed in all."""
+        """Return the trajectories that no ledger row names, and what the past does not have."""
         columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
-        stored = read_rows(self._layout, "trajectories", sorted(columns))
-        statuses = consumption_table(self.table(list(LEDGER_COLUMNS)), stored)["status"]
+        stored = read_trajectories(self._layout, self.past, sorted(columns))
+        steps = self.table(list(LEDGER_COLUMNS), since=self.past.ledger_since)
+        statuses = consumption_table(steps, stored)["status"]
         waiting = stored.filter(pc.equal(statuses, "waiting"))
         by_other_verifiers = waiting.filter(pc.not_equal(waiting["verifier"], verifier))
-        lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
         committed = CommittedGroups(
             submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
-            num_tokens=pc.sum(lengths).as_py() or 0,
+            num_tokens=num_completion_tokens(stored),
             other_verifier=frozenset(by_other_verifiers["trajectory_id"].to_pylist()),
         )
         return receipts(waiting), committed
+
+    def settle(self, step: int) -> None:
+        """Record the past up to a step, so that a resume begins to read there."""
+        self.past = past_of(self._layout, self.past, step=step)
+        self._writer.check_current()
+        record_past(self._layout, self.past)
 
     async def _write(self, log: Log, write: Callable[..., Result], *arguments: Any) -> Result:
         result = await asyncio.to_thread(write, *arguments)

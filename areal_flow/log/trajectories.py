@@ -6,7 +6,7 @@ Fragments become visible when the driver commits them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance import LanceDataset
-from lance.fragment import LanceFragment, write_fragments
+from lance.fragment import write_fragments
 
 from areal_flow.core.errors import StorageError
 from areal_flow.core.layout import RunLayout
@@ -26,14 +26,13 @@ from areal_flow.log.dataset import (
     dataset_uri,
     fence_condition,
     open_dataset,
+    portions_from_newest,
     storage_errors,
 )
 from schemas import TrajectoryRow, validate
 
 BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
-NEWEST_FRAGMENTS = 64
-"""Where a step's rows are looked for first."""
 
 
 def validate_groups(table: pa.Table) -> None:
@@ -123,7 +122,7 @@ class TrainingRows:
         in_submissions = f"submission_index IN ({', '.join(map(str, indices))})"
         self._dataset.checkout_latest()
         portions = []
-        for fragments in _portions(self._dataset.get_fragments()):
+        for fragments in portions_from_newest(self._dataset.get_fragments()):
             scanner = self._dataset.scanner(
                 columns=list(self.COLUMNS),
                 filter=conjunction(in_submissions, self._counted),
@@ -138,14 +137,3 @@ class TrainingRows:
                 break
         self._rows_at_once = max(1, BYTES_AT_ONCE * len(table) // max(1, table.nbytes))
         return table, places
-
-
-def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
-    """Yield fragments from the newest on, each portion eight times as large as the last."""
-    size = NEWEST_FRAGMENTS
-    while True:
-        yield fragments[-size:]
-        fragments = fragments[:-size]
-        size *= 8
-        if not fragments:
-            return

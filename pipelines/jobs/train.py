@@ -176,7 +176,9 @@ async def restore(run: Training) -> InitialState:
 def initial_state(run: Training) -> InitialState:
     """Plan the rest of the run from the ledger and from trajectories that no step consumed."""
     unconsumed, committed = run.log.read_unconsumed(verifier=run.provenance.verifier)
-    return plan_initial_state(run.log.rows(PLAN_COLUMNS), unconsumed, committed, run.log.watermark)
+    past, log = run.log.past, run.log
+    rows = log.rows(PLAN_COLUMNS, since=max(0, past.step))
+    return plan_initial_state(past, rows, unconsumed, committed, log.watermark)
 
 
 async def import_engine(run: Training) -> None:

@@ -32,10 +32,12 @@ from areal_flow.log.ledger_row import (
     TokenAccounting,
     genesis_row,
 )
+from areal_flow.log.settled import SettledPast
 from areal_flow.planning.virtual_time import run_in_virtual_time
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 
 PROVENANCE = Provenance(1, "", "")
+NOTHING_SETTLED = SettledPast()
 GENESIS = genesis_row(PolicyHashes("w0", ""), provenance=PROVENANCE, numeric_environment="{}")
 
 
@@ -67,7 +69,7 @@ def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialSta
         sum(t.num_tokens for t in log.committed),
     )
     unconsumed = [t for t in log.committed if t.trajectory_id not in consumed]
-    return plan_initial_state(rows, unconsumed, committed, len(log.committed))
+    return plan_initial_state(NOTHING_SETTLED, rows, unconsumed, committed, len(log.committed))
 
 
 async def run_to_end(flow: Flow) -> None:
@@ -206,7 +208,7 @@ LEDGER = [
 
 
 def test_given_up_and_committed_submissions_are_not_submitted_again() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 3, 7}), 8)
+    planned = plan_initial_state(NOTHING_SETTLED, LEDGER, [], CommittedGroups({0, 2, 3, 7}), 8)
     assert planned.resubmit == (5, 8)
     assert planned.next_submission_index == 9
     assert (planned.policy_version, planned.weights_hash) == (2, "w2")
@@ -214,10 +216,10 @@ def test_given_up_and_committed_submissions_are_not_submitted_again() -> None:
 
 
 def test_cursor_is_beyond_whatever_was_committed() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 9, 11}), 0)
+    planned = plan_initial_state(NOTHING_SETTLED, LEDGER, [], CommittedGroups({0, 2, 9, 11}), 0)
     assert planned.next_submission_index == 12
     assert planned.resubmit == (3, 5, 7, 8, 10)
-    fresh = plan_initial_state(LEDGER[:1], [], CommittedGroups(), 0)
+    fresh = plan_initial_state(NOTHING_SETTLED, LEDGER[:1], [], CommittedGroups(), 0)
     assert (fresh.next_submission_index, fresh.resubmit) == (0, ())
 
 
@@ -228,7 +230,7 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
         receipt(8, 0, version=3, num_tokens=5),
         receipt(7, 1, version=2),
     ]
-    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7, 8}), 0)
+    planned = plan_initial_state(NOTHING_SETTLED, LEDGER, left, CommittedGroups({3, 7, 8}), 0)
     assert [(g.submission_index, g.trajectories) for g in planned.waiting] == [
         (3, (left[1],)),
         (7, (left[0], left[3])),
@@ -239,13 +241,17 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
 def test_trajectories_scored_by_another_verifier_are_not_trained() -> None:
     left = [receipt(3, 0, version=1), receipt(7, 0, version=2, num_tokens=5)]
     other = frozenset({trajectory_id(7, 0)})
-    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7}, 0, other), 0)
+    planned = plan_initial_state(
+        NOTHING_SETTLED, LEDGER, left, CommittedGroups({3, 7}, 0, other), 0
+    )
     assert [group.submission_index for group in planned.waiting] == [3]
     assert planned.discards == (Discard(trajectory_id(7, 0), 5, "other_verifier"),)
 
 
 def test_totals_continue_from_the_sums_of_the_ledger() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), 0)
+    planned = plan_initial_state(
+        NOTHING_SETTLED, LEDGER, [], CommittedGroups({0}, num_tokens=170), 0
+    )
     assert planned.accounting == TokenAccounting(
         committed=170,
         trained=100,

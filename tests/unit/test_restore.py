@@ -83,6 +83,9 @@ class Rows:
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
         return self.all[since:]
 
+    def row(self, step: int, columns: list[str]) -> dict[str, Any]:
+        return {name: self.all[step][name] for name in columns}
+
     def checkpoints(self, *steps: int) -> dict[int, str]:
         return {step: self.all[step]["weights_hash"] for step in steps}
 

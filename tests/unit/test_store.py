@@ -29,7 +29,7 @@ from areal_flow.core.types import (
     StepRequest,
     StepResult,
 )
-from areal_flow.log import trajectories
+from areal_flow.log import dataset
 from areal_flow.log.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.log.database import empty_database
 from areal_flow.log.dataset import Maintenance, create_dataset, open_dataset, storage_errors
@@ -159,7 +159,7 @@ def test_reader_returns_the_requested_rows_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However much of the log it has to search."""
-    monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
+    monkeypatch.setattr(dataset, "NEWEST_FRAGMENTS", newest_fragments)
     commit(log, *(written_group(path, index) for index in range(6)))
     read_rows = TrainingRows(layout)
     assert read_rows(["00000000-0000-00"])

@@ -1,7 +1,7 @@
 """Takes the checkpoints of a run: the log is forced to disk, then the trainer's state is written.
 
 The trainer copies its state between two steps and writes the copy during later steps, one at a
-time.
+time. Then the log records what a resume from there need not read.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Checkpoints:
             except TrainerLost as lost:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
-        self.writer.check_current()
+        await asyncio.to_thread(self.log.settle, row["step"])
         self.registry.wake()
         await asyncio.to_thread(self._prune)
 

@@ -1,4 +1,4 @@
-"""Decides where a resumed run goes on, from what its two logs say. Pure.
+"""Decides where a resumed run goes on: from its settled past and what its logs say since. Pure.
 
 Committed trajectories are trained, discarded or waiting; submissions are committed, given up or to
 be submitted again under the same index, so with the same prompt, seeds and ids.
@@ -12,26 +12,28 @@ from typing import Any
 from areal_flow.core.types import Discard, GroupReceipt, TrajectoryReceipt, submission_index_of
 from areal_flow.flow.flow_setup import InitialState
 from areal_flow.log.ledger_row import CommittedGroups, StepEntries, TokenAccounting
+from areal_flow.log.settled import TOKEN_SUMS, SettledPast
 
-PLAN_COLUMNS = [
-    "weights_hash",
-    "next_submission_index",
-    "failed_submissions",
-    "num_generated_tokens",
-    "num_trained_tokens",
-    "num_masked_tokens",
-    "num_discarded_tokens",
-]
+PLAN_COLUMNS = ["weights_hash", "next_submission_index", "failed_submissions", *TOKEN_SUMS]
 
 
 def plan_initial_state(
+    past: SettledPast,
     ledger: Sequence[Mapping[str, Any]],
     unconsumed: Sequence[TrajectoryReceipt],
     committed: CommittedGroups,
     watermark: int,
 ) -> InitialState:
-    head = ledger[-1]
-    given_up = {index for row in ledger for index in row["failed_submissions"]}
+    """Return the state to go on from.
+
+    Args:
+        ledger: rows by step, of which those up to the past's step are not counted again.
+        unconsumed: all trajectories that wait.
+        committed: beyond the past's watermark.
+        watermark: the number of trajectories in the log.
+    """
+    head, later = ledger[-1], [row for row in ledger if row["step"] > past.step]
+    given_up = {index for row in later for index in row["failed_submissions"]}
     waiting: dict[int, list[TrajectoryReceipt]] = {}
     discards = []
     for trajectory in unconsumed:
@@ -42,22 +44,24 @@ def plan_initial_state(
             discards.append(Discard(identifier, num_tokens, "other_verifier"))
         else:
             waiting.setdefault(submission_index_of(identifier), []).append(trajectory)
-    indices = committed.submission_indices
-    cursor = max([head["next_submission_index"], *(index + 1 for index in indices)])
-    total = {name: sum(row[name] for row in ledger) for name in PLAN_COLUMNS if "tokens" in name}
+    closed = {*past.closed_submissions, *committed.submission_indices, *given_up}
+    first_open = past.next_open_submission
+    cursor = max(head["next_submission_index"], first_open, *(index + 1 for index in closed))
+    total = {name: getattr(past, name) + sum(row[name] for row in later) for name in TOKEN_SUMS}
+    num_committed = past.num_tokens + committed.num_tokens
     return InitialState(
         policy_version=head["step"],
         weights_hash=head["weights_hash"],
         next_submission_index=cursor,
-        resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
+        resubmit=tuple(i for i in range(first_open, cursor) if i not in closed),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
         discards=tuple(discards),
         watermark=watermark,
         accounting=TokenAccounting(
-            committed=committed.num_tokens,
+            committed=num_committed,
             trained=total["num_trained_tokens"],
             masked=total["num_masked_tokens"],
             discarded=total["num_discarded_tokens"],
-            entries=StepEntries(committed.num_tokens - total["num_generated_tokens"]),
+            entries=StepEntries(num_committed - total["num_generated_tokens"]),
         ),
     )

@@ -139,7 +139,6 @@ class LocalTrainer:
         check_schema_version(layout)
         self._forks = layout.forks
         self.ledger = LedgerReader(layout)
-        self._environments = self.ledger.rows(["numeric_environment"])
         self.recipe = recipe
         self.rank = TrainerRank(
             layout,
@@ -198,8 +197,8 @@ class LocalTrainer:
 
     def take_recorded_threads(self, request: StepRequest) -> None:
         """Use as many threads as the recorded step did: sums depend on how many share them."""
-        environment = json.loads(self._environments[request.step]["numeric_environment"])
-        torch.set_num_threads(environment["threads"])
+        row = self.ledger.row(request.step, ["numeric_environment"])
+        torch.set_num_threads(json.loads(row["numeric_environment"])["threads"])
 
 
 def _check_step(layout: RunLayout, step: int, *, head: int) -> None:

@@ -206,14 +206,11 @@ async def restore_newest(
     Returns:
         The replay from there, or None if there is no such checkpoint.
     """
-    policies = {
-        row["step"]: [PolicyHashes(row["weights_hash"], row["served_hash"])]
-        for row in ledger.rows(["weights_hash", "served_hash"])[: at_most + 1]
-    }
     for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):
-        if checkpoint not in policies:
+        if checkpoint > min(at_most, ledger.head):
             continue
-        candidates = [*policies[checkpoint], *forks.get(checkpoint, ())]
+        recorded = PolicyHashes(**ledger.row(checkpoint, ["weights_hash", "served_hash"]))
+        candidates = [recorded, *forks.get(checkpoint, ())]
         expected = [each for each in candidates if each.weights_hash == weights_hash]
         if not expected:
             continue

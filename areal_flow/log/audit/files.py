@@ -104,11 +104,11 @@ def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]
         return None, f"no run with its identity in {layout.root.parent}"
     try:
         with read_errors(parent_layout.steps):
-            rows = LedgerReader(parent_layout).rows(["weights_hash"])
-        if is_recorded(parent.step, parent.weights_hash, rows[parent.step], parent_layout.forks):
+            row = LedgerReader(parent_layout).row(parent.step, ["weights_hash"])
+        if is_recorded(parent.step, parent.weights_hash, row, parent_layout.forks):
             return parent.weights_hash, ""
-        return str(rows[parent.step]["weights_hash"]), ""
-    except (ArealFlowError, IndexError) as error:
+        return str(row["weights_hash"]), ""
+    except ArealFlowError as error:
         return None, str(error)
 
 

@@ -1,4 +1,4 @@
-"""What all Lance datasets share: creation, opening, fences, maintenance, disk errors.
+"""What all Lance datasets share: creation, opening, fences, disk errors, orphaned files.
 
 Rows count unless a driver wrote them after its run was taken over. Each takeover from a live driver
 left a fence; a run without fences needs no filter.
@@ -6,30 +6,25 @@ left a fence; a run without fences needs no filter.
 A dataset is a directory, or lies in an object store; then a file in place of the directory holds
 its URL. Commits are atomic there, too: Lance puts a manifest only if none of that version exists.
 
-Compaction is due after a fixed number of commits. No other commit runs while a compaction commits
-its result. A writer that died before its commit leaves data files that no version references; the
-next writer removes them.
+A writer that died before its commit leaves data files that no version references; the next writer
+removes them.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
-import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 from typing import Literal
 
 import lance
 import pyarrow as pa
 from lance.fragment import LanceFragment
-from lance.optimize import Compaction
 
-from areal_flow.core.durable import force_to_disk
 from areal_flow.core.errors import ArealFlowError, RunError, StorageError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import read_fences
@@ -44,15 +39,12 @@ COMMIT_ORDER = "_rowid"
 compaction that runs during an append moves older rows behind the newer ones."""
 CACHE_BYTES = 16 << 20
 """Size of each cache of an open dataset. Lance's default is over a GiB, and appends fill it."""
+BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
+"""Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
+NEWEST_FRAGMENTS = 64
+"""Where recent rows are looked for first."""
 Log = Literal["trajectories", "steps", "evaluations"]
 """The datasets of a run, as `RunLayout` names them."""
-
-COMMITS_BETWEEN_MAINTENANCE = 50
-ROWS_PER_FRAGMENT = 1024
-NEWEST_FRAGMENTS = 64
-"""Where new rows are looked for first."""
-MIN_VERSIONS = 64
-"""Minimum number of versions that a cleanup keeps, for readers pinned to them."""
 
 
 def create_dataset(
@@ -135,7 +127,10 @@ def newest_fragments(
 
 
 def portions_from_newest(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
-    """Yield fragments from the newest on, each portion eight times as large as the last."""
+    """Yield fragments from the newest on, each portion eight times as large as the last.
+
+    Compactions keep recent rows at the end, so that most searches end with the first portion.
+    """
     size = NEWEST_FRAGMENTS
     while True:
         yield fragments[-size:]
@@ -192,77 +187,6 @@ def read_errors(path: Path) -> Iterator[None]:
     except BaseException as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{path} cannot be read: {cause}") from error
-
-
-class Maintenance:
-    """Keeps one dataset small, fast and durable.
-
-    `run` and `sync` may run in other threads during commits: `run` opens the dataset itself, since
-    a Lance handle refuses other threads while one of them changes it.
-    """
-
-    def __init__(self, path: Path, *, num_fragments: int) -> None:
-        self._path = path
-        self._num_commits = num_fragments
-        self._commit_lock = Lock()
-        self._synced: set[Path] = set()
-
-    @contextmanager
-    def commit(self) -> Iterator[None]:
-        with self._commit_lock, storage_errors(self._path):
-            yield
-        self._num_commits += 1
-
-    @property
-    def is_due(self) -> bool:
-        return self._num_commits >= COMMITS_BETWEEN_MAINTENANCE
-
-    def run(self) -> None:
-        """Merge small fragments and delete old versions; safe during commits and reads.
-
-        Rows are rewritten while others commit. Only committing the result holds the lock, because
-        Lance's own retries never win against constant commits.
-
-        Old versions stay, for readers that have them open, until their manifests take a quarter of
-        the data's bytes; Lance's defaults would set no such limit. A cleanup reads every manifest
-        that it keeps, so it waits until there are a quarter more than that.
-        """
-        self._num_commits = 0
-        dataset = open_dataset(self._path)
-        plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
-        if rewrites := [task.execute(dataset) for task in plan.tasks]:
-            with self._commit_lock:
-                Compaction.commit(dataset, rewrites)
-        if self._path.is_file():  # listing files in an object store is too slow
-            dataset.cleanup_old_versions(retain_versions=MIN_VERSIONS)
-            return
-        manifest_sizes = list(_file_sizes(self._path / "_versions"))
-        data_bytes = sum(_file_sizes(self._path / "data"))
-        num_retained = max(MIN_VERSIONS, data_bytes // (4 * max(manifest_sizes, default=1)))
-        if len(manifest_sizes) > num_retained * 5 // 4:
-            dataset.cleanup_old_versions(retain_versions=num_retained)
-
-    def sync(self) -> None:
-        """Force every file to disk that was not forced before; Lance itself never does."""
-        present = set()
-        for folder, _, names in os.walk(self._path):
-            for file in (Path(folder) / name for name in names):
-                present.add(file)
-                if file not in self._synced:
-                    _force_to_disk(file)
-            _force_to_disk(Path(folder))
-        self._synced = present
-
-
-def _file_sizes(folder: Path) -> Iterator[int]:
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # a writer renamed or deleted it meanwhile
-            yield entry.stat().st_size
-
-
-def _force_to_disk(path: Path) -> None:
-    with suppress(FileNotFoundError):  # a compaction or cleanup deleted it meanwhile
-        force_to_disk(path)
 
 
 def unreferenced_files(path: Path) -> list[str]:

@@ -25,7 +25,6 @@ from areal_flow.log.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
 from areal_flow.log.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.log.dataset import (
     Log,
-    Maintenance,
     create_dataset,
     dataset_uri,
     open_dataset,
@@ -35,6 +34,7 @@ from areal_flow.log.dataset import (
 )
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups
+from areal_flow.log.maintenance import Maintenance
 from areal_flow.log.settled import (
     num_completion_tokens,
     past_of,

@@ -22,6 +22,8 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import submission_index_of
 from areal_flow.log.codec import CONTENT_COLUMNS, TRAJECTORIES, array_rows, content_hashes
 from areal_flow.log.dataset import (
+    BYTES_AT_ONCE,
+    IO_BUFFER_BYTES,
     conjunction,
     dataset_uri,
     fence_condition,
@@ -30,9 +32,6 @@ from areal_flow.log.dataset import (
     storage_errors,
 )
 from schemas import TrajectoryRow, validate
-
-BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
-"""Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
 
 
 def validate_groups(table: pa.Table) -> None:

@@ -32,10 +32,11 @@ from areal_flow.core.types import (
 from areal_flow.log import dataset
 from areal_flow.log.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.log.database import empty_database
-from areal_flow.log.dataset import Maintenance, create_dataset, open_dataset, storage_errors
+from areal_flow.log.dataset import create_dataset, open_dataset, storage_errors
 from areal_flow.log.directory import create_run
 from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail
 from areal_flow.log.ledger_row import Provenance, StepEntries, genesis_row, step_row
+from areal_flow.log.maintenance import Maintenance
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import (
     TrainingRows,

@@ -169,6 +169,7 @@ class InThisProcess:
     """A launcher whose workers are in the driver's event loop."""
 
     keeps_devices = True
+    files_per_worker = 0
 
     def __init__(self, scheduler: str, settings: ClusterSettings, *_: object, **__: object) -> None:
         self._scheduler = scheduler

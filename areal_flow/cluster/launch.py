@@ -28,6 +28,7 @@ from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.queued import QueuedLauncher
 from areal_flow.cluster.liveness import watch_health
 from areal_flow.cluster.monitoring import RunMetrics
+from areal_flow.cluster.open_files import allow_open_files
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import Executions
@@ -47,10 +48,6 @@ from areal_flow.flow.costs import record_worker_event
 from areal_flow.flow.flow import Flow
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.planning.gpus import gpu_named
-
-DRIVER_OPEN_FILES = 128
-OPEN_FILES_PER_WORKER = 5
-"""Two Dask connections and a launcher's pipes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,9 @@ class RunningCluster:
 def check_cluster(recipe: Recipe) -> None:
     """Refuse settings with which no cluster can start."""
     _refuse_busy_port(recipe.cluster.dashboard_port)
-    _allow_open_files(len(place_workers(recipe)))
     launcher = make_launcher("", recipe.cluster)
+    num_workers = len(place_workers(recipe)) + recipe.cluster.num_addable_generators
+    allow_open_files(num_workers, files_per_worker=launcher.files_per_worker)
     if isinstance(launcher, QueuedLauncher) and shutil.which(launcher.program) is None:
         raise ConfigError(
             f"cluster.launcher = {recipe.cluster.launcher!r}: there is no {launcher.program}; "
@@ -95,7 +93,7 @@ async def launch_cluster(
 ) -> AsyncIterator[RunningCluster]:
     """Start a process for each placement, wait for all, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
-    _allow_open_files(len(placements))
+    raise_open_files_limit()  # the scheduler keeps half as many connections
     with (
         dask.config.set(DASK_SETTINGS),
         _quiet_dask(),
@@ -184,17 +182,6 @@ def _quiet_dask() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def _allow_open_files(num_workers: int) -> None:
-    needed = DRIVER_OPEN_FILES + OPEN_FILES_PER_WORKER * num_workers
-    limit = raise_open_files_limit()
-    if needed > limit:
-        raise ConfigError(
-            f"a driver of {num_workers} workers opens about {needed} files, and this process may "
-            f"open {limit}: raise the limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf)"
-            ", or start fewer workers"
-        )
 
 
 def _refuse_busy_port(port: int) -> None:

@@ -35,6 +35,7 @@ from distributed.scheduler import heartbeat_interval
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.launchers.child import last_line
 from areal_flow.cluster.liveness import ProcessorUse
+from areal_flow.cluster.open_files import allow_open_files
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.registry import (
     UNREACHABLE,
@@ -211,6 +212,8 @@ class WorkerPool(SchedulerPlugin):
 
     async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
         """Start workers; return once all have joined, or fail with the first that ends instead."""
+        num_workers = sum(record.is_wanted for record in self.registry.all()) + len(placements)
+        allow_open_files(num_workers, files_per_worker=self._launcher.files_per_worker)
         records = [self.registry.place(placement) for placement in placements]
         loop = asyncio.get_running_loop()
         self._joining |= {record.name: loop.create_future() for record in records}

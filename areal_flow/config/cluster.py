@@ -106,6 +106,11 @@ class ClusterSettings(Settings):
         return [*chain.from_iterable(chosen)]
 
     @property
+    def num_addable_generators(self) -> int:
+        """Return how many generators autoscaling may add."""
+        return self.generator_range[1] - self.num_generators if self.generator_range else 0
+
+    @property
     def is_one_machine(self) -> bool:
         return self.launcher == "local" and is_loopback(self.network.host)
 

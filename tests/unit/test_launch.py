@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import re
 import resource
 import subprocess
@@ -14,12 +15,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
+import psutil
 import pytest
 from cryptography import x509
 
 from areal_flow.cluster.certificates import with_certificates
 from areal_flow.cluster.control import list_workers
 from areal_flow.cluster.launch import check_cluster, launch_cluster
+from areal_flow.cluster.launchers.local import LocalLauncher
+from areal_flow.cluster.open_files import CONNECTIONS_PER_WORKER
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
 from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import build_recipe
@@ -110,7 +114,7 @@ def test_given_key_that_others_can_read_is_refused(mode: int, tmp_path: Path) ->
 MANY_WORKERS = """
 import asyncio, os, resource
 from distributed import Scheduler, Worker
-from areal_flow.cluster.launch import _allow_open_files
+from areal_flow.cluster.open_files import allow_open_files
 
 async def start():
     options = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": None}
@@ -121,7 +125,7 @@ async def start():
         os._exit(0)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-_allow_open_files(250)
+allow_open_files(250, files_per_worker=3)
 asyncio.run(start())
 """
 
@@ -134,15 +138,50 @@ def test_two_hundred_and_fifty_workers_start_where_a_process_may_open_1024_files
     subprocess.run([sys.executable, "-c", MANY_WORKERS], check=True, cwd=tmp_path, timeout=120)
 
 
+def set_hard_limit(hard: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have this process a soft limit of 256 open files; return the limits that are set."""
+    limits = [(256, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    return limits
+
+
 @pytest.mark.parametrize("hard", [4096, 1024])
 def test_limit_of_open_files_is_raised_or_the_workers_are_refused(
     hard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = [(256, hard)]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    limits = set_hard_limit(hard, monkeypatch)
     recipe = build_recipe({"cluster": {"num_generators": 300}}, source="test")
-    expected = pytest.raises(ConfigError, match=r"302 workers .* may open 1024: raise the limit")
+    message = r"302 workers opens up to 2672 files \(256 \+ 8 a worker\).*open 1024.*most 96 work"
+    expected = pytest.raises(ConfigError, match=message)
     with expected if hard == 1024 else nullcontext():
         check_cluster(recipe)
     assert limits[-1] == (hard, hard)
+
+
+def test_generators_that_autoscaling_may_add_count_before_any_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_hard_limit(1024, monkeypatch)
+    recipe = build_recipe({"cluster": {"generator_range": [1, 300]}}, source="test")
+    with pytest.raises(ConfigError, match="a driver of 302 workers"):
+        check_cluster(recipe)
+
+
+@pytest.mark.slow
+async def test_workers_open_no_more_files_of_their_driver_than_were_counted(
+    tmp_path: Path,
+) -> None:
+    """Also while each has work and answers a broadcast."""
+    placements = [
+        WorkerPlacement(f"generator-{index}", "generator", 1, worker_environment(1))
+        for index in range(6)
+    ]
+    driver = psutil.Process()
+    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
+        before, pool = driver.num_fds(), cluster.pool
+        await pool.start_until_joined(placements)
+        await cluster.client.gather(cluster.client.map(abs, range(100)))
+        await cluster.client.run(os.getpid)
+        opened = driver.num_fds() - before
+    assert opened <= len(placements) * (CONNECTIONS_PER_WORKER + LocalLauncher.files_per_worker)

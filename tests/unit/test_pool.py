@@ -74,6 +74,7 @@ class FakeLauncher:
     """Processes that join at once unless their worker is broken; they end when a test says so."""
 
     keeps_devices = True
+    files_per_worker = 0
 
     def __init__(self, scheduler: FakeScheduler) -> None:
         self.scheduler = scheduler

@@ -26,6 +26,8 @@ class Launcher(Protocol):
 
     keeps_devices: bool
     """Whether a worker's devices stay the run's while its process is started again."""
+    files_per_worker: int
+    """How many files the driver keeps open for each process, such as pipes."""
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         """Start the process of a worker that has none; return before it has joined the scheduler.

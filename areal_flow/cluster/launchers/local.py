@@ -27,6 +27,7 @@ class LocalLauncher:
     """Workers that end with the driver: the kernel kills them if the driver dies."""
 
     keeps_devices = True
+    files_per_worker = 3  # input, output, and the fork server's report
     grace_s = 5.0
     """How long a process may take to end after SIGTERM."""
 

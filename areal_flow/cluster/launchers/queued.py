@@ -124,6 +124,7 @@ class QueuedLauncher(ABC):
     noun: str
     """What a job is called in messages, such as `Slurm job`."""
     keeps_devices = False
+    files_per_worker = 1
     poll_s = 10.0
     """How often the jobs are listed while nothing seems to end."""
     needs_delete = False

@@ -46,6 +46,7 @@ CONNECTING_LIMIT_S = 20.0
 class RemoteLauncher(LocalLauncher):
     """Workers on the hosts that their placements name; a subclass says how to reach them."""
 
+    files_per_worker = 2
     grace_s = GRACE_S + 3.0
 
     def supervised(

@@ -15,7 +15,7 @@ from typing import Any
 from distributed.core import rpc
 
 from areal_flow.cluster.certificates import connection_security
-from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.pool import WorkerPool, join_timeout_s
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker import ENGINE_METRIC, SERVED_METRIC
 from areal_flow.config.cluster import NetworkSettings
@@ -160,7 +160,8 @@ async def add_workers(
     scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
     arguments = {"role": role, "num_workers": num_workers}
-    return list(await _request(scheduler, network, "add", timeout_s=180, **arguments))
+    timeout_s = 60 + join_timeout_s(num_workers)
+    return list(await _request(scheduler, network, "add", timeout_s=timeout_s, **arguments))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:

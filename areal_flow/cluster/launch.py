@@ -91,7 +91,7 @@ async def launch_cluster(
     context: WorkerContext,
     fork_server: ForkServer | None = None,
 ) -> AsyncIterator[RunningCluster]:
-    """Start a process for each placement, wait for all, and end them on exit."""
+    """Start a process for each placement, wait until there are enough, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
     raise_open_files_limit()  # the scheduler keeps half as many connections
     with (
@@ -114,7 +114,7 @@ async def launch_cluster(
             serve_pool(pool)
             REGISTRY.register(metrics := RunMetrics(context.layout, pool))
             try:
-                await pool.start_until_joined(placements)
+                await pool.start_until_joined(placements, min_generators=settings.min_generators)
                 pool.spawn(watch_health(pool, settings))
                 address = scheduler.address
                 async with Client(address, asynchronous=True, security=security) as client:

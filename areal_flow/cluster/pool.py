@@ -56,7 +56,7 @@ ELASTIC_ROLES = ("generator", "reward")
 PLANNED_STEPS = 12
 """A plan is calibrated to so many steps with one number of generators."""
 
-START_TIMEOUT_S = 120.0
+JOIN_TIMEOUT_S, JOIN_S_PER_WORKER = 120.0, 1.0
 RETRY_HOST_S = 10.0
 """After how long a host that could not be reached is tried again."""
 START_TRIES, RETRY_START_S = 3, 2.0
@@ -83,6 +83,12 @@ class WorkerPool(SchedulerPlugin):
         self._launcher = launcher
         self.machines = machines
         self._joining: dict[str, asyncio.Future[None]] = {}
+        """Of workers whose end would fail the start that waits for them."""
+        self._late: set[str] = set()
+        """Generators that the start no longer waited for."""
+        self._attempts: dict[str, object] = {}
+        """Starts whose process has not ended, by worker."""
+        self._join_deadlines: dict[str, asyncio.TimerHandle] = {}
         self._killed: dict[str, str] = {}
         """By name, why a worker was killed; until its end is reported."""
         self._unreachable: Counter[str] = Counter()
@@ -109,8 +115,8 @@ class WorkerPool(SchedulerPlugin):
     def _begin_shutdown(self) -> None:
         self._closing = True
         self._broken.cancel()
-        for task in self._background:
-            task.cancel()
+        for work in (*self._background, *self._join_deadlines.values()):
+            work.cancel()
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await run_until_first_ends(work, self._until_broken())
@@ -169,12 +175,17 @@ class WorkerPool(SchedulerPlugin):
             self.spawn(self._unregister(worker))
             return
         del self._unreachable[record.name]
+        self._cancel_deadline(record)
         self.note("joined", **record.placement.devices)
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_result(None)
         if not record.is_wanted:
             self.spawn(self._launcher.stop(record.name))
+        elif record.name in self._late:
+            self._late.remove(record.name)
+            present, expected = self.generators(), self.registry.expected("generator")
+            logger.info("%s joined: %d of %d generators", record.name, len(present), len(expected))
         self._notify()
 
     def remove_worker(
@@ -210,32 +221,62 @@ class WorkerPool(SchedulerPlugin):
 
     # Starting, leaving
 
-    async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
-        """Start workers; return once all have joined, or fail with the first that ends instead."""
+    async def start_until_joined(
+        self, placements: Sequence[WorkerPlacement], *, min_generators: int | None = None
+    ) -> None:
+        """Start workers; return once all have joined, or fail with the first that ends instead.
+
+        Args:
+            min_generators: return once so many of the generators have joined. Those that join
+                later are then started again or quarantined like any worker that dies.
+        """
         num_workers = sum(record.is_wanted for record in self.registry.all()) + len(placements)
         allow_open_files(num_workers, files_per_worker=self._launcher.files_per_worker)
         records = [self.registry.place(placement) for placement in placements]
+        num_generators = sum(record.role == "generator" for record in records)
+        max_late = 0 if min_generators is None else max(0, num_generators - min_generators)
         loop = asyncio.get_running_loop()
         self._joining |= {record.name: loop.create_future() for record in records}
-        starts = [asyncio.ensure_future(self._start_and_join(record)) for record in records]
+        starts = {asyncio.ensure_future(self._start_and_join(record)): record for record in records}
+        starting = set(starts)
         try:
-            await asyncio.gather(*starts)
+            while len(starting) > max_late or any(starts[s].role != "generator" for s in starting):
+                joined, starting = await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(*joined)
         finally:
-            for start in starts:
-                start.cancel()
             for record in records:
                 self._joining.pop(record.name).cancel()
+            for start in starting:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        self._late |= {starts[start].name for start in starting if not starts[start].address}
 
     async def _start_and_join(self, record: WorkerRecord) -> None:
+        joining = self._joining[record.name]
         # It may wait in a queue. It is not cancelled halfway, since it stops an unwanted process.
         await asyncio.shield(self.spawn(self._start(record)))
-        try:
-            await asyncio.wait_for(self._joining[record.name], START_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(
-                f"expected {record.name} to join within {START_TIMEOUT_S:.0f} s, found its process "
-                "still starting; start fewer workers, or look at the load of the machine"
-            ) from None
+        await joining
+
+    def _set_deadline(self, record: WorkerRecord) -> None:
+        """Kill the process of a worker unless it joins within `join_timeout_s`."""
+        num_starting = sum(each.is_wanted and not each.address for each in self.registry.all())
+        timeout_s = join_timeout_s(num_starting)
+
+        def kill() -> None:
+            del self._join_deadlines[record.name]
+            why = (
+                f"it did not join within {timeout_s:.0f} s: see whether it can reach the driver, "
+                "and the load of its machine"
+            )
+            self.spawn(self.kill(record, why=why))
+
+        self._cancel_deadline(record)
+        loop = asyncio.get_running_loop()
+        self._join_deadlines[record.name] = loop.call_later(timeout_s, kill)
+
+    def _cancel_deadline(self, record: WorkerRecord) -> None:
+        if deadline := self._join_deadlines.pop(record.name, None):
+            deadline.cancel()
 
     async def retire(self, record: WorkerRecord, *, after_tasks: bool = False) -> None:
         """End a worker for good, after its finished results have moved to others.
@@ -244,6 +285,7 @@ class WorkerPool(SchedulerPlugin):
             after_tasks: let it finish the tasks that it executes, with no new ones.
         """
         record.is_leaving = True
+        self._cancel_deadline(record)
         self._notify()
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
@@ -357,17 +399,24 @@ class WorkerPool(SchedulerPlugin):
         if self._closing or not record.is_wanted:
             return
         num_deaths = len(record.deaths)
+        attempt = self._attempts[record.name] = object()
         try:
             await self._launcher.start(record.placement, partial(self._died, record))
         except EngineError as error:
             self._died(record, str(error))
+            return
         if not record.is_wanted:  # it was removed meanwhile
             await self._launcher.stop(record.name)
-        elif not self._launcher.keeps_devices and 0 < num_deaths == len(record.deaths):
+            return
+        if self._attempts.get(record.name) is attempt and not record.address:
+            self._set_deadline(record)
+        if not self._launcher.keeps_devices and 0 < num_deaths == len(record.deaths):
             self.note("started", **record.placement.devices)
 
     def _died(self, record: WorkerRecord, cause: str) -> None:
         cause = self._killed.pop(record.name, cause)
+        self._attempts.pop(record.name, None)
+        self._cancel_deadline(record)
         if self._closing or not record.is_wanted:
             return
         joining = self._joining.get(record.name)
@@ -410,6 +459,15 @@ class WorkerPool(SchedulerPlugin):
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()):
             logger.warning("%s", error)
+
+
+def join_timeout_s(num_starting: int) -> float:
+    """Return how long a started process may take to join, beside so many that start.
+
+    120 s + 1 s a worker: a cold environment on a network file system takes a minute to import, all
+    that start share its server, and the driver admits one after the other.
+    """
+    return JOIN_TIMEOUT_S + JOIN_S_PER_WORKER * num_starting
 
 
 def _start_failure(record: WorkerRecord, cause: str) -> EngineError:

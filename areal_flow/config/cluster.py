@@ -66,6 +66,8 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     """Number of generator processes."""
+    min_generators: int | None = Field(None, ge=1)
+    """Train once this many generators are ready; the others join later. None: wait for all."""
     generator_range: tuple[int, int] | None = Field(None, strict=False)
     """Autoscaling bounds, such as [1, 8]: add generators while the trainer waits for data, remove
     them while they wait for it. None: keep `num_generators`."""
@@ -125,6 +127,11 @@ class ClusterSettings(Settings):
             1 <= min_number <= self.num_generators <= max_number,
             f"cluster.generator_range = {self.generator_range}: expected bounds of at least "
             f"1 around cluster.num_generators ({self.num_generators})",
+        )
+        require(
+            (self.min_generators or 1) <= self.num_generators,
+            f"cluster.min_generators = {self.min_generators}: expected at most "
+            f"cluster.num_generators ({self.num_generators})",
         )
         require(
             bool(self.generator_range) or not self.autoscale_gpu,

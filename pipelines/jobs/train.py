@@ -24,7 +24,7 @@ from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.placement import place_workers
-from areal_flow.cluster.pool import Autoscaler
+from areal_flow.cluster.pool import Autoscaler, WorkerPool
 from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.worker import WorkerContext
@@ -190,7 +190,9 @@ async def import_engine(run: Training) -> None:
 async def train(run: Training, start: InitialState) -> int:
     """Train until all steps are done, time is up or a signal came; return the version."""
     layout, recipe, log, pool = run.layout, run.recipe, run.log, run.cluster.pool
-    run.progress.phase(f"Training from version {start.policy_version} to {recipe.num_steps}")
+    run.progress.phase(
+        f"Training from version {start.policy_version} to {recipe.num_steps}{late_generators(pool)}"
+    )
     gap = GapWatch(partial(log.rows, ["metrics"]))
     planner = planner_command(layout) if recipe.cluster.autoscale_gpu else ()
     autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
@@ -247,6 +249,14 @@ async def train(run: Training, start: InitialState) -> int:
     if flow.policy_version > start.policy_version:
         await run.checkpoints.complete()
     return flow.policy_version
+
+
+def late_generators(pool: WorkerPool) -> str:
+    """Return in words which generators will join later; empty if none will."""
+    num_joined, num_expected = len(pool.generators()), len(pool.registry.expected("generator"))
+    if num_joined == num_expected:
+        return ""
+    return f" with {num_joined} of {num_expected} generators; the others join when they start"
 
 
 def write_summary(run: Training) -> None:

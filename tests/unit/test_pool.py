@@ -14,7 +14,7 @@ import pytest
 
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
-from areal_flow.cluster.pool import RETRY_START_S, START_TIMEOUT_S, START_TRIES, WorkerPool
+from areal_flow.cluster.pool import RETRY_START_S, START_TRIES, WorkerPool, join_timeout_s
 from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS, Execution, Executions
 from areal_flow.cluster.worker import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
@@ -81,6 +81,8 @@ class FakeLauncher:
         self.broken: dict[str, str] = {}
         self.silent: set[str] = set()
         self.queued: set[str] = set()
+        self.begun = asyncio.Event()
+        """Set when the jobs in the queue begin."""
         self.num_started = 0
         self.running: dict[str, Callable[[str], None]] = {}
 
@@ -90,7 +92,8 @@ class FakeLauncher:
         self.num_started += 1
         if name in self.queued:
             self.running[name] = on_exit
-            await asyncio.Event().wait()
+            await self.begun.wait()
+            return
         if self.broken.get(name) == "no process":
             raise EngineError(f"{name} cannot be started: no such program")
         self.running[name] = on_exit
@@ -393,9 +396,86 @@ def test_start_has_a_limit_and_names_who_is_missing() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         launcher.silent.add("generator-1")
         began = asyncio.get_running_loop().time()
-        with pytest.raises(EngineError, match="expected generator-1 to join within 120 s"):
+        with pytest.raises(EngineError, match=r"generator-1 to start.*not join within 122 s"):
             await pool.start_until_joined(TWO)
-        assert asyncio.get_running_loop().time() - began == pytest.approx(START_TIMEOUT_S)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(join_timeout_s(2))
+
+    with_pool(test)
+
+
+EIGHT = [WorkerPlacement(f"generator-{index}", "generator", 4) for index in range(8)]
+
+
+def test_start_ends_with_the_least_number_of_generators_and_the_others_join_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.queued |= {placement.name for placement in EIGHT[3:]}
+        numbers: list[int] = []
+        pool.subscribe(numbers.append)
+        await asyncio.wait_for(pool.start_until_joined([*EIGHT, TRAINER], min_generators=3), 10)
+        assert (len(pool.generators()), len(pool.registry.expected("generator"))) == (3, 8)
+        with caplog.at_level("INFO"):
+            launcher.scheduler.register(EIGHT[7], "tcp://late")
+        assert "generator-7 joined: 4 of 8 generators" in caplog.text
+        assert numbers[-1] == 4
+
+    with_pool(test)
+
+
+def test_no_trainer_is_missing_when_training_starts_with_few_generators() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.queued.add("trainer-0")
+        starting = asyncio.ensure_future(
+            pool.start_until_joined([*EIGHT, TRAINER], min_generators=3)
+        )
+        await asyncio.sleep(1000)
+        assert not starting.done()
+        launcher.scheduler.register(TRAINER, "tcp://trainer")
+        launcher.begun.set()
+        await starting
+
+    with_pool(test)
+
+
+def test_generator_that_dies_at_its_late_start_is_tried_again_and_then_quarantined() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.queued |= {"generator-3", "generator-4"}
+        await pool.start_until_joined(EIGHT[:5], min_generators=3)
+        launcher.queued.clear()
+        launcher.broken["generator-3"] = "exit status 1: no model"
+        launcher.begun.set()
+        launcher.end("generator-3", "its node was lost")
+        launcher.end("generator-4", "its node was lost")
+        await asyncio.sleep(10)
+        states = {record.name: record.is_quarantined for record in pool.registry.all()}
+        assert [name for name, is_quarantined in states.items() if is_quarantined] == [
+            "generator-3"
+        ]
+        assert len(pool.generators()) == 4
+
+    with_pool(test)
+
+
+def test_late_generator_that_starts_but_never_joins_is_killed_and_quarantined() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.silent.add("generator-1")
+        await pool.start_until_joined(TWO, min_generators=1)
+        await asyncio.sleep(4 * join_timeout_s(2))
+        (record,) = [each for each in pool.registry.all() if each.name == "generator-1"]
+        assert record.is_quarantined
+        assert "did not join within 121 s" in record.deaths[-1].cause
+        assert launcher.running.keys() == {"generator-0"}
+
+    with_pool(test)
+
+
+def test_job_that_waits_in_its_queue_has_no_deadline_to_join() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.queued.add("generator-1")
+        await pool.start_until_joined(TWO, min_generators=1)
+        await asyncio.sleep(100_000)
+        assert not any(record.deaths for record in pool.registry.all())
 
     with_pool(test)
 

@@ -25,7 +25,7 @@ from areal_flow.core.failures import first_line
 from areal_flow.core.types import Rendezvous
 from areal_flow.training.settings import TrainerSettings
 
-CONNECTING_TIMEOUT_S = 300.0
+CONNECTING_TIMEOUT_S, CONNECTING_S_PER_RANK = 300.0, 1.0
 
 
 class ReplicaGroup:
@@ -163,6 +163,8 @@ def connect_ranks(
 ) -> ConnectedRanks:
     """Connect by a file for this rendezvous alone, on a file system that all ranks see.
 
+    All ranks must come within 300 s + 1 s a rank: each starts torch, and polls the one file.
+
     Args:
         host: this machine's address, at which the rank listens.
         timeout_s: how long an exchange waits for the other ranks.
@@ -173,7 +175,8 @@ def connect_ranks(
     try:
         point.parent.mkdir(parents=True, exist_ok=True)
         store = distributed.FileStore(str(point), num_ranks)  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=CONNECTING_TIMEOUT_S))
+        connecting_s = CONNECTING_TIMEOUT_S + CONNECTING_S_PER_RANK * num_ranks
+        store.set_timeout(timedelta(seconds=connecting_s))
         if store.add(f"came-{rank}", 1) > 1:
             raise TrainerLost(f"rank {rank} was replaced while its replica group connected")
         store.wait([f"came-{other}" for other in range(num_ranks)])

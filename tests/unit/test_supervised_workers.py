@@ -20,7 +20,7 @@ from areal_flow.cluster.certificates import connection_security, with_certificat
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.child import Child, take_reports
 from areal_flow.cluster.launchers.fork_server import ForkServer
-from areal_flow.cluster.launchers.queued import JobState, QueuedLauncher
+from areal_flow.cluster.launchers.queued import MAX_SUBMITTING, JobState, QueuedLauncher
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import WorkerRegistry
@@ -213,6 +213,62 @@ async def test_twelve_workers_of_a_host_connect_without_a_refusal(
     assert [launcher.processor_use(name).processor_s for name in names] == [0.5] * 12
     await asyncio.gather(*(launcher.stop(name) for name in names))
     assert ended == []
+
+
+SRUN = """#!/bin/sh
+here=$(dirname "$0")
+touch "$here/starting-$$"
+[ $(ls "$here" | grep -c starting) -gt 16 ] && exit 1
+sleep 0.4
+rm "$here/starting-$$"
+printf '\\036areal-flow 0.5 R\\n'
+exec cat
+"""
+"""An `srun` whose controller serves sixteen requests at a time."""
+
+
+async def test_steps_on_all_nodes_are_requested_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "srun", SRUN)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    launcher = make_launcher("tcp://here:1", ClusterSettings(launcher="srun"))
+    names, ended = [f"reward-{number}" for number in range(20)], list[str]()
+    workers = [WorkerPlacement(name, "reward", 1, host=f"node-{name}") for name in names]
+    await asyncio.gather(*(launcher.start(worker, ended.append) for worker in workers))
+    assert [launcher.processor_use(name).processor_s for name in names] == [0.5] * 20
+    await asyncio.gather(*(launcher.stop(name) for name in names))
+    assert ended == []
+
+
+class SlowQueue(QueuedByHand):
+    """A queue that takes its time to accept a job."""
+
+    num_submitting = most_submitting = 0
+
+    async def submit(self, placement: WorkerPlacement, port: int, token: Path) -> str:
+        self.num_submitting += 1
+        self.most_submitting = max(self.most_submitting, self.num_submitting)
+        await asyncio.sleep(0.01)
+        self.num_submitting -= 1
+        return await super().submit(placement, port, token)
+
+
+async def test_jobs_are_submitted_few_at_a_time_and_wait_in_the_queue_together(
+    tmp_path: Path,
+) -> None:
+    network = with_certificates(NetworkSettings(), tmp_path)
+    queue = SlowQueue(ClusterSettings(network=network), tmp_path)
+    names = [f"generator-{number}" for number in range(3 * MAX_SUBMITTING)]
+    placements = [WorkerPlacement(name, "generator", 1) for name in names]
+    starts = [asyncio.ensure_future(queue.start(each, lambda _: None)) for each in placements]
+    async with asyncio.timeout(20):
+        while len(queue.tokens) < len(names):
+            await asyncio.sleep(0.01)
+    assert queue.most_submitting == MAX_SUBMITTING
+    assert not any(start.done() for start in starts)
+    await asyncio.gather(*map(queue.stop, names))
+    await asyncio.gather(*starts)
 
 
 def test_reports_leave_the_last_lines_of_a_process() -> None:

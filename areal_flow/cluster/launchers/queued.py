@@ -39,6 +39,7 @@ from areal_flow.cluster.launchers.child import (
     take_reports,
 )
 from areal_flow.cluster.launchers.fork_server import ForkServer
+from areal_flow.cluster.launchers.staging import StagedStarts
 from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.supervisor import END, GRACE_S, KILL, TO_DRIVER
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 ENDING_LIMIT_S = 30.0
 """How long the system may take to say how a job ended, before it is cancelled."""
+MAX_SUBMITTING = 4
+"""Jobs that are being submitted at a time, each by a process of its own."""
 MAX_UNACCEPTED = 1024
 """How many jobs may connect at the same moment."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -141,6 +144,7 @@ class QueuedLauncher(ABC):
         self._server: asyncio.Server | None = None
         """Where jobs connect, while there are any."""
         self._opening = asyncio.Lock()
+        self._submissions = StagedStarts(MAX_SUBMITTING)
         self._watching: asyncio.Future[None] | None = None
 
     @abstractmethod
@@ -191,7 +195,9 @@ class QueuedLauncher(ABC):
             self.logs.mkdir(parents=True, exist_ok=True)
             job.token_file.touch(0o600)
             job.token_file.write_text(f"{job.token}\n")
-            job.id = await self.submit(placement, await self._listen(), job.token_file)
+            port = await self._listen()
+            async with self._submissions.turn(self.program):
+                job.id = await self.submit(placement, port, job.token_file)
         except (OSError, ValueError) as error:
             self._ended(job)
             raise EngineError(f"{job.name} cannot be submitted: {error}") from error

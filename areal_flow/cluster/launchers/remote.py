@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from areal_flow.cluster.launchers.child import Child
 from areal_flow.cluster.launchers.fork_server import ForkServer
 from areal_flow.cluster.launchers.local import LocalLauncher
+from areal_flow.cluster.launchers.staging import StagedStarts
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.registry import UNREACHABLE
 from areal_flow.cluster.supervisor import GRACE_S, KILL
@@ -39,8 +39,10 @@ CONNECTION_ENDED = 255
 MAX_CONNECTING = 5
 """Connections to one host that are being made at a time: by default sshd drops some of those that
 exceed ten, whoever made them."""
+MAX_STEPS_STARTING = 16
+"""Steps that `srun` asks Slurm's controller for at a time: it serves other users, too."""
 CONNECTING_LIMIT_S = 20.0
-"""After so long without a word from the supervisor, the next connection is made all the same."""
+"""After so long without a word from the supervisor, the next worker is started all the same."""
 
 
 class RemoteLauncher(LocalLauncher):
@@ -48,6 +50,26 @@ class RemoteLauncher(LocalLauncher):
 
     files_per_worker = 2
     grace_s = GRACE_S + 3.0
+    max_starting: int
+    """Workers that may be starting at a time at one place."""
+
+    def __init__(
+        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
+    ) -> None:
+        super().__init__(scheduler, settings, fork_server, logs)
+        self._settings = settings
+        self._starts = StagedStarts(self.max_starting)
+
+    def place(self, placement: WorkerPlacement) -> str:
+        """Return what serves the start of a worker."""
+        return placement.host
+
+    async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
+        async with self._starts.turn(self.place(placement)):
+            await super().start(placement, on_exit)
+            supervised = self._children[placement.name].supervised
+            with suppress(TimeoutError):
+                await asyncio.wait_for(supervised.wait(), CONNECTING_LIMIT_S)
 
     def supervised(
         self, placement: WorkerPlacement, options: str, python: str, *flags: str
@@ -82,11 +104,10 @@ class SrunLauncher(RemoteLauncher):
     All nodes are there when the job starts, and a worker that dies waits in no queue.
     """
 
-    def __init__(
-        self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
-    ) -> None:
-        super().__init__(scheduler, settings, fork_server, logs)
-        self._settings = settings
+    max_starting = MAX_STEPS_STARTING
+
+    def place(self, placement: WorkerPlacement) -> str:
+        return ""  # the controller, wherever the step runs
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
         of_user = self._settings.slurm_options(placement.role)
@@ -98,6 +119,8 @@ class SrunLauncher(RemoteLauncher):
 class SshLauncher(RemoteLauncher):
     """Workers on the hosts of `cluster.remote`."""
 
+    max_starting = MAX_CONNECTING
+
     def __init__(
         self, scheduler: str, settings: ClusterSettings, fork_server: ForkServer, logs: Path
     ) -> None:
@@ -107,16 +130,6 @@ class SshLauncher(RemoteLauncher):
             )
         super().__init__(scheduler, settings, fork_server, logs)
         self._remote = settings.remote
-        self._connecting: defaultdict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(MAX_CONNECTING)
-        )
-
-    async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
-        async with self._connecting[placement.host]:
-            await super().start(placement, on_exit)
-            supervised = self._children[placement.name].supervised
-            with suppress(TimeoutError):
-                await asyncio.wait_for(supervised.wait(), CONNECTING_LIMIT_S)
 
     def command(self, placement: WorkerPlacement, options: str) -> list[str]:
         ssh_options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]

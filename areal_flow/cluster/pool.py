@@ -30,6 +30,9 @@ from typing import Any, NoReturn, TypeVar
 
 import dask
 from distributed import SchedulerPlugin
+from distributed.core import clean_exception
+from distributed.protocol import deserialize
+from distributed.protocol.pickle import dumps
 from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.launchers import Launcher
@@ -218,6 +221,27 @@ class WorkerPool(SchedulerPlugin):
     def _notify(self) -> None:
         for receive in self._subscribers:
             receive(len(self.generators()))
+
+    async def run(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function in a worker's event loop, beside its tasks; return its result or error.
+
+        The scheduler keeps a connection to each worker for this. `Client.run` would need another,
+        with both ends in this process, for every call that is under way.
+        """
+        message = {"op": "run", "function": dumps(function), "args": dumps(arguments)}
+        replies = await self.scheduler.broadcast(msg=message, workers=[address], on_error="return")
+        reply = replies[address]
+        if isinstance(reply, Exception):
+            return reply
+        is_error = reply["status"] == "error"
+        result = reply["exception" if is_error else "result"]
+        value = deserialize(result.header, result.frames)
+        return clean_exception(value)[1] if is_error else value
+
+    def host(self, record: WorkerRecord) -> str:
+        """Return where a worker runs, as the scheduler reaches it."""
+        worker = self.scheduler.workers.get(record.address)
+        return str(worker.host) if worker else record.placement.host
 
     # Starting, leaving
 

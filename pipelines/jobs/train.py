@@ -332,14 +332,14 @@ class Training:
         self.rollouts = DaskRollouts(
             client, self.channel, pool, max_attempts=recipe.controller.max_attempts
         )
-        self.weights = DaskWeights(client, self.channel, pool)
+        self.weights = DaskWeights(self.channel, pool)
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
         self.replicas = TrainerReplicas(
             client, num_ranks=recipe.cluster.num_trainers, replace=pool.replace
         )
-        turns = GpuTurns(client, pool, layout.processes_of(writer.writer_epoch))
+        turns = GpuTurns(pool, layout.processes_of(writer.writer_epoch))
         self.trainer = DaskTrainer(
             self.replicas,
             partial(restore_trainer, self),

@@ -123,18 +123,18 @@ class Driver:
         self.registry = SimpleNamespace(
             present=lambda role: [SimpleNamespace(address=role, is_silent=False)]
         )
-        self.turns = GpuTurns(self, self, self.processes)  # type: ignore[arg-type]
+        self.turns = GpuTurns(self, self.processes)  # type: ignore[arg-type]
 
     @property
     def role(self) -> GeneratorRole:
         return self.context.ensure(GeneratorRole, lambda: GeneratorRole(self.context))
 
-    async def run(self, function: Any, *arguments: Any, workers: list[str], **_: Any) -> Any:
+    async def run(self, address: str, function: Any, *arguments: Any) -> Any:
         worker = SimpleNamespace(plugins={PLUGIN_NAME: self.context})
         try:
-            return {workers[0]: await function(*arguments, worker)}
-        except OSError as error:
-            return {workers[0]: error}
+            return await function(*arguments, worker)
+        except Exception as error:  # noqa: BLE001 - as `WorkerPool.run` does
+            return error
 
     async def replace(self, address: str, *, why: str) -> None:
         self.replaced.append(address)

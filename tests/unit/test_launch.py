@@ -185,3 +185,23 @@ async def test_workers_open_no_more_files_of_their_driver_than_were_counted(
         await cluster.client.run(os.getpid)
         opened = driver.num_fds() - before
     assert opened <= len(placements) * (CONNECTIONS_PER_WORKER + LocalLauncher.files_per_worker)
+
+
+def refuse() -> None:
+    raise ConfigError("not here")
+
+
+async def test_function_runs_beside_the_tasks_of_a_worker_and_its_error_is_returned(
+    tmp_path: Path,
+) -> None:
+    placement = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
+    async with launch_cluster([placement], ClusterSettings(), WorkerContext(tmp_path, 1)) as made:
+        (worker,) = made.pool.scheduler.workers.values()
+        assert await made.pool.run(worker.address, os.getpid) == worker.pid
+        error = await made.pool.run(worker.address, refuse)
+        assert isinstance(error, ConfigError)
+        assert str(error) == "not here"
+        slow = asyncio.ensure_future(made.pool.run(worker.address, asyncio.sleep, 60))
+        await asyncio.sleep(0.2)
+        slow.cancel()
+        assert await made.pool.run(worker.address, os.path.basename, "a/b") == "b"

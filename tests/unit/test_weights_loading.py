@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from areal_flow.cluster.generators import REPLY_TIMEOUT_S, DaskWeights
+from areal_flow.cluster.generators import MAX_READING_HOSTS, REPLY_TIMEOUT_S, DaskWeights
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.worker import ENGINE_METRIC
 from areal_flow.config.cluster import SLOW_STORAGE_BYTES_PER_S
@@ -30,23 +31,6 @@ class Published(MemoryWriter):
         return self._num_bytes
 
 
-class FakeClient:
-    """A Dask client whose generators take some time to load and report what they serve."""
-
-    def __init__(
-        self, load_s: dict[str, float] | None = None, served: dict[str, Any] | None = None
-    ) -> None:
-        self._load_s = load_s or {}
-        self._served = served or {}
-
-    async def run(
-        self, function: Any, version: int, *, workers: list[str], on_error: str
-    ) -> dict[str, Any]:
-        (address,) = workers
-        await asyncio.sleep(self._load_s.get(address, 0))
-        return {address: self._served.get(address)}
-
-
 class FakeGenerator:
     """The record of a generator, which is silent some time after it was stopped."""
 
@@ -62,11 +46,22 @@ class FakeGenerator:
 
 
 class FakeGenerators:
-    """Two generators, one of which falls silent when it is stopped."""
+    """A pool of two generators, which take some time to load and report what they serve.
 
-    def __init__(self, stopped_at: float | None = None, decodes_until: float | None = None) -> None:
+    One of them falls silent when it is stopped.
+    """
+
+    def __init__(
+        self,
+        stopped_at: float | None = None,
+        decodes_until: float | None = None,
+        served: dict[str, Any] | None = None,
+    ) -> None:
         self.stopped_at = stopped_at
+        self.load_s: dict[str, float] = {}
         self._decodes_until = decodes_until
+        self._draining = ["other"]
+        self._served = served or {}
         self.replaced: list[str] = []
         self.why = ""
 
@@ -76,15 +71,23 @@ class FakeGenerators:
 
     @property
     def scheduler(self) -> SimpleNamespace:
-        """The heartbeats: the other generator drains and decodes for a while."""
+        """The heartbeats: some generators drain and decode for a while."""
         if self._decodes_until is None:
             return SimpleNamespace(workers={})
         busy_s = min(asyncio.get_running_loop().time(), self._decodes_until)
         engine = {"busy_seconds_total": busy_s, "draining": 1.0}
-        return SimpleNamespace(workers={"other": SimpleNamespace(metrics={ENGINE_METRIC: engine})})
+        heartbeat = SimpleNamespace(metrics={ENGINE_METRIC: engine})
+        return SimpleNamespace(workers=dict.fromkeys(self._draining, heartbeat))
 
     def running(self, role: str) -> list[FakeGenerator]:
         return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
+
+    def host(self, record: FakeGenerator) -> str:
+        return record.address
+
+    async def run(self, address: str, function: Any, version: int) -> Any:
+        await asyncio.sleep(self.load_s.get(address, 0))
+        return self._served.get(address)
 
     async def replace(self, address: str, *, why: str) -> None:
         self.replaced.append(address)
@@ -93,7 +96,8 @@ class FakeGenerators:
 
 def seconds_to_announce(live: FakeGenerators, *, num_bytes: int = 0, **load_s: float) -> float:
     async def announce() -> float:
-        weights = DaskWeights(FakeClient(load_s=load_s), Published(num_bytes), live)
+        live.load_s = load_s
+        weights = DaskWeights(Published(num_bytes), live)
         await weights.load_everywhere(1, "recorded")
         return asyncio.get_running_loop().time()
 
@@ -160,23 +164,59 @@ def test_generator_that_drains_is_waited_for_while_it_decodes() -> None:
 def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
     reported: Any, why: str
 ) -> None:
-    live = FakeGenerators()
-    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": reported})
-    weights = DaskWeights(client, Published(), live)
-    served = asyncio.run(weights.load_everywhere(1, "recorded"))
+    served = {"healthy": ServedWeights(1, "recorded", 0, 0), "other": reported}
+    live = FakeGenerators(served=served)
+    weights = DaskWeights(Published(), live)
+    loaded = asyncio.run(weights.load_everywhere(1, "recorded"))
     assert live.why == why
     assert live.replaced == ["other"] * bool(why)
-    assert len(served) == 1 + (isinstance(reported, ServedWeights) and not why)
+    assert len(loaded) == 1 + (isinstance(reported, ServedWeights) and not why)
 
 
 def test_weights_that_a_restored_trainer_published_again_are_accepted() -> None:
-    live = FakeGenerators()
     forked = ServedWeights(1, "made by the replay", 0, 0)
-    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": forked})
-    weights = DaskWeights(client, Published(), live)
+    served = {"healthy": ServedWeights(1, "recorded", 0, 0), "other": forked}
+    live = FakeGenerators(served=served)
+    weights = DaskWeights(Published(), live)
     weights.note_restored(1, "made by the replay")
-    served = asyncio.run(weights.load_everywhere(1, "recorded"))
-    assert (live.replaced, len(served)) == ([], 2)
+    loaded = asyncio.run(weights.load_everywhere(1, "recorded"))
+    assert (live.replaced, len(loaded)) == ([], 2)
+
+
+class ManyHosts(FakeGenerators):
+    """Three generators on each of many hosts; notes which hosts read at the same time."""
+
+    def __init__(self, num_hosts: int, **decoding: float) -> None:
+        super().__init__(**decoding)
+        self._draining = [f"{host}:{port}" for port in range(3) for host in range(num_hosts)]
+        self._reading: Counter[str] = Counter()
+        self.most_reading = 0
+
+    def running(self, role: str) -> list[FakeGenerator]:
+        return [FakeGenerator(address, None) for address in self._draining]
+
+    def host(self, record: FakeGenerator) -> str:
+        return record.address.partition(":")[0]
+
+    async def run(self, address: str, function: Any, version: int) -> Any:
+        host = address.partition(":")[0]
+        self._reading[host] += 1
+        self.most_reading = max(self.most_reading, len(+self._reading))
+        await asyncio.sleep(2)
+        self._reading[host] -= 1
+        return ServedWeights(version, "recorded", 0, 0)
+
+
+def test_few_hosts_read_new_weights_at_a_time_and_the_generators_of_each_together() -> None:
+    live = ManyHosts(3 * MAX_READING_HOSTS)
+    assert seconds_to_announce(live) == 3 * 2
+    assert live.most_reading == MAX_READING_HOSTS
+
+
+def test_hosts_whose_generators_drain_let_others_read() -> None:
+    live = ManyHosts(3 * MAX_READING_HOSTS, decodes_until=900.0)
+    assert seconds_to_announce(live) < 3 * 2
+    assert live.most_reading > MAX_READING_HOSTS
 
 
 def test_weights_are_published_beside_the_event_loop() -> None:
@@ -186,6 +226,6 @@ def test_weights_are_published_beside_the_event_loop() -> None:
         def publish(self, version: int) -> None:
             threads.append(threading.get_ident())
 
-    asyncio.run(DaskWeights(FakeClient(), SlowWriter(), FakeGenerators()).publish(1))
+    asyncio.run(DaskWeights(SlowWriter(), FakeGenerators()).publish(1))
     (thread,) = threads
     assert thread != threading.get_ident()

@@ -18,7 +18,7 @@ from areal_flow.log.codec import content_hashes
 from areal_flow.log.dataset import create_dataset
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.queries import Run
-from pipelines.pages.view import read_points
+from pipelines.pages.view import RunCurves
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
 from tests.tracked_runs import step_row
@@ -54,7 +54,8 @@ with tempfile.TemporaryDirectory() as folder:
         shutil.rmtree(path)
         schema, parts = next(portions())[place].schema, (each[place] for each in portions())
         create_dataset(path, schema, parts, stable_row_ids=not place)
-    questions = {"curves": lambda: read_points(run), "a group": lambda: show_group(run, 3)}
+    curves = RunCurves(run, 0, lambda *_: None)
+    questions = {"curves": curves.refresh, "a group": lambda: show_group(run, 3)}
     for where in (None, "reward = 1 AND member = 5", "reward = 1 AND staleness = 0"):
         questions[f"groups where {where}"] = partial(select_groups, run, GroupSelection(where))
     for what, ask in questions.items():

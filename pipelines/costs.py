@@ -20,7 +20,7 @@ from areal_flow.flow.costs import (
     by_use,
     read_workers,
 )
-from areal_flow.log.ledger import LedgerReader
+from areal_flow.log.ledger import LedgerTail
 from areal_flow.log.queries import Run
 from areal_flow.planning.gpus import GPUS
 from pipelines.console.tables import Report, Table
@@ -48,9 +48,11 @@ def costs_of(run: Run, prices: Any = None) -> tuple[dict[str, Any], list[StepCos
             "was not trained, or by an older version"
         )
     workers = read_workers(layout.workers, {**run.recipe.cluster.prices, **(prices or {})})
-    accounting, rows = CostAccounting(), LedgerReader(layout).rows(COLUMNS, since=1)
-    steps = [accounting.add(row, workers) for row in rows]
-    num_trained, whole = sum(row["num_trained_tokens"] for row in rows), accounting.whole(workers)
+    accounting, steps, num_trained = CostAccounting(), list[StepCost](), 0
+    for rows in LedgerTail(layout, COLUMNS, since=1).batches():
+        steps += [accounting.add(row, workers) for row in rows]
+        num_trained += sum(row["num_trained_tokens"] for row in rows)
+    whole = accounting.whole(workers)
     costs = {
         "run": layout.name,
         "unit": "money" if workers.has_prices else "device seconds",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from areal_flow.config import Recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease
 from areal_flow.core.pass_rates import PASS_RATE
 from areal_flow.core.types import PolicyHashes
+from areal_flow.log.dataset import create_dataset
 from areal_flow.log.directory import create_run, write_identity
 from areal_flow.log.inputs import Verifier, record_inputs
+from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import Provenance, genesis_row
 from areal_flow.log.run_log import RunLog, create_logs
 from tests.rows import append
@@ -60,6 +65,15 @@ def step_row(step: int, **columns: Any) -> dict[str, Any]:
         "committed_at": BEGAN + timedelta(seconds=step),
         **columns,
     }
+
+
+def make_old_run(root: Path, *, num_steps: int) -> RunLayout:
+    """Make a run of many steps, written in one go."""
+    layout = make_run(root)
+    shutil.rmtree(layout.steps)
+    rows = [step_row(step, step_s=1.0) for step in range(num_steps + 1)]
+    create_dataset(layout.steps, STEPS, [pa.Table.from_pylist(rows, schema=STEPS)])
+    return layout
 
 
 def append_steps(layout: RunLayout, *steps: int) -> None:

@@ -46,7 +46,6 @@ from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import raise_open_files_limit
 from areal_flow.flow.costs import record_worker_event
 from areal_flow.flow.flow import Flow
-from areal_flow.log.ledger import LedgerReader
 from areal_flow.planning.gpus import gpu_named
 
 
@@ -62,10 +61,10 @@ class RunningCluster:
     feed: RunFeed
     metrics: RunMetrics
 
-    async def show(self, flow: Flow, ledger: LedgerReader) -> None:
+    async def show(self, flow: Flow) -> None:
         """Show a flow on the dashboard's page and to Prometheus from now on."""
         self.feed.flow = flow
-        await self.metrics.follow(flow, ledger)
+        await self.metrics.follow(flow)
 
 
 def check_cluster(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from areal_flow.cluster.pool import WorkerPool
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import TRAINED_BY_STALENESS
 from areal_flow.flow.flow import Flow
-from areal_flow.log.ledger import LedgerReader
+from areal_flow.log.ledger import LedgerTail
 from areal_flow.tracking.projection import STEP_COLUMNS, step_metrics
 
 MEANING = "See docs/guides/monitoring.md."
@@ -70,11 +70,9 @@ class RunMetrics(Collector):
         self._flow: Flow | None = None
         self.ledger = LedgerTotals()
 
-    async def follow(self, flow: Flow, ledger: LedgerReader) -> None:
+    async def follow(self, flow: Flow) -> None:
         """Show a flow from now on; whoever appends to the ledger adds to `self.ledger`, too."""
-        columns = {*STEP_COLUMNS, *(f"{part}_s" for part in PARTS)}
-        for row in await asyncio.to_thread(ledger.rows, [*columns]):
-            self.ledger.add(row)
+        await asyncio.to_thread(self._add_recorded)
         self._flow = flow
 
     def describe(self) -> list[Metric]:
@@ -90,6 +88,12 @@ class RunMetrics(Collector):
         yield from families.values()
         if self._flow is not None:
             yield self.ledger.staleness(run)
+
+    def _add_recorded(self) -> None:
+        columns = {*STEP_COLUMNS, *(f"{part}_s" for part in PARTS)}
+        for rows in LedgerTail(self._layout, [*columns], since=0).batches():
+            for row in rows:
+                self.ledger.add(row)
 
     def _samples(self) -> Iterator[Sample]:
         disk = shutil.disk_usage(self._layout.root)

@@ -79,7 +79,7 @@ class RunFeed:
         self.layout = layout
         self.flow: Flow | None = None
         self._pool = pool
-        self._ledger = LedgerTail(layout, _STEP_COLUMNS, since=1, max_rows=MOST_STEPS)
+        self._ledger = LedgerTail(layout, _STEP_COLUMNS, since=1, newest=MOST_STEPS)
         self._steps = steps_of([])
         self._shown: Mapping[str, pl.DataFrame] = {}
         self._read_at = 0.0
@@ -104,7 +104,7 @@ class RunFeed:
         return at_work | {TRAINER: bool(self.flow and self.flow.accounting.in_step)}
 
     def _read(self, at_work: Mapping[str, bool]) -> dict[str, pl.DataFrame]:
-        if rows := self._ledger.read():
+        for rows in self._ledger.batches():
             self._steps = self._steps.vstack(steps_of(rows)).tail(MOST_STEPS)
         steps = self._steps.tail(RECENT_STEPS)
         if steps.is_empty():

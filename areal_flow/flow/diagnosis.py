@@ -36,6 +36,8 @@ MAX_KL = 0.01
 """Nats a token; a few tokens that differ much make it large while the mean stays small."""
 MIN_TOKENS = 100
 """Of a step, below which its gap is not judged."""
+REMEMBERED_STEPS = 1000
+"""A resumed run repeats no warning that one of so many steps before would have given."""
 REMEDIES = (
     "in this order: give generation.dtype and trainer.dtype the same value, which is the head's "
     "too; leave generation.vllm.quantization (fp8) out; set generation.batch_invariant for "
@@ -154,7 +156,7 @@ class GapWatch:
     """
 
     def __init__(self, recorded: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Take what returns the ledger's rows: a resumed run has warned already."""
+        """Take what returns the newest rows of the ledger: a resumed run has warned already."""
         self._recorded = recorded
         self._is_reported = False
 

@@ -18,6 +18,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -117,7 +118,10 @@ def newest_fragments(
 ) -> list[LanceFragment]:
     """Return as many of the newest fragments as hold these rows, which satisfy a condition."""
     newest: list[LanceFragment] = []
-    for fragments in portions_from_newest(dataset.get_fragments()):
+    stored = dataset.get_fragments()
+    held = accumulate(fragment.metadata.num_rows for fragment in reversed(stored))
+    min_fragments = sum(1 for _ in takewhile(lambda num_held: num_held < num_rows, held)) + 1
+    for fragments in portions_from_newest(stored, size=min_fragments):
         newest = fragments + newest
         scanner = dataset.scanner([], filter=where, fragments=fragments, with_row_id=True)
         num_rows -= scanner.count_rows()
@@ -126,12 +130,13 @@ def newest_fragments(
     return newest
 
 
-def portions_from_newest(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
+def portions_from_newest(
+    fragments: list[LanceFragment], *, size: int = NEWEST_FRAGMENTS
+) -> Iterator[list[LanceFragment]]:
     """Yield fragments from the newest on, each portion eight times as large as the last.
 
     Compactions keep recent rows at the end, so that most searches end with the first portion.
     """
-    size = NEWEST_FRAGMENTS
     while True:
         yield fragments[-size:]
         fragments = fragments[:-size]

@@ -19,11 +19,16 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import PASS_RATE, EvaluationTable, passes, tabulate
 from areal_flow.flow.costs import COLUMNS as COST_COLUMNS
 from areal_flow.flow.costs import CostAccounting, Workers, by_use, read_workers
-from areal_flow.log.dataset import open_dataset, read_rows
+from areal_flow.log.dataset import open_dataset
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger import STEPS, LedgerReader, LedgerTail
 from areal_flow.log.queries import Run
-from areal_flow.policy.checkpoints import checkpoint_hashes, checkpoint_path, is_recorded
+from areal_flow.policy.checkpoints import (
+    checkpoint_hashes,
+    checkpoint_path,
+    is_recorded,
+    list_checkpoints,
+)
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
     PASS_RATE_TAG,
@@ -63,7 +68,8 @@ MAX_FINE_TUNING_POINTS = 200
 STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", *COST_COLUMNS}
 ]
-_CHECKPOINT_COLUMNS = ["step", "weights_hash", "trajectory_watermark", "committed_at", "metrics"]
+_CHECKPOINT_COLUMNS = ["weights_hash", "trajectory_watermark"]
+"""What tags of checkpoints need besides."""
 _SCORE_COLUMNS = [
     *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
     "reward_detail",
@@ -97,11 +103,13 @@ class Projection:
         self._layout = layout
         self._sink = sink
         self._delivered: int | None = None
-        self._ledger = LedgerTail(layout, STEP_COLUMNS, since=1)
+        self._ledger = LedgerTail(layout, [*STEP_COLUMNS, *_CHECKPOINT_COLUMNS], since=0)
         self._costs = CostAccounting()
         self._pending: deque[tuple[dict[str, Any], dict[str, float]]] = deque()
         """Rows that were read and not delivered yet, with their costs as metrics."""
         self._evaluations_version = 0
+        self._tags: dict[int, dict[str, str]] = {}
+        """Of the steps that have a checkpoint, or may get one, as the ledger has them."""
         self._num_answers: dict[tuple[str, int], int] = {}
         """Of the evaluations that were delivered, by name and version."""
         self._pass_rates: dict[int, float] = {}
@@ -134,10 +142,14 @@ class Projection:
         """Deliver steps in order; one whose sink is unreachable stays pending."""
         assert self._delivered is not None
         before = self._delivered
-        if not self._pending and (rows := self._ledger.read()):
-            prices = load_recipe(self._layout.config).cluster.prices
-            workers = read_workers(self._layout.workers, prices)
-            self._pending.extend((row, self._cost_metrics(row, workers)) for row in rows)
+        self._deliver_pending()
+        for rows in self._ledger.batches():
+            self._take_in(rows)
+            self._deliver_pending()
+        return self._delivered - before
+
+    def _deliver_pending(self) -> None:
+        assert self._delivered is not None
         while self._pending:
             row, costs = self._pending[0]
             step, at = row["step"], _milliseconds(row["committed_at"])
@@ -146,10 +158,22 @@ class Projection:
                 self._attempt(f"step {step}", log, step, metrics, timestamp_ms=at)
                 self._delivered = step
             self._pending.popleft()
-        return self._delivered - before
+
+    def _take_in(self, rows: Sequence[dict[str, Any]]) -> None:
+        prices = load_recipe(self._layout.config).cluster.prices
+        workers = read_workers(self._layout.workers, prices)
+        self._pending.extend((row, self._cost_metrics(row, workers)) for row in rows)
+        self._tags |= {row["step"]: self._checkpoint_tags(row) for row in rows}
+        present = list_checkpoints(self._layout.checkpoints)
+        newest = max(present, default=-1)  # checkpoints are written in the order of their steps
+        self._tags = {
+            step: tags for step, tags in self._tags.items() if step > newest or step in present
+        }
 
     def _cost_metrics(self, row: Mapping[str, Any], workers: Workers) -> dict[str, float]:
         """Return what a step cost, and the run so far; nothing if its workers are not known."""
+        if row["step"] == 0:
+            return {}
         area = "cost" if workers.has_prices else "device_seconds"
         costs = by_use(self._costs.add(row, workers).accounts) if workers.tenures else {}
         costs |= {"total": sum(self._costs.total.values())} if costs else {}
@@ -184,29 +208,32 @@ class Projection:
         self._num_answers[name, version] = num_answers
 
     def _deliver_checkpoints(self) -> None:
-        hashes = checkpoint_hashes(self._layout.checkpoints)
-        checkpoints = hashes, self._pass_rates.copy()
+        root, tags, rates = self._layout.checkpoints, self._tags, self._pass_rates
+        hashes = {step: each for step, each in checkpoint_hashes(root).items() if step in tags}
+        checkpoints = hashes, rates.copy()
         if checkpoints == self._checkpoints:
             return
-        where = f"step IN ({', '.join(map(str, hashes)) or 'NULL'})"
-        stored = read_rows(self._layout, "steps", _CHECKPOINT_COLUMNS, where)
-        rows = {row["step"]: row for row in stored.to_pylist(maps_as_pydicts="strict")}
-        rates, forks = self._pass_rates, self._layout.forks
         present = {
-            checkpoint_path(self._layout.checkpoints, step): {
-                "step": str(step),
-                "run": self._layout.name,
+            checkpoint_path(root, step): {
+                **tags[step],
                 "weights_hash": weights_hash,
-                "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
-                TRAINED_AT_TAG: rows[step]["committed_at"].isoformat(),
-                **_rate_tag(BATCH_PASS_RATE_TAG, rows[step]["metrics"].get(PASS_RATE)),
                 **_rate_tag(PASS_RATE_TAG, rates.get(step)),
             }
             for step, weights_hash in hashes.items()
-            if step in rows and is_recorded(step, weights_hash, rows[step], forks)
+            if is_recorded(step, weights_hash, tags[step], self._layout.forks)
         }
         self._attempt("checkpoints", self._sink.register_checkpoints, present)
         self._checkpoints = checkpoints
+
+    def _checkpoint_tags(self, row: Mapping[str, Any]) -> dict[str, str]:
+        return {
+            "step": str(row["step"]),
+            "run": self._layout.name,
+            "weights_hash": row["weights_hash"],
+            "trajectories_watermark": str(row["trajectory_watermark"]),
+            TRAINED_AT_TAG: row["committed_at"].isoformat(),
+            **_rate_tag(BATCH_PASS_RATE_TAG, row["metrics"].get(PASS_RATE)),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from areal_flow.core.lease import newest_lease
 from areal_flow.core.pass_rates import EvaluationScores, PairedComparison
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.directory import list_runs, observed_state
+from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.lineage import HashCheck, Lineage
 from areal_flow.log.queries import Run, prompt_pass_rates
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
@@ -135,7 +136,7 @@ def _run(layout: RunLayout) -> dict[str, Any]:
     observed, lease = observed_state(layout), newest_lease(layout.writers)
     num_steps, rates = None, []
     if layout.steps.exists():
-        num_steps = max(0, len(Run(layout.root).steps("arrow", columns=["step"])) - 1)
+        num_steps = max(0, LedgerReader(layout).head)
     if layout.summary.is_file():
         summary = json.loads(layout.summary.read_text())
         held_out = [summary["held_out_before"], summary["held_out_after"]]

@@ -46,6 +46,12 @@ WHERE step > 0
 Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
 
 _STALE = "masked_stale_fraction"
+SUMMARY_COLUMNS = [
+    *("step", "metrics", "verifier", "staleness_mean", "staleness_max", "num_failed_members"),
+    *("num_generated_tokens", "num_trained_tokens", "num_masked_tokens", "num_discarded_tokens"),
+    *("step_s", "generate_s", "read_s", "train_s", "stage_s"),
+]
+"""What is read of a ledger row."""
 
 _VERIFIERS = """
 SELECT verifier, min(step) AS first_step, max(step) AS last_step FROM ledger
@@ -60,7 +66,7 @@ def summarise(
 
     Args:
         held_out: evaluations by name; those "before" and "after" are summarised.
-        ledger: every row, the genesis too.
+        ledger: `SUMMARY_COLUMNS` of every row, the genesis too.
     """
     from areal_flow.log.database import empty_database
     from areal_flow.log.ledger import flatten_metrics

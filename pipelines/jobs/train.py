@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import inf
 from time import monotonic
 from typing import Any
@@ -33,7 +34,7 @@ from areal_flow.core.errors import EngineError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.program import CODE_VERSION
-from areal_flow.flow.diagnosis import GapWatch
+from areal_flow.flow.diagnosis import REMEMBERED_STEPS, GapWatch
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories
 from areal_flow.flow.recovery.checkpointing import Checkpoints
@@ -42,6 +43,7 @@ from areal_flow.flow.recovery.restore import restore_policy
 from areal_flow.flow.schedules import run_until_first_ends, schedule_of
 from areal_flow.log.directory import read_state
 from areal_flow.log.inputs import read_inputs
+from areal_flow.log.ledger import LedgerTail
 from areal_flow.log.ledger_row import Provenance, genesis_row
 from areal_flow.log.run_log import RunLog, take_over
 from areal_flow.policy.checkpoints import list_checkpoints
@@ -50,7 +52,7 @@ from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.tracking.registry import RunTracking, start_tracking
 from pipelines.cluster_address import dashboard_text, reachable
 from pipelines.console.progress import Progress, make_progress
-from pipelines.console.summary import print_summary, summarise
+from pipelines.console.summary import SUMMARY_COLUMNS, print_summary, summarise
 from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
 from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
@@ -193,7 +195,8 @@ async def train(run: Training, start: InitialState) -> int:
     run.progress.phase(
         f"Training from version {start.policy_version} to {recipe.num_steps}{late_generators(pool)}"
     )
-    gap = GapWatch(partial(log.rows, ["metrics"]))
+    recent = LedgerTail(layout, ["metrics"], since=1, newest=REMEMBERED_STEPS)
+    gap = GapWatch(lambda: chain.from_iterable(recent.batches()))
     planner = planner_command(layout) if recipe.cluster.autoscale_gpu else ()
     autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
 
@@ -224,7 +227,7 @@ async def train(run: Training, start: InitialState) -> int:
         run.provenance,
         max_running=max_running_trajectories(recipe, num_generators=recipe.cluster.num_generators),
     )
-    await run.cluster.show(flow, log)
+    await run.cluster.show(flow)
     evaluations = run.held_out.beside_training(flow)
     pool.subscribe(
         lambda num: flow.set_max_running(max_running_trajectories(recipe, num_generators=num))
@@ -263,7 +266,9 @@ def write_summary(run: Training) -> None:
     layout, tracking, alias = run.layout, run.recipe.tracking, run.tracking.alias
     num_generators = run.recipe.cluster.num_generators
     summary = {
-        **summarise(run.held_out.tables, run.log.table(), num_generators=num_generators),
+        **summarise(
+            run.held_out.tables, run.log.table(SUMMARY_COLUMNS), num_generators=num_generators
+        ),
         "total_s": read_state(layout).driven_s + monotonic() - run.began,
         "model_version": run.tracking.model_version,
     }

@@ -7,7 +7,7 @@ refuses other hosts and pages of other sites. The templates escape every text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -41,8 +41,9 @@ from areal_flow.log.browse import (
     show_group,
 )
 from areal_flow.log.database import compared_answers
-from areal_flow.log.dataset import open_dataset, read_rows
+from areal_flow.log.dataset import open_dataset
 from areal_flow.log.directory import observed_state
+from areal_flow.log.ledger import LedgerTail
 from areal_flow.log.queries import Run
 from pipelines.cluster_address import tunnel_to
 from pipelines.console.tables import write_table_file
@@ -72,7 +73,7 @@ _TABLE |= {"selectable": False, **_WIDE}
 HELD_OUT = "held_out"
 _FIGURES = ("Mean reward", "Pass rate", "Completion length", "Staleness", "Masked")
 _READ = (
-    *("step", "reward_mean", "staleness_mean", "staleness_max", "metrics"),
+    *("reward_mean", "staleness_mean", "staleness_max", "metrics"),
     *("num_trained_tokens", "num_masked_tokens"),
 )
 _DRAWN = {"step", *(name for title in _FIGURES for name in CHARTS[title].columns.values())}
@@ -267,6 +268,7 @@ class RunCurves:
         self.steps, self.rates = (
             ColumnDataSource({name: [] for name in names}) for names in (_DRAWN, _RATES)
         )
+        self._ledger = LedgerTail(run.layout, _READ, since=1)
         self._evaluations = 0  # the version of the dataset that was read
 
         def clicked(_: str, __: Any, indices: list[int], *, source: ColumnDataSource) -> None:
@@ -282,35 +284,34 @@ class RunCurves:
 
     def refresh(self) -> bool:
         """Add new steps and evaluations; return whether there were any."""
-        layout, evaluations = self.run.layout, 0
-        rows = read_points(self.run, since=self.head) if layout.steps.exists() else []
-        if rows:
-            self.steps.stream({name: [row.get(name) for row in rows] for name in _DRAWN})
+        layout, evaluations, head = self.run.layout, 0, self.head
+        for rows in self._ledger.batches() if layout.steps.exists() else ():
+            points = points_of(self.run, rows)
+            self.steps.stream({name: [point.get(name) for point in points] for name in _DRAWN})
         if layout.evaluations.exists():
             evaluations = open_dataset(layout.evaluations).version
         if evaluations == self._evaluations:
-            return bool(rows)
+            return self.head > head
         rates = held_out_rates(self.run)
         self.rates.data = {name: [rate[i] for rate in rates] for i, name in enumerate(_RATES)}
         self._evaluations = evaluations
         return True
 
 
-def read_points(run: Run, *, since: int = 0) -> list[dict[str, Any]]:
-    """Return the metrics of each step after `since`.
+def points_of(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics of each step.
 
     Intervals of rewards count each prompt of a batch once, since its completions are correlated.
     """
-    table = read_rows(run.layout, "steps", _READ, f"step > {since}").sort_by("step")
-    rows: list[dict[str, Any]] = table.to_pylist()
-    z = 1.96 / sqrt(run.recipe.groups_per_step) if rows else 0.0
+    z, points = 1.96 / sqrt(run.recipe.groups_per_step), []
     for row in rows:
-        row |= dict(row["metrics"])
-        mean, margin = row["reward_mean"], z * row.get("rollout/reward_std", nan)
+        point = {**row, **row["metrics"]}
+        mean, margin = row["reward_mean"], z * point.get("rollout/reward_std", nan)
         num_tokens = row["num_trained_tokens"] + row["num_masked_tokens"]
-        row |= {"reward_low": mean - margin, "reward_high": mean + margin}
-        row["masked_fraction"] = row["num_masked_tokens"] / (num_tokens or nan)
-    return rows
+        point |= {"reward_low": mean - margin, "reward_high": mean + margin}
+        point["masked_fraction"] = row["num_masked_tokens"] / (num_tokens or nan)
+        points.append(point)
+    return points
 
 
 def draw(title: str, curves: Sequence[RunCurves]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 from prometheus_client import CollectorRegistry, generate_latest
 
 from areal_flow.cluster.monitoring import RunMetrics
@@ -17,21 +17,13 @@ from areal_flow.cluster.registry import NUM_EARLY_DEATHS, WorkerRegistry
 from areal_flow.cluster.worker import ENGINE_METRIC, SERVED_METRIC
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import PolicyHashes
+from areal_flow.log.dataset import create_dataset
+from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import genesis_row
 from tests.flow_parts import Parts, run, waiting
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 ENGINE = {"busy_seconds_total": 2.5, "batch_size": 7, "cache_fraction": 0.25}
-
-
-class MemoryLedger:
-    """Rows as `LedgerReader` returns them."""
-
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self._rows = list(rows)
-
-    def rows(self, columns: list[str]) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in ("step", *columns)} for row in self._rows]
 
 
 def row(step: int, seconds: float, **by_staleness: float) -> dict[str, Any]:
@@ -80,9 +72,11 @@ def shown(metrics: RunMetrics) -> dict[str, float]:
     }
 
 
-def metrics_of(tmp_path: Path) -> RunMetrics:
-    (tmp_path / "r").mkdir()
-    return RunMetrics(RunLayout(tmp_path / "r"), fake_pool())
+def metrics_of(tmp_path: Path, *rows: dict[str, Any]) -> RunMetrics:
+    layout = RunLayout(tmp_path / "r")
+    layout.root.mkdir()
+    create_dataset(layout.steps, STEPS, [pa.Table.from_pylist([*rows], schema=STEPS)])
+    return RunMetrics(layout, fake_pool())
 
 
 def test_workers_are_shown_before_there_is_a_flow(tmp_path: Path) -> None:
@@ -105,12 +99,12 @@ def test_workers_are_shown_before_there_is_a_flow(tmp_path: Path) -> None:
 
 
 def test_resumed_run_goes_on_with_the_totals_of_its_ledger(tmp_path: Path) -> None:
-    metrics = metrics_of(tmp_path)
-    ledger: Any = MemoryLedger([row(0, 600.0), row(1, 2.0, _0=5, _2=1), row(2, 4.0, _1=10)])
+    rows = row(0, 600.0), row(1, 2.0, _0=5, _2=1), row(2, 4.0, _1=10)
+    metrics = metrics_of(tmp_path, *rows)
 
     async def scenario() -> None:
         flow = Parts().flow(waiting(0, 1, 2, policy_version=2), max_staleness=9)
-        await metrics.follow(flow, ledger)
+        await metrics.follow(flow)
         metrics.ledger.add(row(3, 1.0, _0=3))
 
     run(scenario())
@@ -127,7 +121,7 @@ def test_resumed_run_goes_on_with_the_totals_of_its_ledger(tmp_path: Path) -> No
 
 
 def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
-    metrics = metrics_of(tmp_path)
+    metrics = metrics_of(tmp_path, row(0, 0.0))
     parts = Parts()
     parts.rollouts.duration_s, parts.rollouts.write_s = 100.0, 50.0
 
@@ -135,8 +129,7 @@ def test_each_admitted_trajectory_is_in_one_stage(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         flow = parts.flow(waiting(0, 1, 2), max_staleness=9)
-        ledger: Any = MemoryLedger([row(0, 0.0)])
-        await metrics.follow(flow, ledger)
+        await metrics.follow(flow)
         flow.submit()
         await asyncio.sleep(120)  # this group is being scored now
         flow.submit()

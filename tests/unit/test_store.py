@@ -280,15 +280,15 @@ def test_ledger_rows_satisfy_their_schema_and_keep_their_order(
 
 def test_tail_reads_each_row_once_and_at_first_the_newest(layout: RunLayout, log: RunLog) -> None:
     everything = LedgerTail(layout, ["weights_hash"], since=1)
-    newest = LedgerTail(layout, [], since=1, max_rows=2)
-    assert everything.read() == []
+    newest = LedgerTail(layout, [], since=1, newest=2)
+    assert [*everything.batches()] == []
     append(log, *({**ledger_row(1), "step": step} for step in range(4)))
-    assert [row["step"] for row in everything.read()] == [1, 2, 3]
-    assert [row["step"] for row in newest.read()] == [2, 3]
+    assert [[row["step"] for row in rows] for rows in everything.batches()] == [[1, 2, 3]]
+    assert [[row["step"] for row in rows] for rows in newest.batches()] == [[2, 3]]
     append(log, {**ledger_row(4), "step": 4})
-    assert everything.read() == [{"step": 4, "weights_hash": "w4"}]
-    assert newest.read() == [{"step": 4}]
-    assert newest.read() == everything.read() == []
+    assert [*everything.batches()] == [[{"step": 4, "weights_hash": "w4"}]]
+    assert [*newest.batches()] == [[{"step": 4}]]
+    assert [*newest.batches()] == [*everything.batches()] == []
 
 
 def test_ledger_refuses_null_where_the_schema_does(log: RunLog) -> None:

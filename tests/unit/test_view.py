@@ -40,7 +40,7 @@ from tests.tracked_runs import step_row
 
 pytest.importorskip("panel", reason="panel is not installed")
 from pipelines.pages import view
-from pipelines.pages.view import Page, read_points
+from pipelines.pages.view import Page, RunCurves
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +188,13 @@ def test_a_group_is_its_trajectories_as_the_command_shows_them(run: Run) -> None
     assert [member.batch and member.batch.advantage for member in group] == [0.5, -0.5]
 
 
-def test_curves_are_extended_by_new_steps_only(run: Run) -> None:
-    points = read_points(run, since=2)
-    assert [point["step"] for point in read_points(run)] == [1, 2, 3, 4]
-    assert [point["step"] for point in points] == [3, 4]
-    assert [point["reward_mean"] for point in points] == pytest.approx([0.3, 0.4])
+def test_curves_are_extended_by_new_steps_only(tmp_path: Path) -> None:
+    curves = RunCurves(Run(make_finished_run(tmp_path / "run", num_steps=2).root), 0, pytest.fail)
+    assert [curves.refresh(), curves.refresh()] == [True, False]
+    add_step(curves.run.layout, 3)
+    assert [curves.refresh(), curves.refresh()] == [True, False]
+    assert curves.steps.data["step"] == [1, 2, 3]
+    assert curves.steps.data["reward_mean"] == pytest.approx([0.1, 0.2, 0.3])
 
 
 def shown_member(run: Run, *tokens: ShownToken) -> ShownTrajectory:

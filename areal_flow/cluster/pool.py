@@ -118,8 +118,10 @@ class WorkerPool(SchedulerPlugin):
     def _begin_shutdown(self) -> None:
         self._closing = True
         self._broken.cancel()
-        for work in (*self._background, *self._join_deadlines.values()):
-            work.cancel()
+        for task in self._background:
+            task.cancel()
+        for deadline in self._join_deadlines.values():
+            deadline.cancel()
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await run_until_first_ends(work, self._until_broken())

@@ -1,7 +1,7 @@
 """The planner's model against figures of the paper (arXiv 2505.24298 v5) that it was not fitted to.
 
 Held in: Figure 5c's throughput of 1.5B on 16 machines at eta = 1, which fits `decode_step_s`, and
-at unbounded eta, which fits `trajectory_s`; Figure 6a's 427.4 of 989 TFLOP/s of 1.5B in training on
+at unbounded eta, which fits `token_s`; Figure 6a's 427.4 of 989 TFLOP/s of 1.5B in training on
 one machine; and the mean of completions, which is hours times throughput and says nothing of speed.
 Held out: Table 1's hours of 1.5B, async (14.8) and sync (41.0), and of 7B; Figure 5c's other bars;
 the gain of interruption (section 7.5, Figure 6b), as tokens of generators in a second in which they
@@ -105,10 +105,11 @@ def fitted(efficiency: Efficiencies, **size: Any) -> Efficiencies:
     With unbounded staleness the trainer never waits, so its bar is the time of training. At eta = 1
     the time of a decode step moves that of a step along a line, nearly.
     """
-    job = Setting("1.5B", 16, eta=inf).job(replace(efficiency, trajectory_s=0.0))
+    job = Setting("1.5B", 16, eta=inf).job(replace(efficiency, token_s=0.0))
     left_s = step_s_of(THROUGHPUT[inf]) - job.steady(job.recipe).train_s
-    num_ranks = job.recipe.cluster.num_trainers
-    efficiency = replace(efficiency, trajectory_s=left_s * num_ranks / 8192)
+    num_tokens = 8192 * (job.lengths.mean + job.lengths.prompt_tokens)
+    token_s = left_s * job.recipe.cluster.num_trainers / num_tokens
+    efficiency = replace(efficiency, token_s=token_s)
     setting, change = Setting("1.5B", 16, eta=1, **size), 2e-3
     changed = replace(efficiency, decode_step_s=efficiency.decode_step_s + change)
     step_s, more = (setting.step_s(each) for each in (efficiency, changed))

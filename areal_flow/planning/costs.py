@@ -200,7 +200,7 @@ class Efficiencies:
     """Achieved shares of a GPU's rates, and fixed overheads in seconds.
 
     The defaults are the paper's (arXiv 2505.24298), except `memory` and `reward_s`, which are
-    assumed: `training` is 427.4 of 989 TFLOP/s (Figure 6a); `decode_step_s` and `trajectory_s` are
+    assumed: `training` is 427.4 of 989 TFLOP/s (Figure 6a); `decode_step_s` and `token_s` are
     what `benchmarks.paper --scale 4 --seeds 1` fits to two bars of Figure 5c.
     """
 
@@ -214,8 +214,9 @@ class Efficiencies:
     """Overhead of a decode step."""
     reward_s: float = 0.05
     """Scoring of one completion on one reward worker."""
-    trajectory_s: float = 0.275
-    """Overhead of a training step per trajectory on its rank: read, pack, balance and check it."""
+    token_s: float = 29.3e-6
+    """Overhead of a training step per token on its rank: ranks that wait for the slowest, padding,
+    packing, and passes that have no part in `training`."""
     publish_s: float = 0.0
     """Overhead of a training step after its computation, without the transfer of weights."""
     commit_s: float = 0.0
@@ -242,7 +243,6 @@ class Costs:
     train_token_s: float
     train_pair_s: float
     """Per pair of tokens of a sequence, of which there are length squared."""
-    trajectory_s: float
     publish_s: float
     """From the end of a step to weights that can be loaded."""
     load_s: float
@@ -262,13 +262,12 @@ class Costs:
     def train_s(self, lengths: Sequence[float]) -> float:
         """Return the time of a step on sequences of these lengths, prompts included."""
         pairs = sum(length * length for length in lengths)
-        overhead_s = self.trajectory_s * len(lengths)
-        return overhead_s + self.train_token_s * sum(lengths) + self.train_pair_s * pairs
+        return self.train_token_s * sum(lengths) + self.train_pair_s * pairs
 
     def mean_train_s(self, batch_size: int, lengths: Lengths) -> float:
         tokens = self.train_token_s * (lengths.mean + lengths.prompt_tokens)
         pairs = self.train_pair_s * lengths.mean_of_squares
-        return batch_size * (self.trajectory_s + tokens + pairs)
+        return batch_size * (tokens + pairs)
 
 
 @dataclass(frozen=True)
@@ -320,9 +319,9 @@ def costs_of(
         / parts
         / (gpu.flops * efficiency.prefill),
         max_rows=max(1, min(recipe.generation.max_num_seqs, rows_in_cache)),
-        train_token_s=max(computing_s, _communicating_s(recipe, weights, passes, gpu)),
+        train_token_s=efficiency.token_s / num_ranks
+        + max(computing_s, _communicating_s(recipe, weights, passes, gpu)),
         train_pair_s=passes * pair_flops / rate / num_ranks,
-        trajectory_s=efficiency.trajectory_s / num_ranks,
         publish_s=efficiency.publish_s + weights / PUBLISH_BYTES_PER_S,
         load_s=weights / LOAD_BYTES_PER_S,
         reward_s=efficiency.reward_s / recipe.cluster.num_reward_workers,

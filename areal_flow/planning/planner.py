@@ -357,7 +357,7 @@ def calibrate(job: Job, steps: Sequence[Mapping[str, Any]], *, commit_s: float) 
     efficiency = Efficiencies(
         training=1.0,
         prefill=1.0,
-        trajectory_s=0.0,
+        token_s=0.0,
         reward_s=0.0,
         publish_s=max(0.0, mean("step_s") - mean("wait_s") - training_s),
         commit_s=commit_s,

@@ -49,7 +49,6 @@ def simulated(
         max_rows=MAX_ROWS,
         train_token_s=1 / TRAIN_TOKENS_PER_S / num_trainers,
         train_pair_s=0.0,
-        trajectory_s=0.0,
         publish_s=0.0,
         load_s=0.0,
     )

@@ -37,7 +37,7 @@ from pipelines.jobs.job import chosen_recipe
 from tests.unit.test_memory_plan import SHAPE
 
 REACHED = Efficiencies(
-    training=8e-5, decode_step_s=0.02, trajectory_s=0.0, reward_s=0.0, publish_s=2.0, commit_s=1.0
+    training=8e-5, decode_step_s=0.02, token_s=0.0, reward_s=0.0, publish_s=2.0, commit_s=1.0
 )
 LENGTHS = assumed_lengths(2048, prompt_tokens=64.0, group_share=0.0)
 

@@ -32,7 +32,6 @@ COSTS = Costs(
     max_rows=2,
     train_token_s=0.0,
     train_pair_s=0.0,
-    trajectory_s=0.0,
     publish_s=0.0,
     load_s=0.0,
 )
@@ -109,7 +108,7 @@ def recipe_of(eta: int, *, schedule: str = "async", generators: int = 4) -> Reci
 def decoding(**changes: float) -> Costs:
     """Return costs dominated by generation."""
     costs = replace(COSTS, decode_step_s=0.01, row_s=1e-4, prefill_token_s=1e-6, max_rows=128)
-    return replace(costs, trajectory_s=0.01, **changes)
+    return replace(costs, **{"train_token_s": 0.01 / LENGTHS.mean} | changes)
 
 
 @pytest.mark.parametrize("eta", [1, 2, 4])
@@ -162,7 +161,7 @@ def test_scoring_may_be_the_slowest_part() -> None:
 def test_on_one_gpu_generation_and_training_take_the_time_of_both() -> None:
     recipe = with_cluster(recipe_of(2, generators=1), num_gpus=1)
     alone = with_cluster(recipe, num_gpus=2)
-    costs = decoding(train_token_s=5e-5)
+    costs = decoding(train_token_s=0.01 / LENGTHS.mean + 5e-5)
     shared, parted = (
         simulate(each, costs, LENGTHS, num_skipped=SKIPPED) for each in (recipe, alone)
     )

@@ -33,9 +33,9 @@ MIN_MERGED = 8
 """How many fragments of similar size are merged if together they do not fill a fragment."""
 MAX_REWRITES = 16
 """Of one compaction, so that it stays short: the rest waits for the next one."""
-MIN_VERSIONS, MAX_MANIFEST_BYTES = 64, 256 << 20
-"""Of a cleanup: how many versions it always keeps, for readers pinned to them; and, beyond those,
-how many bytes of manifests, since a resumed driver reads them all."""
+MIN_VERSIONS, MAX_VERSIONS = 64, 512
+"""How many versions a cleanup keeps: for readers pinned to them, and while a resumed driver, which
+reads all manifests, does so in a few seconds."""
 
 
 class Maintenance:
@@ -77,16 +77,17 @@ class Maintenance:
     def _clean_up(self, dataset: LanceDataset) -> None:
         """Delete old versions, once there are a quarter more than are kept.
 
-        Those stay, for readers that have them open, until their manifests take a quarter of the
-        data's bytes; Lance's defaults would set no such limit. A cleanup reads every manifest that
-        it keeps, hence the quarter.
+        Between the limits those stay until their manifests take a quarter of the data's bytes;
+        Lance's defaults would set no limit. A cleanup reads every manifest that it keeps, hence the
+        quarter more.
         """
         if self._path.is_file():  # listing files in an object store is too slow
             dataset.cleanup_old_versions(retain_versions=MIN_VERSIONS)
             return
         manifest_sizes = list(_file_sizes(self._path / "_versions"))
-        max_bytes = min(sum(_file_sizes(self._path / "data")) // 4, MAX_MANIFEST_BYTES)
-        num_retained = max(MIN_VERSIONS, max_bytes // max(manifest_sizes, default=1))
+        max_bytes = sum(_file_sizes(self._path / "data")) // 4
+        num_small = max_bytes // max(manifest_sizes, default=1)
+        num_retained = min(max(MIN_VERSIONS, num_small), MAX_VERSIONS)
         if len(manifest_sizes) > num_retained * 5 // 4:
             dataset.cleanup_old_versions(retain_versions=num_retained)
 

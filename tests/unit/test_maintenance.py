@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -164,3 +165,15 @@ def test_pinned_reader_reads_on_until_so_many_versions_have_followed(path: Path)
     versions = [entry["version"] for entry in open_dataset(path).versions()]
     assert len(versions) <= 8
     assert all(later == earlier + 1 for earlier, later in pairwise(versions))
+
+
+@pytest.mark.parametrize(("num_rows", "num_retained"), [(1, 4), (100_000, 12)])
+def test_cleanup_keeps_versions_by_the_size_of_the_data_within_limits(
+    path: Path, num_rows: int, num_retained: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maintenance, "MAX_VERSIONS", 12)
+    append(path, *np.random.default_rng(0).integers(2**62, size=num_rows).tolist())
+    for number in range(30):
+        append(path, number)
+    Maintenance(path, num_fragments=0).run()
+    assert len(open_dataset(path).versions()) == num_retained

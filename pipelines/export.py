@@ -322,7 +322,8 @@ def _trl_rows(run: Run, form: TrajectoryFormat, where: str | None) -> Iterator[d
         )
     columns = ["group_id", "source", "prompt_id", "prompt", "completion", "reward", "passed"]
     table = run.trajectories("arrow", columns=[*columns, "trajectory_id"], where=where, text=True)
-    rows = [row for row in table.to_pylist() if row["reward"] is not None]
+    scored = (row for row in table.to_pylist() if row["reward"] is not None)
+    rows = [row for row in scored if row["completion"] is not None]  # its tokens were not dropped
     rows.sort(key=itemgetter("trajectory_id"))
     prompts = _conversations(run, {(row["source"], row["prompt_id"]) for row in rows})
 

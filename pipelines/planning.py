@@ -33,7 +33,7 @@ def lengths_of_run(layout: RunLayout) -> Lengths:
 
     Later submissions still lack their long completions.
     """
-    columns, run = ("prompt_tokens", "output_tokens"), Run(layout.root)
+    columns, run = ("prompt_tokens", "loss_mask"), Run(layout.root)
     rows = run.trajectories("polars", columns=(*columns, "submission_index", "finish_reason"))
     failed = {index for each in run.steps()["failed_submissions"] for index in each}
     ended = failed | set(rows["submission_index"])

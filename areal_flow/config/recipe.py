@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -148,6 +148,13 @@ class TrackingSettings(Settings):
         return self
 
 
+class LogSettings(Settings):
+    keep_tokens_of: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """For how many steps trajectories keep their completion's tokens and log-probabilities after
+    the step that consumed them; `all`: for ever. Steps without tokens cannot be replayed. Tokens
+    of steps after the oldest kept checkpoint, that of step 0 aside, stay."""
+
+
 class Recipe(Settings):
     """Everything a run is made of."""
 
@@ -189,6 +196,8 @@ class Recipe(Settings):
     """Evaluation on held-out prompts."""
     weights: WeightsSettings = WeightsSettings()
     """How weights get from the trainer to the generators."""
+    log: LogSettings = LogSettings()
+    """The log of trajectories."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

@@ -6,6 +6,7 @@
     ├── ModelError          a model directory is unusable
     ├── SchemaError         rows do not satisfy their schema
     ├── RunError            the run directory: exists, is locked, is incomplete
+    │   └── TokensDropped   tokens of an old step, by the setting `log.keep_tokens_of`
     ├── StorageError        a write failed; the last committed state is intact
     ├── EpisodeError        a workflow failed
     ├── EngineError         a generator cannot serve
@@ -59,6 +60,10 @@ class SchemaError(ArealFlowError):
 
 class RunError(ArealFlowError):
     """The run directory exists already, is held by somebody else or is incomplete."""
+
+
+class TokensDropped(RunError):
+    """The tokens of an old step were dropped, by the setting `log.keep_tokens_of`."""
 
 
 class StorageError(ArealFlowError):

@@ -24,7 +24,7 @@ from tokenizers.decoders import DecodeStream
 
 from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.core.errors import ConfigError, RunError
+from areal_flow.core.errors import ConfigError, RunError, TokensDropped
 from areal_flow.core.types import VersionSpan, submission_index_of
 from areal_flow.log.database import (
     LEDGER_COLUMNS,
@@ -232,7 +232,8 @@ class ShownToken:
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
     advantage: float | None
-    """None where it is of a critic's values or of a KL divergence, which only a replay computes."""
+    """None where it is of a critic's values or of a KL divergence, which only a replay computes, or
+    of dropped tokens."""
     advantage_rule: str
     num_trajectories: int
     committed_at: datetime
@@ -318,6 +319,8 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def _tokens(
     row: dict[str, Any], texts: Sequence[str], max_staleness: int
 ) -> tuple[ShownToken, ...]:
+    if not texts:  # a failure, or dropped tokens
+        return ()
     versions, chosen = row["token_versions"], row["loss_mask"]
     staleness: Sequence[int | None] = [None] * len(texts)
     trained: Sequence[bool | None] = [None] * len(texts)
@@ -335,7 +338,10 @@ def _tokens(
 def _batches(
     run: Run, row: dict[str, Any], algorithm: AlgorithmSettings, max_staleness: int
 ) -> dict[str, TrainedBatch]:
-    """Return the batch that `row` was trained in, for each of its trajectories."""
+    """Return the batch that `row` was trained in, for each of its trajectories.
+
+    Without advantages where they are of models that went with the step, or of dropped tokens.
+    """
     from areal_flow.training.sequences import sequences_from_rows
     from areal_flow.training.step import compute_advantages
 
@@ -344,9 +350,11 @@ def _batches(
     ).to_pylist()[0]
     identifiers = step["trajectory_ids"]
     advantages: Sequence[Any] = [None] * len(identifiers)
-    if not (algorithm.needs_critic or algorithm.needs_kl):  # of models that went with the step
+    if not (algorithm.needs_critic or algorithm.needs_kl):
         bound = {"policy_version": row["policy_version"], "max_staleness": max_staleness}
         read = TrainingRows(run.layout)
-        advantages = compute_advantages(sequences_from_rows(read(identifiers), **bound), algorithm)
+        with suppress(TokensDropped):
+            sequences = sequences_from_rows(read(identifiers), **bound)
+            advantages = compute_advantages(sequences, algorithm)
     of = (algorithm.advantage, len(identifiers), step["committed_at"])
     return {each: TrainedBatch(a, *of) for each, a in zip(identifiers, advantages, strict=True)}

@@ -44,6 +44,9 @@ CONTENT_COLUMNS = (
 )
 """What `content_hash` covers: all that a step depends on."""
 
+DROPPED_COLUMNS = ("output_tokens", "behavior_logprobs")
+"""What a row of an old step may lose: see `areal_flow.log.retention`."""
+
 _TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
 """Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
 
@@ -190,6 +193,14 @@ def content_hashes(table: pa.Table) -> list[str]:
         for batch in table.select(CONTENT_COLUMNS).to_batches()
         for parts in zip(*map(_bytes_of_rows, batch.columns), strict=True)
     ]
+
+
+def is_dropped(table: pa.Table) -> pa.ChunkedArray:
+    """Return of each row whether its tokens were dropped; a failed one never had any."""
+    num_stored, num_sampled = map(
+        pc.list_value_length, (table["output_tokens"], table["loss_mask"])
+    )
+    return pc.and_(pc.equal(num_stored, 0), pc.greater(num_sampled, 0))
 
 
 def row_arrays(column: pa.ListArray | pa.ChunkedArray) -> Iterator[NDArray[Any]]:

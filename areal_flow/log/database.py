@@ -4,7 +4,8 @@ Nothing is copied but ids: views read the datasets as they are queried, filters 
 pushed down, and a derived column costs only the queries that use it. The views stand in `sql/`.
 
     trajectories   every stored column, and
-        prompt, completion           decoded, special tokens left out
+        prompt, completion           decoded, special tokens left out; no completion where
+                                     `log.keep_tokens_of` dropped its tokens
         status, step, reason           trained, discarded or waiting; by which step; why
         policy_version               that the step started from
         verdict                      the verifier's word

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lance
 import pyarrow as pa
@@ -35,6 +35,7 @@ from areal_flow.log.dataset import (
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups
 from areal_flow.log.maintenance import Maintenance
+from areal_flow.log.retention import Retention
 from areal_flow.log.settled import (
     num_completion_tokens,
     past_of,
@@ -98,9 +99,17 @@ class RunLog(LedgerReader):
     is checked against the Arrow schema; pandera's check costs more than a small step.
     """
 
-    def __init__(self, layout: RunLayout, writer: Writer) -> None:
+    tokens_needed_after: int = 0
+    """The step of the oldest checkpoint from which a trainer may be restored: rows of later steps
+    keep their tokens."""
+
+    def __init__(
+        self, layout: RunLayout, writer: Writer, *, keep_tokens_of: int | Literal["all"] = "all"
+    ) -> None:
         super().__init__(layout)
         self._writer = writer
+        self._keep_tokens_of = keep_tokens_of
+        self._retention = Retention(layout)
         self._trajectories = open_dataset(layout.trajectories)
         datasets: dict[Log, LanceDataset] = {
             "trajectories": self._trajectories,
@@ -179,6 +188,11 @@ class RunLog(LedgerReader):
     async def _compact(self, log: Log) -> None:
         try:
             await asyncio.to_thread(self._maintenance[log].run)
+            if log == "trajectories" and self._keep_tokens_of != "all":
+                until = min(self.tokens_needed_after, self.head - self._keep_tokens_of)
+                await asyncio.to_thread(
+                    self._retention.drop_tokens, self._maintenance[log], until=until
+                )
         except (OSError, RuntimeError, ValueError, StorageError) as error:
             logger.warning("a dataset could not be compacted, it only grows: %s", error)
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from lance import LanceDataset
 from lance.fragment import write_fragments
 
-from areal_flow.core.errors import StorageError
+from areal_flow.core.errors import StorageError, TokensDropped
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.types import submission_index_of
 from areal_flow.log.codec import CONTENT_COLUMNS, TRAJECTORIES, array_rows, content_hashes
@@ -102,6 +102,12 @@ class TrainingRows:
             )
         rows, hashes = array_rows(table), content_hashes(table)
         for place in places.to_pylist():
+            if len(rows[place]["loss_mask"]) and not len(rows[place]["output_tokens"]):
+                raise TokensDropped(
+                    f"the tokens of trajectory {rows[place]['trajectory_id']} were dropped: "
+                    "log.keep_tokens_of keeps those of recent steps, and older ones cannot be "
+                    "replayed; expected a step after the oldest checkpoint but that of step 0"
+                )
             if rows[place]["content_hash"] != hashes[place]:
                 raise StorageError(
                     f"trajectory {rows[place]['trajectory_id']} is not what was written: expected "

@@ -80,7 +80,7 @@ def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Tab
                 "end": row["finish_reason"],
                 "status": _short_status(row),
                 **{name: _short(row[name]) for name in extra},
-                **{name: row[name] for name in texts},
+                **{name: "(dropped)" if row[name] is None else row[name] for name in texts},
             }
         )
     return Table(listed, texts=texts)

@@ -332,7 +332,7 @@ class Training:
         client, pool = self.cluster.client, self.cluster.pool
         verifier = read_inputs(layout).verifier
         self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
-        self.log = RunLog(layout, writer)
+        self.log = RunLog(layout, writer, keep_tokens_of=recipe.log.keep_tokens_of)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(
             client, self.channel, pool, max_attempts=recipe.controller.max_attempts

@@ -103,6 +103,11 @@ def older_tokens_last(row: dict[str, Any]) -> None:
     row["version_spans"] = [{"version": 1, "length": 1}, {"version": 0, "length": tokens - 1}]
 
 
+def without_tokens(rows: Rows) -> None:
+    for row in rows:
+        row.update(output_tokens=[], behavior_logprobs=[])
+
+
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
@@ -247,6 +252,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         "schema",
         edit_trained(lambda row: row["behavior_logprobs"].pop()),
     ),
+    "all tokens are gone": ("tokens-dropped", edit_log(without_tokens)),
     "an id twice": ("trajectory-twice", edit_log(lambda rows: rows.append(rows[0]))),
     "another id": ("trajectory-id", edit_log(add(-1, "trajectory_id", "0"))),
     "another group": ("group-id", edit_log(put(-1, group_id="0"))),

@@ -187,7 +187,7 @@ def test_empty_ledger_and_log_break_no_rule() -> None:
 
 def test_first_commit_of_an_id_wins() -> None:
     rows = group_table(0).to_pylist()
-    again = [row | {"output_tokens": [7], "reward": None} for row in rows]
+    again = [row | {"loss_mask": [True], "reward": None} for row in rows]
     ids = [row["trajectory_id"] for row in rows]
     counted = {"num_trained_tokens": 6, "reward_mean": 0.5, "num_generated_tokens": 6}
     step = step_row(1, trajectory_ids=ids, trajectory_watermark=2, **counted)

@@ -116,7 +116,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         root, keep = self.layout.checkpoints, self.settings.keep_checkpoints
-        if len(list_checkpoints(root)) <= keep + 1:
-            return
-        prune_checkpoints(root, keep=keep, protected=self.registry.protected())
-        self.registry.wake()
+        if len(list_checkpoints(root)) > keep + 1:
+            prune_checkpoints(root, keep=keep, protected=self.registry.protected())
+            self.registry.wake()
+        self.log.tokens_needed_after = min(filter(None, list_checkpoints(root)), default=0)

@@ -28,6 +28,7 @@ from areal_flow.core.errors import ArealFlowError, ModelError, PromptError, RunE
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import newest_lease
 from areal_flow.log.audit.rules import ADVICE, Finding, unreadable
+from areal_flow.log.codec import is_dropped
 from areal_flow.log.dataset import (
     COMMIT_ORDER,
     has_version,
@@ -368,7 +369,7 @@ def check_schema(
     if unexpected := sorted(set(schema.names) ^ set(stored.schema.names)):
         broken = [f"missing or unknown columns: {', '.join(unexpected)}"]
     else:
-        broken = violations(stored, model)
+        broken = violations(_complete(stored), model)
     expected, advice = f"rows of {model.__name__}", ADVICE[kind]
     findings = [Finding("schema", batch.source, expected, rule, advice) for rule in broken]
     try:
@@ -378,6 +379,14 @@ def check_schema(
     if unexpected or any(_has_forbidden_nulls(rows[field.name], field) for field in schema):
         return findings, None
     return findings, rows.append_column(COMMIT_ORDER, batch.rows[COMMIT_ORDER])
+
+
+def _complete(rows: pa.Table) -> pa.Table:
+    """Return the rows whose tokens were not dropped."""
+    if "loss_mask" in rows.column_names:
+        with suppress(pa.ArrowException):  # of other types, which the schema does not allow
+            return rows.filter(pc.invert(is_dropped(rows)))
+    return rows
 
 
 def _has_forbidden_nulls(column: pa.ChunkedArray, field: pa.Field) -> bool:

@@ -25,8 +25,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from areal_flow.log.codec import content_hashes
+from areal_flow.log.codec import content_hashes, is_dropped
 from areal_flow.log.database import empty_database, read_sql
 from areal_flow.log.ledger_row import batch_digest, member_seed
 
@@ -150,7 +151,9 @@ class AuditDatabase:
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
         """Keep what rules read of these rows and, of the same submissions, of the prompt table."""
-        batch = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
+        hashes = pa.array(content_hashes(rows), pa.string())
+        found = pc.if_else(is_dropped(rows), rows["content_hash"], hashes)
+        batch = rows.append_column("found_hash", found)
         for name in _PROMPT_COLUMNS:
             batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
         self._with("batch", batch, _sql("insert_log"))

@@ -16,6 +16,7 @@ from typing import Any
 import duckdb
 import pandera.polars as pa_polars
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.errors import ArealFlowError, RunError
@@ -24,6 +25,7 @@ from areal_flow.core.program import CODE_VERSION
 from areal_flow.log.audit import files
 from areal_flow.log.audit.files import VersionGone, check_schema, scan
 from areal_flow.log.audit.rules import ADVICE, AuditDatabase, Finding, Report, unreadable
+from areal_flow.log.codec import is_dropped
 from areal_flow.log.dataset import Log, fence_condition, open_dataset
 from areal_flow.log.inputs import read_inputs
 from areal_flow.log.ledger import STEPS
@@ -191,6 +193,8 @@ class _Audit:
             if rows is None:
                 all_read = False
                 continue
+            if num_dropped := pc.sum(is_dropped(rows)).as_py():
+                self.report.checked["trajectories without tokens"] += num_dropped
             indices = rows["submission_index"].to_pylist()
             expected = prompts.rows_at(indices) if prompts else None
             if expected and recipe and isinstance(recipe.workflow, Agent):  # it asks as it likes

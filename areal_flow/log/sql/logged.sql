@@ -4,10 +4,11 @@ CREATE VIEW logged AS
 SELECT
     *,
     decode_tokens(prompt_tokens) AS prompt,
-    decode_tokens(output_tokens) AS completion,
+    CASE WHEN len(output_tokens) = len(loss_mask) THEN decode_tokens(output_tokens) END
+        AS completion,
     reward_detail->>'verdict' AS verdict,
     passes(reward, pass_threshold()) AS passed,
-    len(output_tokens) AS num_tokens,
+    len(loss_mask) AS num_tokens,
     flatten(
         list_transform(
             version_spans, lambda span: list_resize([span.version], span.length, span.version)

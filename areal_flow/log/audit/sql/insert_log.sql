@@ -5,7 +5,7 @@ SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
        verifier, writer_epoch, difficulty, finish_reason = 'length' AS truncated,
        finish_reason = 'error' AS failed,
        _rowid AS commit_order,
-       len(output_tokens) AS num_tokens,
+       len(loss_mask) AS num_tokens,
        coalesce(
            list_bool_and(list_transform(behavior_logprobs, lambda logprob: isfinite(logprob))), true
        ) AS finite,
@@ -18,3 +18,6 @@ SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
            CASE WHEN prompt_tokens <> expected_prompt_tokens THEN 'prompt_tokens' END
        ], lambda name: name IS NOT NULL) AS other_prompt
 FROM batch;
+
+INSERT INTO dropped
+SELECT trajectory_id FROM batch WHERE len(output_tokens) = 0 AND len(loss_mask) > 0;

@@ -89,3 +89,9 @@ WHERE status = 'discarded' AND NOT CASE reason
     WHEN 'other_verifier' THEN verifier <> step_verifier
     WHEN 'beyond_head' THEN newest_version > policy_version
     ELSE true END;
+
+-- rule tokens-dropped: both
+SELECT trajectory_id, 'tokens, which a restored trainer may need', 'none'
+FROM dropped LEFT JOIN consumed USING (trajectory_id), (
+    SELECT coalesce(min(step), 0) AS oldest FROM files WHERE kind = 'checkpoint' AND step > 0)
+WHERE step IS NULL OR step > oldest;

@@ -52,3 +52,6 @@ CREATE TABLE published (
 -- What the run was forked from, and the weights hash that the parent's ledger has of that step, null
 -- if nobody can say; no row for a run that began by itself.
 CREATE TABLE parents (name VARCHAR, step BIGINT, weights_hash VARCHAR, ledger_hash VARCHAR);
+
+-- Trajectories without the tokens that they had: `log.keep_tokens_of` drops those of old steps.
+CREATE TABLE dropped (trajectory_id VARCHAR);

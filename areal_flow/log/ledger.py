@@ -131,7 +131,7 @@ class LedgerReader:
         if ready:
             yield ready
 
-    def row(self, step: int, columns: list[str]) -> dict[str, Any]:
+    def row(self, step: int, columns: list[str] | None = None) -> dict[str, Any]:
         rows = _rows_of(self._newest(columns, f"step = {step}", 1).to_table())
         if len(rows) != 1:
             raise StorageError(f"expected step {step} once in {self._layout.steps}")

@@ -75,6 +75,9 @@ class SettledPast:
         return all(row[name] == getattr(self, name) for name in STEP_IDENTITY)
 
 
+NOTHING_SETTLED = SettledPast()
+
+
 def advance(past: SettledPast, steps: pa.Table, log: pa.Table) -> SettledPast:
     """Return the past up to the newest of `steps`. Pure.
 
@@ -93,10 +96,10 @@ def advance(past: SettledPast, steps: pa.Table, log: pa.Table) -> SettledPast:
             FROM stored"""
         )
         connection.execute(read_sql("consumed"))
-        return settle(connection, past)
+        return advance_in(connection, past)
 
 
-def settle(connection: duckdb.DuckDBPyConnection, past: SettledPast) -> SettledPast:
+def advance_in(connection: duckdb.DuckDBPyConnection, past: SettledPast) -> SettledPast:
     """Return the past up to the newest of the connection's `steps`; it has `log` and `consumed`."""
     values = asdict(past)
     sums = {name: values[name] for name in ("step", "watermark", "num_tokens", *TOKEN_SUMS)}
@@ -150,9 +153,9 @@ def read_past(layout: RunLayout, ledger: LedgerReader, *, num_trajectories: int)
         past = past_from_json(json.loads(layout.settled.read_text()))
         if past.is_of(ledger, num_trajectories=num_trajectories):
             return past
-    except (OSError, ValueError, TypeError, StorageError):
+    except (OSError, ValueError, TypeError, KeyError, StorageError):
         pass
-    return SettledPast()
+    return NOTHING_SETTLED
 
 
 def past_from_json(record: Mapping[str, Any]) -> SettledPast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -216,7 +217,10 @@ def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
         return (text.encode() for text in column.to_pylist())
     if not pa.types.is_nested(column.type):
         return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
-    return (row.tobytes() for row in row_arrays(column))
+    flat, offsets = _flat(column.flatten()), column.offsets.to_numpy()
+    content = flat.tobytes()
+    ends = (offsets - offsets[0]) * (flat.itemsize * math.prod(flat.shape[1:]))
+    return (content[begin:end] for begin, end in pairwise(ends.tolist()))
 
 
 def _flat(values: pa.Array) -> NDArray[Any]:

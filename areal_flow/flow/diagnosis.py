@@ -1,14 +1,16 @@
 """Diagnoses a run from its ledger rows. Pure.
 
-Which side waits for the other, how many generators would balance them, and whether engine and
-trainer disagree about the same tokens.
+Which side waits for the other, how many generators would balance them, whether engine and trainer
+disagree about the same tokens, and whether the policy moves too far for the age of its data.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from areal_flow.core.types import ENGINE_GAP, SPEED_AREA
@@ -44,6 +46,10 @@ REMEDIES = (
     "batch-invariant kernels; correct the objective: algorithm.proximal = 'recomputed' with "
     "algorithm.importance_weight_rule = 'truncate' (TIS), or 'mask' with a floor (IcePop)"
 )
+
+EFFECTIVE_SAMPLES = "importance_weight_ess_fraction"
+MIN_EFFECTIVE_SAMPLES, EFFECTIVE_STEPS = 0.85, 10
+"""Below this mean over so many steps rewards tend to fall again (docs/science/stability.md)."""
 
 
 class Bottleneck(NamedTuple):
@@ -173,4 +179,32 @@ class GapWatch:
             f"step {row['step']}: engine and trainer give the same tokens other log-probabilities "
             f"with the same weights, by {difference:.3g} in the mean and a KL divergence of "
             f"{kl:.3g} (expected at most {MAX_MEAN_DIFFERENCE:g} and {MAX_KL:g}): {REMEDIES}"
+        )
+
+
+class StalenessWatch:
+    """Logs a warning once importance weights leave too little of stale batches.
+
+    Then the policy moves so far between sampling and training that it sees the effect of a step too
+    late, and takes more such steps meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._fractions: deque[float] = deque(maxlen=EFFECTIVE_STEPS)
+        self._is_reported = False
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        if EFFECTIVE_SAMPLES not in row["metrics"] or row["staleness_mean"] < 1:
+            return
+        self._fractions.append(row["metrics"][EFFECTIVE_SAMPLES])
+        fraction = fmean(self._fractions)
+        is_window = len(self._fractions) == EFFECTIVE_STEPS
+        if self._is_reported or not is_window or fraction >= MIN_EFFECTIVE_SAMPLES:
+            return
+        self._is_reported = True
+        logger.warning(
+            f"step {row['step']}: of the last {EFFECTIVE_STEPS} batches importance weights leave "
+            f"{fraction:.0%} as effective samples (expected at least {MIN_EFFECTIVE_SAMPLES:.0%}): "
+            "the policy moves too far between sampling and training, and may get worse again; "
+            "lower trainer.learning_rate or controller.max_staleness"
         )

@@ -214,7 +214,7 @@ class Efficiencies:
     """Overhead of a decode step."""
     reward_s: float = 0.05
     """Scoring of one completion on one reward worker."""
-    token_s: float = 29.3e-6
+    token_s: float = 29.2e-6
     """Overhead of a training step per token on its rank: ranks that wait for the slowest, padding,
     packing, and passes that have no part in `training`."""
     publish_s: float = 0.0

@@ -19,6 +19,7 @@ from benchmarks.science.findings import Finding
 
 EXPERIMENTS = (
     "staleness",
+    "stability",
     "interruption",
     "packing",
     "schedule",
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     chosen = harness.parse_options(experiment.__doc__, options, **defaults, **SHARED)
     began = perf_counter()
     finding = experiment.run(chosen)
-    where = {f"--{option}" for option in (*SHARED, "model", "json")} - {"--quick"}
+    where = {f"--{option}" for option in (*SHARED, "model", "keep", "json")} - {"--quick"}
     given = [o for flag, o in zip(["", *options], options, strict=False) if not {flag, o} & where]
     command = " ".join(["nox -s science --", name, *given])
     facts = {

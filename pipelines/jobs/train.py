@@ -34,7 +34,7 @@ from areal_flow.core.errors import EngineError, RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Writer
 from areal_flow.core.program import CODE_VERSION
-from areal_flow.flow.diagnosis import REMEMBERED_STEPS, GapWatch
+from areal_flow.flow.diagnosis import REMEMBERED_STEPS, GapWatch, StalenessWatch
 from areal_flow.flow.flow import Flow
 from areal_flow.flow.flow_setup import FlowBackends, InitialState, max_running_trajectories
 from areal_flow.flow.recovery.checkpointing import Checkpoints
@@ -196,13 +196,14 @@ async def train(run: Training, start: InitialState) -> int:
         f"Training from version {start.policy_version} to {recipe.num_steps}{late_generators(pool)}"
     )
     recent = LedgerTail(layout, ["metrics"], since=1, newest=REMEMBERED_STEPS)
-    gap = GapWatch(lambda: chain.from_iterable(recent.batches()))
+    gap, staleness = GapWatch(lambda: chain.from_iterable(recent.batches())), StalenessWatch()
     planner = planner_command(layout) if recipe.cluster.autoscale_gpu else ()
     autoscaler = Autoscaler(pool, recipe.cluster.generator_range, planner=planner)
 
     async def on_step(row: dict[str, Any]) -> None:
         run.progress.step(row)
         gap.count(row)
+        staleness.count(row)
         run.cluster.metrics.ledger.add(row)
         evaluations.reached(row["step"])
         run.tracking.wake()

@@ -20,7 +20,7 @@ from areal_flow.algorithms.logprobs import (
 )
 from areal_flow.algorithms.registry import PPO, DecoupledPPO
 from areal_flow.core.types import VersionSpan
-from areal_flow.flow.diagnosis import GapWatch, is_wide
+from areal_flow.flow.diagnosis import EFFECTIVE_SAMPLES, GapWatch, StalenessWatch, is_wide
 from areal_flow.training.backend import TrainerBackend
 from areal_flow.training.ranked_model import UpdateNumbers
 from areal_flow.training.replicas import ReplicaGroup
@@ -205,6 +205,20 @@ def test_run_warns_once_and_names_the_remedies_in_order(caplog: pytest.LogCaptur
     remedies = "dtype", "head", "fp8", "batch-invariant kernels", "TIS", "IcePop"
     places = [text.index(remedy) for remedy in remedies]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "staleness", "warns"), [(0.84, 8.0, True), (0.86, 8.0, False), (0.5, 0.2, False)]
+)
+def test_run_warns_once_where_its_policy_moves_too_far_for_the_age_of_its_data(
+    caplog: pytest.LogCaptureFixture, fraction: float, staleness: float, warns: bool
+) -> None:
+    watch, metrics = StalenessWatch(), {EFFECTIVE_SAMPLES: fraction}
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 40):
+            watch.count({"step": step, "staleness_mean": staleness, "metrics": metrics})
+        watch.count({"step": 40, "staleness_mean": staleness, "metrics": {}})
+    assert [record.getMessage()[:8] for record in caplog.records] == ["step 10:"] * warns
 
 
 def test_report_judges_engine_and_trainer_by_all_steps_and_by_the_last() -> None:

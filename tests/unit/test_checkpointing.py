@@ -123,6 +123,17 @@ async def test_protected_checkpoint_is_not_pruned(tmp_path: Path) -> None:
         assert list_checkpoints(driver.layout.checkpoints) == [0, 2, 8, 10]
 
 
+async def test_tokens_are_needed_after_the_oldest_checkpoint_but_the_first(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(1)
+        assert driver.log.tokens_needed_after == 0
+        await driver.step_to(4)
+        driver.registry.aliased.add(driver.layout.checkpoints / "00000004")
+        await driver.step_to(10)
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 4, 8, 10]
+        assert driver.log.tokens_needed_after == 4
+
+
 async def test_trainer_that_dies_costs_one_checkpoint_and_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

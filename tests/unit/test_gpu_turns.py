@@ -207,7 +207,7 @@ def test_generators_sleep_before_the_step_and_wake_before_they_load(driver: Driv
         await driver.role.serve(0)
         for version in (1, 2):
             await trainer.step(REQUEST)
-            await driver.run(generator_tasks.load_weights, version, workers=["generator"])
+            await driver.run("generator", generator_tasks.load_weights, version)
         await driver.role.generate(None)  # type: ignore[arg-type]
 
     within_seconds(train())

@@ -113,11 +113,15 @@ async def launch_cluster(
             serve_pool(pool)
             REGISTRY.register(metrics := RunMetrics(context.layout, pool))
             try:
-                await pool.start_until_joined(placements, min_generators=settings.min_generators)
-                pool.spawn(watch_health(pool, settings))
                 address = scheduler.address
                 async with Client(address, asynchronous=True, security=security) as client:
+                    # First: then each worker gets it as it joins. To send it to hundreds at once
+                    # would take a connection to each, and fail with the first that is lost.
                     await client.register_plugin(context)
+                    await pool.start_until_joined(
+                        placements, min_generators=settings.min_generators
+                    )
+                    pool.spawn(watch_health(pool, settings))
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/{PAGE}"
                     with _quick_garbage_collections():
                         yield RunningCluster(

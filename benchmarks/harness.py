@@ -29,6 +29,7 @@ from rich.table import Table
 import areal_flow
 from areal_flow.config import load_recipe
 from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.layout import RunLayout
 
 if TYPE_CHECKING:
     from areal_flow.log.queries import Run
@@ -198,8 +199,10 @@ def output_of(
 
 def newest_step(cwd: Path, name: str) -> int:
     """Return the newest step of a run in a directory, or -1 if there is none yet."""
+    from areal_flow.log.ledger import LedgerReader
+
     try:
-        return len(areal_flow.open_run(cwd / "runs" / name).steps("arrow")) - 1
+        return LedgerReader(RunLayout(cwd / "runs" / name)).head
     except (ArealFlowError, OSError, ValueError):  # it has not begun
         return -1
 

@@ -31,6 +31,7 @@ runs/NAME/
     report.html            the run on one page, written at the end
     writers/               leases and fences: which driver may write
     state.json             how the run last ended
+    verified.json          what the last clean `areal-flow check` verified
     settled.json           up to which step and trajectory a resumed run need not read its logs
     cluster.json           the address of the scheduler, while it runs
     workers.jsonl          when each worker joined, died and left
@@ -96,6 +97,7 @@ class RunLayout:
     writers = _Path("writers")
     state = _Path("state.json")
     settled = _Path("settled.json")
+    verified = _Path("verified.json")
     cluster = _Path("cluster.json")
     workers = _Path("workers.jsonl")
 

@@ -242,15 +242,16 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
     return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))
 
 
-def check(run: str, /, *, folders: Given) -> Report:
+def check(run: str, /, *, full: Flag = False, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. Exits with 1 if it finds anything.
 
     Args:
         run: Run name, checkpoint directory or models:/NAME@ALIAS.
+        full: Also read again what the last clean audit verified.
     """
     from pipelines.cli.reports import report_check
 
-    return report_check(folders.find(run).whole_run("check"))
+    return report_check(folders.find(run).whole_run("check"), full=full)
 
 
 def report(

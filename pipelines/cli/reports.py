@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from areal_flow.log.directory import list_runs, observed_state
 from areal_flow.log.ledger import LedgerReader
 from areal_flow.log.lineage import HashCheck, Lineage
 from areal_flow.log.queries import Run, prompt_pass_rates
+from pipelines.console.progress import make_progress
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -33,14 +35,23 @@ _LAST_STEPS = 5
 _MAX_ROWS = 12
 
 
-def report_check(layout: RunLayout) -> Report:
-    audit = check_run(layout)
+def report_check(layout: RunLayout, *, full: bool) -> Report:
+    progress = make_progress(to_stderr=True)
+    try:
+        audit = check_run(layout, full=full, on_progress=partial(progress.count, "trajectories"))
+    finally:
+        progress.close()
     data = audit.as_json()
     checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
     labels = ("", "rule", "where", "expected", "actual", "what to do")
     rows = [dict(zip(labels, (f.severity, *f[:5]), strict=True)) for f in audit.findings]
     table = Table(rows, prose=labels[2:])
     last = f"{audit.run}: {audit.verdict}. Checked: {checked}"
+    if before := audit.verified_before:
+        last += (
+            "; {trajectories} trajectories up to step {step} were verified at {at}, --full reads "
+            "them again"
+        ).format(**before)
     return Report(data, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 

@@ -59,10 +59,10 @@ def edit_log(change: Change) -> Edit:
 
 
 def edit_trained(change: Callable[[dict[str, Any]], object]) -> Edit:
-    """Change a trajectory that step 1 trained."""
+    """Change a trajectory that step 3 trained."""
 
     def change_in(run: RunLayout, rows: Rows) -> None:
-        ledger = lance.dataset(str(run.steps)).to_table(filter="step = 1")
+        ledger = lance.dataset(str(run.steps)).to_table(filter="step = 3")
         identifier = ledger["trajectory_ids"][0].as_py()[0]
         change(next(row for row in rows if row["trajectory_id"] == identifier))
 
@@ -257,9 +257,9 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "another id": ("trajectory-id", edit_log(add(-1, "trajectory_id", "0"))),
     "another group": ("group-id", edit_log(put(-1, group_id="0"))),
     "a member too many": ("group-size", edit_log(put(-1, member=4))),
-    "another seed": ("seed", edit_log(add(5, "seed", 1))),
+    "another seed": ("seed", edit_log(add(-2, "seed", 1))),
     "another run seed": ("prompt", edit_recipe("seed = 0", "seed = 1")),
-    "another prompt": ("prompt", edit_log(add(5, "prompt_tokens", [1]))),
+    "another prompt": ("prompt", edit_log(add(-2, "prompt_tokens", [1]))),
     "other prompts": ("prompt", lambda run: run.held_out_prompts.replace(run.train_prompts)),
     "an id of two prompts": ("prompt-id", give_all_prompts_one_id),
     "an id of two held-out prompts": (
@@ -267,7 +267,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         lambda run: give_all_prompts_one_id(run, run.held_out_prompts),
     ),
     "another verifier in the ledger": ("verifier", edit_ledger(put(2, verifier="other@1"))),
-    "another verifier": ("trajectory-verifier", edit_log(put(5, verifier="other@1"))),
+    "another verifier": ("trajectory-verifier", edit_log(put(-2, verifier="other@1"))),
     "regraded": ("trained-other-verifier", edit_trained(lambda row: row.update(verifier="x@1"))),
     # checkpoints and published weights
     "checkpoint weights changed": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import pytest
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.audit import files
 from areal_flow.log.audit.files import Batch, scan
-from areal_flow.log.audit.rules import ADVICE, Finding, rules_of
+from areal_flow.log.audit.rules import ADVICE, Finding, Report, rules_of
 from areal_flow.log.audit.run import check_run
+from areal_flow.log.audit.verified import Verified, read_verified, record_verified
 from areal_flow.log.dataset import COMMIT_ORDER
+from areal_flow.log.settled import NOTHING_SETTLED, past_of
 from pipelines.cli.main import main
 from tests.integration.damages import (
     DAMAGES,
     Edit,
     Rows,
+    add,
     checkpoint,
     edit_ledger,
     edit_log,
@@ -36,12 +39,15 @@ RULE_FILES = ("prompts", "ledger", "trajectories", "log", "files")
 @pytest.fixture
 def layout(finished: RunLayout, tmp_path: Path) -> RunLayout:
     """A copy, to be damaged."""
-    shutil.copytree(finished.root, tmp_path / "copy")
+    verdict = shutil.ignore_patterns(finished.verified.name)
+    shutil.copytree(finished.root, tmp_path / "copy", ignore=verdict)
     return RunLayout(tmp_path / "copy")
 
 
-def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    code = main(["check", str(layout.root), "--json"])
+def check(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, Any]]:
+    code = main(["check", str(layout.root), "--json", *options])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return code, report
 
@@ -65,19 +71,118 @@ def test_damaged_rows_are_detected(
     damage: str, finished: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The audit gets rows that differ from the stored ones; nothing is written."""
-    changed = IN_MEMORY[damage].changed(finished)
-    order = pa.array(range(len(changed)), pa.uint64())
+    read_damaged(finished, damage, monkeypatch)
+    assert DAMAGES[damage][0] in broken_rules(check_run(finished, full=True))
 
-    def scan_changed(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
-        if path != IN_MEMORY[damage].path(finished):
-            return scan(path, where)
-        return iter([Batch(path.name, changed.append_column(COMMIT_ORDER, order))])
+
+def read_damaged(run: RunLayout, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = IN_MEMORY[damage].changed(run)
+    order = pa.array(range(len(changed)), pa.uint64())
+    rows = changed.append_column(COMMIT_ORDER, order)
+
+    def scan_changed(
+        path: Path, where: str | None = None, *, since: int = 0
+    ) -> Iterator[Batch | Finding]:
+        if path != IN_MEMORY[damage].path(run):
+            return scan(path, where, since=since)
+        return iter([Batch(path.name, rows.slice(since))])
 
     monkeypatch.setattr("areal_flow.log.audit.run.scan", scan_changed)
-    rules = {
-        finding.rule for finding in check_run(finished).findings if finding.severity == "error"
-    }
-    assert DAMAGES[damage][0] in rules
+
+
+def broken_rules(report: Report) -> set[str]:
+    return {finding.rule for finding in report.findings if finding.severity == "error"}
+
+
+BASE = 1
+BEFORE_BASE = {"the genesis is gone", "a genesis with a parent"}
+"""Damages to what an audit of step 1 has verified."""
+
+
+@pytest.mark.parametrize("damage", sorted(IN_MEMORY.keys() - BEFORE_BASE))
+def test_rows_damaged_after_the_last_clean_audit_are_detected(
+    damage: str, finished: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = past_of(finished, NOTHING_SETTLED, step=BASE)
+    monkeypatch.setattr("areal_flow.log.audit.run.read_verified", lambda _: Verified(past))
+    read_damaged(finished, damage, monkeypatch)
+    report = check_run(finished)
+    assert report.verified_before is not None
+    assert DAMAGES[damage][0] in broken_rules(report)
+
+
+def verify_until(layout: RunLayout, step: int) -> None:
+    record_verified(layout, past_of(layout, NOTHING_SETTLED, step=step), evaluation_watermark=0)
+
+
+def test_clean_audit_is_continued_by_the_next(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, full = check(layout, capsys, "--full")
+    assert full["verified_before"] is None
+    assert full["clean"]
+    verified = json.loads(layout.verified.read_text())
+    assert verified["past"]["step"] == full["checked"]["steps"] - 1
+    verify_until(layout, 3)
+    code, rest = check(layout, capsys)
+    assert code == 0, rest["findings"]
+    assert rest["verified_before"]["step"] == 3
+    assert rest["checked"]["trajectories"] < full["checked"]["trajectories"]
+    assert json.loads(layout.verified.read_text())["past"] == verified["past"]
+    assert main(["check", str(layout.root)]) == 0
+    printed = capsys.readouterr()
+    assert "copy: clean" in printed.out
+    assert f"trajectories up to step {verified['past']['step']} were verified at 20" in printed.out
+    assert "trajectories" in printed.err
+
+
+def test_damage_to_what_was_verified_is_found_by_a_full_audit_and_remembered(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_log(add(5, "seed", 1))(layout)
+    verify_until(layout, 4)
+    assert check(layout, capsys)[0] == 0
+    assert rules(check(layout, capsys, "--full")[1], "error") == {"seed"}
+    assert rules(check(layout, capsys)[1], "error") == {"seed"}
+
+
+def other_program(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_flow.log.audit.verified.CODE_VERSION", "areal-flow 9")
+
+
+def other_row(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_ledger(put(4, wait_s=9.0))(layout)
+
+
+def other_inputs(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout.inputs.write_text(layout.inputs.read_text() + "\n")
+
+
+def shorter_log(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_log(lambda rows: rows.__delitem__(slice(9, None)))(layout)
+
+
+@pytest.mark.parametrize("change", [other_program, other_row, other_inputs, shorter_log])
+def test_audit_reads_everything_where_the_last_one_saw_something_else(
+    change: Callable[[RunLayout, pytest.MonkeyPatch], None],
+    layout: RunLayout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verify_until(layout, 4)
+    assert read_verified(layout).past.step == 4
+    change(layout, monkeypatch)
+    assert read_verified(layout) == Verified()
+
+
+def test_audit_of_a_directory_that_cannot_be_written_is_as_good(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("areal_flow.log.audit.verified.replace_file", refuse)
+    assert check_run(layout).clean
+    assert not layout.verified.exists()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +234,7 @@ def test_damaged_model_file_is_no_fault_of_the_checkpoints(
 def test_valid_run_is_clean_and_counted(
     finished: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = check(finished, capsys)
+    code, report = check(finished, capsys, "--full")
     assert code == 0, report
     assert report["clean"]
     assert report["run"] == "small"

@@ -62,20 +62,20 @@ VERIFIERS = [{"since_epoch": 1, "verifier": "numeric@0"}, {"since_epoch": 3, "ve
 def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
     """Return the findings in a ledger and a log, which is read in parts."""
     with closing(AuditDatabase()) as database:
-        database.add_ledger(pa.Table.from_pylist(list(ledger), schema=STEPS))
+        database.add_ledger([pa.Table.from_pylist(list(ledger), schema=STEPS)])
         database.add("recipe", [SETTINGS | settings])
         database.add("verifiers", VERIFIERS)
         database.add("files", [{"kind": "checkpoint", "step": 0}][: len(ledger)])
-        num_rows = 0
+        num_rows, findings = 0, list[Finding]()
         for rows in logs:
             table = sealed(pa.Table.from_pylist(list(rows), schema=TRAJECTORIES))
             order = range(num_rows, num_rows + len(rows))
-            database.add_trajectories(table.append_column("_rowid", pa.array(order, pa.uint64())))
+            table = table.append_column("_rowid", pa.array(order, pa.uint64()))
+            findings += database.add_trajectories(table)
             num_rows += len(rows)
         database.add("dataset", [{"num_rows": num_rows}])
         database.recount()
-        names = ("ledger", "trajectories", "log")
-        return [finding for name in names for finding in database.broken(name)]
+        return [*database.broken("ledger"), *findings, *database.broken("log")]
 
 
 def sealed(table: pa.Table) -> pa.Table:
@@ -271,7 +271,7 @@ def judged_checkpoints(layout: RunLayout) -> set[tuple[str, str, str]]:
     """Return rule, place and advice of each finding about checkpoints."""
     checkpoints = [*read_directories(layout, "checkpoint", listed_checkpoints(layout))]
     with closing(AuditDatabase()) as database:
-        database.add_ledger(STEPS.empty_table())
+        database.add_ledger([])
         database.add("checkpoints", [each for each in checkpoints if isinstance(each, dict)])
         broken = [*database.broken("files")]
     unreadable = [each for each in checkpoints if isinstance(each, Finding)]
@@ -422,13 +422,15 @@ def test_run_is_read_again_if_its_version_was_removed(
     assert undisturbed.findings
     num_scans = 0
 
-    def overtaken(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
+    def overtaken(
+        path: Path, where: str | None = None, *, since: int = 0
+    ) -> Iterator[Batch | Finding]:
         nonlocal num_scans
         if path == layout.trajectories:
             num_scans += 1
             if num_scans <= num_gone:
                 raise VersionGone(path.name)
-        yield from scan(path, where)
+        yield from scan(path, where, since=since)
 
     monkeypatch.setattr("areal_flow.log.audit.run.scan", overtaken)
     report = check_run(layout)

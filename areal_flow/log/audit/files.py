@@ -31,7 +31,9 @@ from areal_flow.log.audit.rules import ADVICE, Finding, unreadable
 from areal_flow.log.codec import is_dropped
 from areal_flow.log.dataset import (
     COMMIT_ORDER,
+    conjunction,
     has_version,
+    newest_fragments,
     open_dataset,
     read_errors,
     unreferenced_files,
@@ -53,7 +55,8 @@ from areal_flow.rollout.prompts.table import PromptTable
 from schemas import arrow_schema, violations
 
 ROWS_AT_ONCE = 256
-BYTES_AT_ONCE = 16 * 2**20
+"""Until it is known how long rows are."""
+BYTES_AT_ONCE = 8 * 2**20
 """Target size of a validated batch: validating one row costs as much as validating many."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
@@ -317,10 +320,14 @@ class Batch(NamedTuple):
     rows: pa.Table
 
 
-def scan(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
-    """Yield rows of the newest version in batches of about `BYTES_AT_ONCE`, or findings."""
+def scan(path: Path, where: str | None = None, *, since: int = 0) -> Iterator[Batch | Finding]:
+    """Yield rows of the newest version in batches of about `BYTES_AT_ONCE`, or findings.
+
+    Args:
+        since: the commit order of the first row, in a dataset with stable row ids.
+    """
     pending: list[Batch] = []
-    for batch in _batches(path, where):
+    for batch in _batches(path, where, since):
         if isinstance(batch, Finding):
             yield batch
             continue
@@ -332,23 +339,30 @@ def scan(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
         yield _joined(pending)
 
 
-def _batches(path: Path, where: str | None) -> Iterator[Batch | Finding]:
+def _batches(path: Path, where: str | None, since: int) -> Iterator[Batch | Finding]:
     try:
         with read_errors(path):
             dataset = open_dataset(path)
             fragments = dataset.get_fragments()
+            if since:
+                later = f"{COMMIT_ORDER} >= {since}"
+                num_later = dataset.count_rows() - since
+                fragments = newest_fragments(dataset, later, num_rows=num_later)
+                where = conjunction(later, where)
     except ArealFlowError as error:
         yield unreadable(path.name, error)
         return
+    rows_at_once = ROWS_AT_ONCE
     for fragment in fragments:
         source = f"{path.name}, fragment {fragment.fragment_id}"
         columns = [*fragment.schema.names, COMMIT_ORDER]
         try:
             with read_errors(path):
                 for batch in fragment.to_batches(
-                    columns=columns, filter=where, batch_size=ROWS_AT_ONCE
+                    columns=columns, filter=where, batch_size=rows_at_once, batch_readahead=2
                 ):
                     yield Batch(source, pa.Table.from_batches([batch]))
+                    rows_at_once = max(1, BYTES_AT_ONCE * len(batch) // max(1, batch.nbytes))
         except ArealFlowError as error:
             if not has_version(path, dataset.version):
                 raise VersionGone(path.name) from error

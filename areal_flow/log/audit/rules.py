@@ -5,13 +5,16 @@ found) for each place that breaks it, which becomes a finding of the report. A f
 error is damage or a bug; a note is what a crash leaves behind and nobody reads. Nothing here reads
 a run.
 
-    ledger        every stored row, `place` being how findings name it
-    steps         the first row of each step
+    base          what an earlier audit verified: what follows is verified now
+    ledger        every row from `base.first_step` on, `place` being how findings name it
+    steps         the first row of each step of it
+    recorded      `steps`, and earlier ones that files name
+    facts         a batch of trajectories
     log           every trajectory that was read
     trajectories  the first commit of each id
     consumed      each trajectory that a step trained or discarded, as often as a row says so
     placed        `consumed`, and the place and watermark of the row that says so
-    recounted     `steps`, and beside them the same numbers, counted from the log: `log_...`
+    recounted     `steps` after `base`, with the same numbers counted from the log: `log_...`
     batch_metrics what the log has for each entry of `metrics` that a step's batch makes
     repeated_ids  ids of the prompt tables that several prompts share
     forks, parents, recipe, files, checkpoints, published, dataset: see `sql/tables.sql`
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -29,7 +32,9 @@ import pyarrow.compute as pc
 
 from areal_flow.log.codec import content_hashes, is_dropped
 from areal_flow.log.database import empty_database, read_sql
+from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import batch_digest, member_seed
+from areal_flow.log.settled import NOTHING_SETTLED, SettledPast, advance_in
 
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
 _PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")
@@ -37,6 +42,8 @@ _PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")
 
 Severity = Literal["error", "note"]
 
+MEMORY_LIMIT = "600 MB"
+CONSUMED_TOKENS = ("num_trained_tokens", "num_masked_tokens", "num_discarded_tokens")
 MAX_PER_RULE = 20
 """Findings of one rule that are kept; more are only counted."""
 
@@ -86,8 +93,12 @@ def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Findi
 class Report:
     """What was looked at, by kind, and the findings: of each rule the first, the rest a count."""
 
-    def __init__(self, run: str, kinds: Iterable[str] = ()) -> None:
+    def __init__(
+        self, run: str, kinds: Iterable[str] = (), verified_before: dict[str, Any] | None = None
+    ) -> None:
         self.run = run
+        self.verified_before = verified_before
+        """Up to which step an earlier audit found the run clean, and when."""
         self.checked = Counter(dict.fromkeys(kinds, 0))
         self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
         self._num_more: Counter[str] = Counter()
@@ -125,38 +136,64 @@ class Report:
             "run": self.run,
             "clean": self.clean,
             "checked": self.checked,
+            "verified_before": self.verified_before,
             "findings": [finding._asdict() for finding in self.findings],
         }
 
 
 class AuditDatabase:
-    """Tables of one run: filled first, then checked."""
+    """Tables of one run: filled first, then checked. What memory cannot hold goes to a folder."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, past: SettledPast = NOTHING_SETTLED, *, first_step: int = 0, folder: str = ""
+    ) -> None:
+        self.past = past
         self._connection = empty_database()
+        if folder:
+            self._connection.execute(f"SET temp_directory = '{folder}'")
+            self._connection.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
+        # Rules name what they find in their own order.
+        self._connection.execute("SET preserve_insertion_order = false")
         for name, function, parameters, returned in (
             ("digest_of", batch_digest, ["BIGINT", "VARCHAR[]"], "VARCHAR"),
             ("seed_of", member_seed, ["BIGINT", "BIGINT", "BIGINT"], "BIGINT"),
         ):
             self._connection.create_function(name, function, parameters, returned)
         self._connection.execute(read_sql("tokens") + read_sql("passing") + _sql("tables"))
+        base = {"step": past.step, "first_step": first_step, "num_tokens": past.num_tokens}
+        base["num_consumed_tokens"] = sum(getattr(past, name) for name in CONSUMED_TOKENS)
+        base["next_open_submission"] = past.next_open_submission
+        self.add("base", [base])
+        self.add("closed", ({"submission_index": index} for index in past.closed_submissions))
+        self._rules = [*rules_of("trajectories")]
 
     def close(self) -> None:
         self._connection.close()
 
-    def add_ledger(self, rows: pa.Table) -> None:
-        self._with(
-            "stored_ledger", rows, _sql("ledger_tables") + read_sql("consumed") + _sql("consumed")
-        )
+    def add_ledger(self, tables: Sequence[pa.Table]) -> None:
+        create = "CREATE TABLE read_ledger AS SELECT *, 'step ' || step AS place FROM stored"
+        self._with("stored", STEPS.empty_table(), create)
+        for rows in tables:
+            insert = (
+                "INSERT INTO read_ledger BY NAME SELECT *, 'step ' || step AS place FROM stored"
+            )
+            self._with("stored", rows.select(STEPS.names), insert)
+        views = (_sql("ledger_tables"), read_sql("consumed"), _sql("consumed"))
+        self._connection.execute("".join(views))
 
-    def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
-        """Keep what rules read of these rows and, of the same submissions, of the prompt table."""
+    def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> list[Finding]:
+        """Keep what later rules read of these rows; return what breaks the rules of each alone.
+
+        Args:
+            prompts: rows of the prompt table, of the same submissions.
+        """
         hashes = pa.array(content_hashes(rows), pa.string())
         found = pc.if_else(is_dropped(rows), rows["content_hash"], hashes)
         batch = rows.append_column("found_hash", found)
         for name in _PROMPT_COLUMNS:
             batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
         self._with("batch", batch, _sql("insert_log"))
+        return [*self._broken(self._rules)]
 
     def add_prompts(self, place: str, prompts: pa.Table) -> None:
         self._with(
@@ -178,7 +215,14 @@ class AuditDatabase:
 
     def broken(self, name: str) -> Iterator[Finding]:
         """Yield findings of the rules in a file."""
-        for rule, advice, query in rules_of(name):
+        yield from self._broken(rules_of(name))
+
+    def settled(self) -> SettledPast:
+        """Return the past up to the newest step of a ledger and a log without findings."""
+        return advance_in(self._connection, self.past)
+
+    def _broken(self, rules: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
+        for rule, advice, query in rules:
             result = self._connection.execute(f"FROM (\n{query}) ORDER BY 1")
             while row := result.fetchone():
                 where, expected, value = row

@@ -1,4 +1,4 @@
-"""Audits a run from its directory alone: reads everything once, changes nothing.
+"""Audits a run from its directory alone, from where the last clean audit ended.
 
 A run that goes on, or that crashed, can be audited as well. What follows ledger rows (checkpoints,
 weights) is listed before the ledger is read, and what precedes them (trajectories) is read after
@@ -7,10 +7,12 @@ it, so that each row finds what it names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import duckdb
@@ -25,10 +27,21 @@ from areal_flow.core.program import CODE_VERSION
 from areal_flow.log.audit import files
 from areal_flow.log.audit.files import VersionGone, check_schema, scan
 from areal_flow.log.audit.rules import ADVICE, AuditDatabase, Finding, Report, unreadable
+from areal_flow.log.audit.verified import (
+    Verified,
+    forget_verified,
+    read_verified,
+    record_verified,
+)
 from areal_flow.log.codec import is_dropped
-from areal_flow.log.dataset import Log, fence_condition, open_dataset
+from areal_flow.log.dataset import (
+    Log,
+    conjunction,
+    fence_condition,
+    open_dataset,
+    read_errors,
+)
 from areal_flow.log.inputs import read_inputs
-from areal_flow.log.ledger import STEPS
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
 from schemas import EvaluationRow, StepRow, TrajectoryRow
@@ -45,7 +58,17 @@ MAX_READINGS = 5
 """A run that goes on may commit faster than it is read."""
 
 
-def check_run(layout: RunLayout) -> Report:
+OnProgress = Callable[[int, int], object]
+"""Takes how many trajectories were read, of how many."""
+
+
+def check_run(
+    layout: RunLayout, *, full: bool = False, on_progress: OnProgress | None = None
+) -> Report:
+    """Audit a run; what an earlier audit verified is read again only if `full`.
+
+    A clean run is recorded as verified; nothing else is changed.
+    """
     report = Report(layout.name, KINDS)
     if not layout.config.is_file():
         advice = "restore it from a copy: nothing was checked without it"
@@ -54,20 +77,27 @@ def check_run(layout: RunLayout) -> Report:
         what = (layout.steps.name, "a prepared run", "no ledger and no policy yet")
         report.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
     else:
-        return _read(layout)
+        verified = Verified() if full else read_verified(layout)
+        return _read(layout, verified, on_progress or (lambda done, total: None))
     return report
 
 
-def _read(layout: RunLayout) -> Report:
+def _read(layout: RunLayout, verified: Verified, on_progress: OnProgress) -> Report:
     """Read the run, again if a version that was being read was cleaned up."""
+    past, first_step = verified.past, verified.first_step
     for _ in range(MAX_READINGS):
-        report = Report(layout.name, KINDS)
+        report = Report(layout.name, KINDS, verified.as_json())
         try:
-            with closing(AuditDatabase()) as database:
-                _Audit(layout, database, report).read()
+            with (
+                TemporaryDirectory(prefix="areal-flow-check-") as folder,
+                closing(AuditDatabase(past, first_step=first_step, folder=folder)) as database,
+            ):
+                _Audit(layout, database, report, verified, on_progress).read()
         except VersionGone as gone:
             overtaken = str(gone)
             continue
+        except duckdb.OutOfMemoryException:
+            raise
         except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
             damaged = unreadable(layout.steps.name, error, ADVICE["both"])
             report.add(damaged._replace(expected="numbers that can be counted again"))
@@ -84,6 +114,8 @@ class _Audit:
     layout: RunLayout
     database: AuditDatabase
     report: Report
+    verified: Verified
+    on_progress: OnProgress
 
     def read(self) -> None:
         layout, database = self.layout, self.database
@@ -95,25 +127,38 @@ class _Audit:
         checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)
         for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
             database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
-        has_ledger = self._ledger()
+        has_ledger = self._ledger([*checkpoints, *published])
         database.add("forks", self._kept(files.read_forks(layout)))
         database.add("parents", self._kept(files.read_parents(layout)))
         has_log = self._log(recipe)
         if has_ledger and not self.report.checked["steps"]:
             self._before_training(recipe)
-        self._judge("trajectories")
         if has_ledger:
             self._judge("ledger")
         if has_ledger and has_log:
-            database.add("dataset", [{"num_rows": open_dataset(layout.trajectories).count_rows()}])
+            database.add("dataset", [{"num_rows": self._num_rows("trajectories")}])
             database.recount()
             self._judge("log")
         self._files(checkpoints, published)
+        since = self.verified.evaluation_watermark
+        num_answers = 0
         if layout.evaluations.exists():
-            list(self._rows("evaluations", EvaluationRow, "evaluation answers", "evaluations"))
+            num_answers = self._num_rows("evaluations")
+            kinds = ("evaluation answers", "evaluations")
+            list(self._rows("evaluations", EvaluationRow, *kinds, since=since))
         self.report.add(*files.broken_descriptions(layout))
         self.report.add(*files.changed_chat_template(layout))
         self.report.add(*files.leftovers(layout))
+        if not self.report.clean:
+            forget_verified(layout)
+        elif has_ledger and has_log and self.report.checked["steps"]:
+            record_verified(layout, database.settled(), evaluation_watermark=num_answers)
+
+    def _num_rows(self, log: Log) -> int:
+        path = getattr(self.layout, log)
+        with suppress(ArealFlowError), read_errors(path):
+            return int(open_dataset(path).count_rows())
+        return 0  # what cannot be read becomes a finding
 
     def _before_training(self, recipe: Recipe | None) -> None:
         if recipe is not None:
@@ -136,10 +181,18 @@ class _Audit:
                 yield value
 
     def _rows(
-        self, log: Log, model: type[pa_polars.DataFrameModel], counted: str, kind: str
+        self,
+        log: Log,
+        model: type[pa_polars.DataFrameModel],
+        counted: str,
+        kind: str,
+        *,
+        where: str | None = None,
+        since: int = 0,
     ) -> Iterator[pa.Table | None]:
         """Check a dataset's rows; yield those that rules can use, None for others."""
-        for batch in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
+        where = conjunction(where, fence_condition(self.layout, log))
+        for batch in scan(getattr(self.layout, log), where, since=since):
             rows = None
             if isinstance(batch, Finding):
                 self.report.add(batch)
@@ -178,29 +231,38 @@ class _Audit:
         self.database.add("verifiers", rows)
         self.report.add(*files.changed_inputs(self.layout, recorded))
 
-    def _ledger(self) -> bool:
-        read = list(self._rows("steps", StepRow, "steps", "ledger"))
+    def _ledger(self, named_by: Sequence[Path]) -> bool:
+        """Read the ledger's rows since the base, and what checkpoints, weights and forks name."""
+        where = None
+        if first_step := self.verified.first_step:
+            forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
+            named = {0, *(int(path.name) for path in named_by), *(fork["step"] for fork in forks)}
+            where = f"step >= {first_step} OR step IN ({', '.join(map(str, sorted(named)))})"
+        read = list(self._rows("steps", StepRow, "steps", "ledger", where=where))
         tables = [table for table in read if table is not None]
         has_ledger = len(tables) == len(read)
-        rows = pa.concat_tables(tables) if tables and has_ledger else STEPS.empty_table()
-        self.database.add_ledger(rows)
+        self.database.add_ledger(tables if has_ledger else [])
         return has_ledger
 
     def _log(self, recipe: Recipe | None) -> bool:
         prompts = self._prompts(recipe)
         all_read = True
-        for rows in self._rows("trajectories", TrajectoryRow, "trajectories", "log"):
+        since = self.verified.past.watermark
+        num_rows, num_read = self._num_rows("trajectories") - since, 0
+        kinds = ("trajectories", "log")
+        for rows in _read_ahead(self._rows("trajectories", TrajectoryRow, *kinds, since=since)):
             if rows is None:
                 all_read = False
                 continue
             if num_dropped := pc.sum(is_dropped(rows)).as_py():
                 self.report.checked["trajectories without tokens"] += num_dropped
-            indices = rows["submission_index"].to_pylist()
-            expected = prompts.rows_at(indices) if prompts else None
+            num_read += len(rows)
+            self.on_progress(num_read, max(num_rows, num_read))
+            expected = _prompts_of(rows, prompts) if prompts else None
             if expected and recipe and isinstance(recipe.workflow, Agent):  # it asks as it likes
                 column = expected.schema.get_field_index("prompt_tokens")
                 expected = expected.set_column(column, "prompt_tokens", rows["prompt_tokens"])
-            self.database.add_trajectories(rows, expected)
+            self.report.add(*self.database.add_trajectories(rows, expected))
         if not all_read:
             description = "some cannot be read: ledger and trajectories were not compared"
             what = (self.layout.trajectories.name, "every trajectory", description)
@@ -231,3 +293,19 @@ class _Audit:
         forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
         self.database.add("forks", forks)
         self._judge("files")
+
+
+def _read_ahead(batches: Iterator[pa.Table | None]) -> Iterator[pa.Table | None]:
+    """Yield each batch while a thread reads the next."""
+    end = object()
+    with ThreadPoolExecutor(1) as thread:
+        reading: Future[Any] = thread.submit(next, batches, end)
+        while (batch := reading.result()) is not end:
+            reading = thread.submit(next, batches, end)
+            yield batch
+
+
+def _prompts_of(rows: pa.Table, prompts: PromptTable) -> pa.Table:
+    """Return the prompt of each row; members of a group share it."""
+    submissions = rows["submission_index"].combine_chunks().dictionary_encode()
+    return prompts.rows_at(submissions.dictionary.to_pylist()).take(submissions.indices)

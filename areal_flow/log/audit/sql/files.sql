@@ -24,7 +24,7 @@ WITH facts AS (
         {'name': 'next_submission_index', 'ledger': s.next_submission_index::VARCHAR,
          'found': c.next_submission_index::VARCHAR}
     ]) AS fact
-    FROM checkpoints AS c JOIN steps AS s ON s.step = c.listed_step
+    FROM checkpoints AS c JOIN recorded AS s ON s.step = c.listed_step
 )
 SELECT place, fact.name || ' ' || fact.ledger || ', by the ledger', fact.found
 FROM facts WHERE fact.ledger <> fact.found AND NOT EXISTS (
@@ -36,6 +36,6 @@ WHERE tensors_hash <> recorded_hash;
 
 -- rule weights-ledger: weights
 SELECT p.place, steps.served_hash || ', by the ledger', p.recorded_hash
-FROM published AS p JOIN steps USING (step)
+FROM published AS p JOIN recorded AS steps USING (step)
 WHERE p.recorded_hash <> steps.served_hash AND NOT EXISTS (
     FROM forks WHERE forks.step = p.step AND forks.served_hash = p.recorded_hash);

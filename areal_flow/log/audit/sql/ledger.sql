@@ -7,7 +7,8 @@ QUALIFY row_number() OVER (PARTITION BY step) > 1;
 
 -- rule step-missing: ledger
 SELECT place, 'step ' || (before + 1) || ' before it', 'no such row'
-FROM (SELECT *, lag(step, 1, -1) OVER (ORDER BY step) AS before FROM steps)
+FROM (SELECT *, lag(step, 1, (SELECT first_step - 1 FROM base)) OVER (ORDER BY step) AS before
+      FROM steps)
 WHERE step > before + 1;
 
 -- rule policy-version: ledger
@@ -30,7 +31,7 @@ WHERE step = 0 AND (len(trajectory_ids) > 0 OR parent_hash <> '');
 -- rule fork-genesis: parent
 SELECT steps.place, 'weights_hash ' || parents.weights_hash || ', of step ' || parents.step
        || ' of run ' || parents.name || ', by run.json', steps.weights_hash
-FROM steps, parents WHERE steps.step = 0 AND steps.weights_hash <> parents.weights_hash;
+FROM recorded AS steps, parents WHERE steps.step = 0 AND steps.weights_hash <> parents.weights_hash;
 
 -- rule fork-parent: parent
 SELECT 'run.json', 'weights_hash ' || ledger_hash || ', by the ledger of run ' || name || ', step '
@@ -62,8 +63,9 @@ WHERE steps.parent_hash <> before.weights_hash AND NOT EXISTS (
 -- rule fork-recorded: ledger
 SELECT 'forks.jsonl, step ' || step,
        'the ledger''s weights_hash, ' || coalesce(steps.weights_hash, 'none'), recorded_hash
-FROM forks LEFT JOIN steps USING (step)
-WHERE recorded_hash IS DISTINCT FROM steps.weights_hash;
+FROM forks LEFT JOIN recorded AS steps USING (step)
+WHERE recorded_hash IS DISTINCT FROM steps.weights_hash
+  AND (step >= (SELECT first_step FROM base) OR steps.weights_hash IS NOT NULL);
 
 -- rule config-hash: recipe
 -- Rows of another version of this program are left out: it may know other settings.
@@ -101,7 +103,8 @@ SELECT place, 'once', 'also in ' || earlier FROM repeated WHERE status = 'given 
 SELECT trajectory_id, 'either trained or discarded',
        'trained in step ' || min(step) FILTER (status = 'trained')
        || ', discarded in step ' || min(step) FILTER (status = 'discarded')
-FROM consumed GROUP BY trajectory_id HAVING count(DISTINCT status) > 1;
+FROM consumed WHERE hash(trajectory_id) IN (FROM consumed_twice)
+GROUP BY trajectory_id HAVING count(DISTINCT status) > 1;
 
 -- rule checkpoint-beyond-ledger: checkpoint
 SELECT 'checkpoint ' || step, 'a step of the ledger, 0 to ' || head, 'a later one'

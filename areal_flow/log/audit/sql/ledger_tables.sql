@@ -1,7 +1,9 @@
--- Tables of the ledger, from what was read of it (`stored_ledger`): every row, `place` being how
--- findings name it, and `steps`, the first row of each step.
+-- Views of what was read of the ledger (`read_ledger`), `place` being how findings name a row.
 
-CREATE TABLE ledger AS SELECT *, 'step ' || step AS place FROM stored_ledger;
+-- The first row of each step.
+CREATE VIEW recorded AS
+FROM read_ledger WHERE rowid IN (SELECT min(rowid) FROM read_ledger GROUP BY step);
 
-CREATE TABLE steps AS
-FROM ledger QUALIFY row_number() OVER (PARTITION BY step ORDER BY rowid) = 1;
+-- What is verified: every row, and the first of each step. Rows before are of files and forks.
+CREATE VIEW ledger AS FROM read_ledger WHERE step >= (SELECT first_step FROM base);
+CREATE VIEW steps AS FROM recorded WHERE step >= (SELECT first_step FROM base);

@@ -1,9 +1,22 @@
 -- Rules between ledger and log: what was trained, discarded or given up, and every number of the
 -- ledger that can be counted again.
 
+-- rule trajectory-twice: log
+SELECT trajectory_id, 'one row', 'another row of the same id' FROM log
+WHERE hash(trajectory_id) IN (FROM logged_twice)
+QUALIFY row_number() OVER (PARTITION BY trajectory_id) > 1
+UNION ALL
+-- Only the group that the base divides has rows on both sides.
+SELECT trajectory_id, 'one row', 'a row of a submission that was closed by step ' || base.step
+FROM log, base WHERE is_closed(submission_index, next_open_submission)
+AND submission_index <> (SELECT arg_min(submission_index, commit_order) FROM log);
+
 -- rule unknown-trajectory: both
-SELECT place || ', ' || trajectory_id, 'a trajectory of the log', 'none of that id'
-FROM placed ANTI JOIN trajectories USING (trajectory_id);
+SELECT place || ', ' || trajectory_id,
+       'a trajectory of the log' || CASE WHEN base.step < 0 THEN '' ELSE
+           ' that no step had consumed, as step ' || base.step || ' was verified' END,
+       'none of that id'
+FROM placed ANTI JOIN trajectories USING (trajectory_id), base WHERE placed.step > base.step;
 
 -- rule consumed-before-commit: both
 SELECT row_place, 'committed before the row: below watermark ' || trajectory_watermark,
@@ -13,7 +26,12 @@ FROM consumed_trajectories WHERE commit_order >= trajectory_watermark;
 -- rule given-up-committed: both
 SELECT place || ', group ' || submission_index, 'one or the other', 'given up, and committed'
 FROM (SELECT place, unnest(failed_submissions) AS submission_index FROM steps)
-SEMI JOIN log USING (submission_index);
+SEMI JOIN log USING (submission_index)
+UNION ALL
+SELECT place || ', group ' || submission_index, 'a submission that was open at step ' || base.step,
+       'committed or given up by then'
+FROM base, (SELECT step, place, unnest(failed_submissions) AS submission_index FROM steps) AS gone
+WHERE gone.step > base.step AND is_closed(submission_index, next_open_submission);
 
 -- rule watermark-beyond-log: both
 SELECT place, 'a trajectory_watermark of at most ' || num_rows || ', the rows of the log',

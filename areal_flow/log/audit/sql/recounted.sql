@@ -1,10 +1,17 @@
 -- The ledger's numbers, counted again from the log once both are complete.
 
-CREATE TABLE trajectories AS
-SELECT *, coalesce(list_max(list_transform(
-    list_filter(spans, lambda span: span.length > 0), lambda span: span.version)), -1
-) AS newest_version
-FROM log QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY commit_order) = 1;
+-- By their hashes, since a long run has millions.
+CREATE TABLE logged_twice AS
+SELECT hash(trajectory_id) AS hashed FROM log GROUP BY hashed HAVING count(*) > 1;
+
+CREATE VIEW trajectories AS
+FROM log WHERE hash(trajectory_id) NOT IN (FROM logged_twice)
+UNION ALL
+FROM log WHERE hash(trajectory_id) IN (FROM logged_twice)
+QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY commit_order) = 1;
+
+CREATE MACRO is_closed(submission, next_open) AS
+    submission < next_open OR submission IN (SELECT submission_index FROM closed);
 
 CREATE VIEW consumed_trajectories AS
 SELECT *, place || ', ' || trajectory_id AS row_place
@@ -14,7 +21,8 @@ FROM placed JOIN trajectories USING (trajectory_id);
 CREATE VIEW batch_metrics AS
 WITH batch AS (
     SELECT *, passes(reward, pass_threshold) AS passed
-    FROM consumed_trajectories, recipe WHERE status = 'trained'
+    FROM consumed_trajectories, recipe
+    WHERE status = 'trained' AND step > (SELECT step FROM base)
 ),
 of_steps AS (
     SELECT step, avg(passed::INT) AS "rollout/pass_rate",
@@ -39,7 +47,14 @@ SELECT step, 'pass_rate/difficulty_' || difficulty, avg(passed::INT)
 FROM batch GROUP BY step, difficulty;
 
 CREATE TABLE recounted AS
-WITH so_far AS (
+WITH numbers AS ( -- a join by order copies what it joins: not the lists of ids
+    SELECT * EXCLUDE (
+        trajectory_ids, discarded, failed_submissions, importance_weight_means,
+        importance_weight_maxima
+    ), len(trajectory_ids) AS num_trained
+    FROM steps
+),
+so_far AS (
     SELECT commit_order, sum(num_tokens) OVER earlier AS num_tokens,
            max(submission_index) OVER earlier AS furthest_submission
     FROM log WINDOW earlier AS (ORDER BY commit_order)
@@ -57,24 +72,26 @@ discarded AS (
     SELECT step, sum(num_tokens) AS num_tokens
     FROM consumed_trajectories WHERE status = 'discarded' GROUP BY step
 )
-SELECT steps.*,
+SELECT numbers.*,
        so_far.furthest_submission,
-       coalesce(so_far.num_tokens, 0) AS log_committed_tokens,
+       base.num_tokens + coalesce(so_far.num_tokens, 0) AS log_committed_tokens,
        coalesce(trained.num_tokens, 0) AS log_step_tokens,
        coalesce(discarded.num_tokens, 0) AS log_discarded_tokens,
        log_committed_tokens - lag(log_committed_tokens, 1, 0) OVER by_step AS log_generated_tokens,
-       log_committed_tokens - sum(log_step_tokens + log_discarded_tokens) OVER by_step
-           AS log_waiting_tokens,
+       log_committed_tokens - base.num_consumed_tokens
+           - coalesce(sum(log_step_tokens + log_discarded_tokens)
+                 FILTER (numbers.step > base.step) OVER by_step, 0) AS log_waiting_tokens,
        trained.reward_mean AS log_reward_mean,
-       coalesce(trained.num_known = len(trajectory_ids), false)
+       coalesce(trained.num_known = num_trained, false)
            AND EXISTS (FROM recipe) AS can_be_masked_again,
        trained.num_trained_tokens AS log_num_trained_tokens,
        trained.num_tokens - trained.num_trained_tokens AS log_num_masked_tokens,
        coalesce(trained.staleness_max, 0) AS log_staleness_max,
        coalesce(trained.staleness_sum / nullif(trained.num_trained_tokens, 0), 0)
            AS log_staleness_mean
-FROM steps
-ASOF LEFT JOIN so_far ON steps.trajectory_watermark > so_far.commit_order
-LEFT JOIN trained ON trained.step = steps.step
-LEFT JOIN discarded ON discarded.step = steps.step
-WINDOW by_step AS (ORDER BY steps.step);
+FROM numbers CROSS JOIN base
+ASOF LEFT JOIN so_far ON numbers.trajectory_watermark > so_far.commit_order
+LEFT JOIN trained ON trained.step = numbers.step
+LEFT JOIN discarded ON discarded.step = numbers.step
+WINDOW by_step AS (ORDER BY numbers.step)
+QUALIFY numbers.step > base.step;

@@ -3,15 +3,22 @@
 CREATE MACRO differs(a, b) AS
     isnan(a::DOUBLE) <> isnan(b::DOUBLE) OR abs(a - b) > 1e-9 * greatest(1, abs(a), abs(b));
 
+-- Up to which step an earlier audit verified the run, and from which one the ledger is read again;
+-- the sums up to then. One row; before the first step if everything is read.
+CREATE TABLE base (
+    step BIGINT, first_step BIGINT, num_tokens BIGINT, num_consumed_tokens BIGINT,
+    next_open_submission BIGINT
+);
+
+-- Submissions that were committed or given up by then, beside all before next_open_submission.
+CREATE TABLE closed (submission_index BIGINT);
+
 -- Every trajectory that was read. Only what rules ask for is kept: counts by version span, no token.
 CREATE TABLE log (
-    trajectory_id VARCHAR, group_id VARCHAR, submission_index BIGINT, member INTEGER,
-    branch INTEGER, seed BIGINT, reward DOUBLE, commit_order BIGINT, num_tokens BIGINT,
+    trajectory_id VARCHAR, submission_index BIGINT, reward DOUBLE, verifier VARCHAR,
+    difficulty INTEGER, truncated BOOLEAN, failed BOOLEAN, commit_order BIGINT, num_tokens BIGINT,
     finite BOOLEAN, spans STRUCT("version" INTEGER, length INTEGER, num_chosen BIGINT)[],
-    verifier VARCHAR, writer_epoch INTEGER, difficulty INTEGER, truncated BOOLEAN,
-    failed BOOLEAN,
-    other_content VARCHAR[], -- its content_hash and the hash of what was found, if they differ
-    other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
+    newest_version INTEGER -- of its tokens
 );
 
 -- Ids that several different prompts of one prompt table share.

@@ -103,8 +103,8 @@ def resume(root: Path) -> str:
     return f"{len(waiting)} waiting, {committed.num_tokens} tokens"
 
 
-def check(root: Path) -> str:
-    return check_run(RunLayout(root)).verdict
+def check(root: Path, *, full: bool = False) -> str:
+    return check_run(RunLayout(root), full=full).verdict
 
 
 def sample(root: Path) -> str:
@@ -117,7 +117,8 @@ def sample(root: Path) -> str:
 
 READINGS: dict[str, Callable[[Path], str]] = {
     "resume": resume,
-    "check": check,
+    "check --full": partial(check, full=True),
+    "check again": check,
     "sample": sample,
 }
 CONDITIONS = ("true", "reward = 1 AND member = 5", "reward = 1 AND staleness = 0")

@@ -53,20 +53,20 @@ def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
 
 
 def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
-    layout: RunLayout,
+    copied: RunLayout,
 ) -> None:
-    before = listing(layout)
+    before = listing(copied)
     changed = set()
     for step, checkpoint in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (6, 4)):
-        replay = replay_step(layout, step=step)
+        replay = replay_step(copied, step=step)
         assert (replay.checkpoint, len(replay.before)) == (checkpoint, step - checkpoint - 1)
         assert all(compared.equal for compared in (*replay.before, replay.compared))
-        assert asdict(replay.replayed.hashes) == recorded_hashes(layout, step)
+        assert asdict(replay.replayed.hashes) == recorded_hashes(copied, step)
         assert replay.replayed.metrics.grad_norm > 0
         assert replay.compared.environment_differences == {}
         changed.add(replay.replayed.hashes.weights_hash)
     assert len(changed) == NUM_STEPS
-    assert listing(layout) == before
+    assert listing(copied) == before
 
 
 @pytest.mark.slow

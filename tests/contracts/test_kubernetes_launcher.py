@@ -58,7 +58,7 @@ def test_preempted_pod_counts_as_a_death_and_another_starts(
 def test_pending_pod_is_waited_for_with_its_reason(
     kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pools, "START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(pools, "JOIN_TIMEOUT_S", 7.0)
     kubernetes.unschedulable = "0/3 nodes are available: 3 Insufficient cpu."
 
     async def wait() -> None:

@@ -62,7 +62,7 @@ def test_job_that_slurm_ends_counts_as_a_death_and_starts_again(
 def test_time_in_the_queue_does_not_count_as_starting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pools, "START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(pools, "JOIN_TIMEOUT_S", 7.0)
 
     async def wait() -> None:
         async with empty_pool(settings("--hold")) as pool:

@@ -223,13 +223,18 @@ def kill_driver(
             if driver.poll() is not None:
                 sys.exit(f"{' '.join(command)} ended before step {num_steps}:\n{log.read_text()}")
             sleep(0.2)
-        workers = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        driver.wait()
+        kill_with_workers(driver)
+    return newest_step(cwd, name)
+
+
+def kill_with_workers(driver: subprocess.Popen[bytes]) -> None:
+    """Kill a driver by SIGKILL; exit if one of its processes outlives it by a minute."""
+    workers = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
     if alive:
         sys.exit(f"processes outlived their driver: {alive}")
-    return newest_step(cwd, name)
 
 
 def train(cwd: Path, name: str, settings: Mapping[str, object]) -> Run:

@@ -132,20 +132,12 @@ class Soak:
                     driver.terminate()
                 is_stopped = True
             elif until <= head and until < self.num_steps:
-                self._kill(driver)
+                harness.kill_with_workers(driver)
             sleep(0.1)
         life.start_s, life.training_s = first_step_at - began, monotonic() - first_step_at
         life.last_step = harness.newest_step(self.cwd, NAME)
         if life.last_step < min(until, self.num_steps) and not is_stopped:
             sys.exit(f"the driver ended at step {life.last_step}:\n{log.read_text()[-5000:]}")
-
-    def _kill(self, driver: subprocess.Popen[bytes]) -> None:
-        members = psutil.Process(driver.pid).children(recursive=True)
-        driver.kill()
-        driver.wait()
-        _, alive = psutil.wait_procs(members, timeout=60)
-        if alive:
-            sys.exit(f"processes outlived their driver: {alive}")
 
     def _sample(self, life: Life, driver: int, step: int) -> None:
         for name, sample in {**read_processes(driver), **self.read_files()}.items():
@@ -307,7 +299,7 @@ def describe_report(cwd: Path, page: Path) -> str:
     call("report", cwd)
     html = page.read_text()
     if not html.rstrip().endswith("</html>"):
-        sys.exit(f"expected a whole page in {page}, found one that ends in {html[-50:]!r}")
+        sys.exit(f"expected a complete page in {page}, found one that ends in {html[-50:]!r}")
     return f"{len(html) / 1e6:.1f} MB"
 
 

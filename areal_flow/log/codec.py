@@ -197,7 +197,7 @@ def content_hashes(table: pa.Table) -> list[str]:
 
 
 def is_dropped(table: pa.Table) -> pa.ChunkedArray:
-    """Return of each row whether its tokens were dropped; a failed one never had any."""
+    """Return, for each row, whether its tokens were dropped; a failed row never had any."""
     num_stored, num_sampled = map(
         pc.list_value_length, (table["output_tokens"], table["loss_mask"])
     )

@@ -1,4 +1,4 @@
-"""What of a run's logs is settled: sums and positions, so that a resume reads only what follows.
+"""The settled past of a run's logs: sums and positions, so that a resume reads only what follows.
 
 Trajectories are consumed out of order. So after a step the log is settled up to the first that
 waits, and the ledger is read from the first step that consumed one beyond it.

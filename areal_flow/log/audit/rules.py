@@ -188,8 +188,8 @@ class AuditDatabase:
             prompts: rows of the prompt table, of the same submissions.
         """
         hashes = pa.array(content_hashes(rows), pa.string())
-        found = pc.if_else(is_dropped(rows), rows["content_hash"], hashes)
-        batch = rows.append_column("found_hash", found)
+        found_hashes = pc.if_else(is_dropped(rows), rows["content_hash"], hashes)
+        batch = rows.append_column("found_hash", found_hashes)
         for name in _PROMPT_COLUMNS:
             batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
         self._with("batch", batch, _sql("insert_log"))

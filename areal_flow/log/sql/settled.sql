@@ -1,5 +1,5 @@
--- What `steps` settle of `log`, both since a past whose values are the parameters: one row, or none
--- without a later step.
+-- The settled past after the newest of `steps`. The parameters are the past before it, from which on
+-- `steps` and `log` were read. No row if no step is later.
 
 WITH positions AS MATERIALIZED (
     SELECT commit_order, submission_index, num_tokens, step

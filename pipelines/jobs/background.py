@@ -8,6 +8,7 @@ generators, rewards and the trainer are processes.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -22,6 +23,7 @@ from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import State, observed_state
 from areal_flow.log.ledger import LedgerReader
 from pipelines.jobs.stop_signals import (
+    EXIT,
     REQUESTED,
     WAKE_EVERY_S,
     Outcome,
@@ -46,8 +48,8 @@ class Status:
 class BackgroundRun:
     """A run that trains in the background, as `train(wait=False)` returns it.
 
-    An interrupt of a notebook's cell does not reach it: `stop` does. It ends with its process, as
-    if killed: a script calls `result` before its end.
+    An interrupt of a notebook's cell does not reach it: `stop` does. It stops at once where its
+    process ends: a script calls `result` before its end.
     """
 
     def __init__(self) -> None:
@@ -116,12 +118,24 @@ class BackgroundRun:
             target=partial(copy_context().run, self._work, launch), name="areal-flow", daemon=True
         )
         thread.start()
+        # Called before thread pools are closed, without which the run could not stop, and before
+        # the interpreter ends, which aborts in a thread that is in a library's code.
+        assert concurrent.futures.thread  # registers itself first
+        threading._register_atexit(self._stop_at_exit)  # type: ignore[attr-defined]
         try:
             _wait(self._prepared)
         except KeyboardInterrupt:
             self._is_abandoned = True
             raise
         self._prepared.result()
+
+    def _stop_at_exit(self) -> None:
+        if self._result.done():
+            return
+        self._is_abandoned = True
+        if self._prepared.done() and not self._prepared.exception():
+            self._prepared.result()[1](EXIT)
+        _wait(self._result)
 
     def _work(self, launch: Callable[[], RunLayout]) -> None:
         global _current

@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REQUESTED = "stop()"
 """What takes the place of a signal's name where a program requests the stop."""
+EXIT = "end of the process"
+"""And where the program ends while the work goes on: it stops at once."""
 WAKE_EVERY_S = 0.2
 _RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
 """Receivers of signals, by event loop."""
@@ -77,7 +79,7 @@ class StopSignals:
         self.received.append(name)
         if name == "SIGHUP":
             _leave_closed_terminal()
-        if self._request_stop is not None and len(self.received) == 1:
+        if self._request_stop is not None and len(self.received) == 1 and name != EXIT:
             say("", f"{name}: finishing this step; once more to stop at once")
             self._request_stop()
         elif self._driver is not None:
@@ -140,7 +142,7 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     try:
         return _run_in_thread(work()) if is_loop_running() else asyncio.run(work())
     except asyncio.CancelledError as stop:
-        if (name := str(stop)) not in {*signal.Signals.__members__, REQUESTED}:
+        if (name := str(stop)) not in {*signal.Signals.__members__, REQUESTED, EXIT}:
             raise
     raise StoppedAtOnce(name)  # with no context, of which a notebook would print all
 

@@ -151,9 +151,11 @@ while handle.status.step < 2: time.sleep(0.1)
 
 @pytest.mark.slow
 def test_script_that_ends_before_its_run_leaves_a_run_to_resume(tmp_path: Path) -> None:
-    run_script(SCRIPT_ENDS, cwd=tmp_path)
+    output = run_script(SCRIPT_ENDS, cwd=tmp_path)
+    assert "\nend of the process: stopping at once\n" in output
+    assert output.strip().endswith("Continue with: areal_flow.train(resume='left')")
     layout = RunLayout((tmp_path / "runs" / "left").resolve())
-    assert observed_state(layout).state == "crashed"
+    assert observed_state(layout).state == "stopped"
     head = LedgerReader(layout).head
     run = areal_flow.train(resume="left", runs=tmp_path / "runs", num_steps=head + 1)
     assert run.steps().step.max() == head + 1

@@ -33,6 +33,7 @@ runs/NAME/
     state.json             how the run last ended
     verified.json          what the last clean `areal-flow check` verified
     settled.json           up to which step and trajectory a resumed run need not read its logs
+    index/                 trajectories without their tokens, and what became of them, for queries
     cluster.json           the address of the scheduler, while it runs
     workers.jsonl          when each worker joined, died and left
 """
@@ -98,6 +99,8 @@ class RunLayout:
     state = _Path("state.json")
     settled = _Path("settled.json")
     verified = _Path("verified.json")
+    index = _Path("index")
+    index_parts = _Path("index", "parts.json")
     cluster = _Path("cluster.json")
     workers = _Path("workers.jsonl")
 

@@ -27,14 +27,11 @@ from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.core.errors import ConfigError, RunError, TokensDropped
 from areal_flow.core.types import VersionSpan, submission_index_of
 from areal_flow.log.database import (
-    LEDGER_COLUMNS,
-    LOG_COLUMNS,
     allow_reading_only,
-    consumption_table,
     empty_database,
     read_sql,
 )
-from areal_flow.log.dataset import fence_condition, open_dataset, read_rows
+from areal_flow.log.dataset import fence_condition, open_dataset
 from areal_flow.log.queries import Run
 from areal_flow.log.trajectories import TrainingRows
 from areal_flow.rollout.prompts.rows import messages_in, question_field
@@ -51,10 +48,6 @@ MAX_GROUPS = 50
 MAX_QUERY_S = 60
 MAX_CHARACTERS = 200
 """Of a prompt in a list of groups."""
-_MEMBER_COLUMNS = (
-    *LOG_COLUMNS,
-    *("source", "prompt_id", "difficulty", "submission_index", "reward", "version_spans"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +123,7 @@ def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, A
         f"GROUP BY submission_index ORDER BY {ORDERS[selection.order]} LIMIT {MAX_GROUPS}"
     )
     try:
-        selected = _indices_and_count(run, clauses)
+        selected, members = _first_groups(run, clauses)
     except duckdb.InterruptException:
         raise ConfigError(
             f"the condition {selection.where} takes longer than {MAX_QUERY_S} s: expected one that "
@@ -141,12 +134,9 @@ def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, A
             f"expected an SQL condition, found {selection.where}: {str(error).splitlines()[0]}. "
             "Columns are those that `areal-flow trajectories --help` lists"
         ) from None
-    indices = [index for index, _ in selected]
-    members = read_rows(run.layout, "trajectories", _MEMBER_COLUMNS, _in_submissions(indices))
     with empty_database() as database:
         database.register("members", members)
         database.register("prompts", run.prompts())
-        database.register("consumption", _consumption_of(run, members))
         rows = database.sql(read_sql("groups")).to_arrow_table().to_pylist()
     plan = run.recipe.prompt_plan()
     for row in rows:
@@ -154,7 +144,7 @@ def select_groups(run: Run, selection: GroupSelection) -> tuple[list[dict[str, A
         field = question_field(metadata, plan.rows_of(row.pop("source")).prompts)
         row["prompt"] = _question(metadata, field, row["prompt"])
     by_index = {row["group"]: row for row in rows}
-    return [by_index[index] for index in indices], selected[0][1] if selected else 0
+    return [by_index[index] for index, _ in selected], selected[0][1] if selected else 0
 
 
 def condition(run: Run, selection: GroupSelection) -> str:
@@ -175,41 +165,39 @@ def _question(metadata: dict[str, Any], field: str, prompt: str) -> str:
     return (text if isinstance(text, str) else prompt).replace("\n", " ")[:MAX_CHARACTERS]
 
 
-def _indices_and_count(run: Run, clauses: str) -> list[Any]:
-    """Return each selected submission index with the number of all that match."""
+def _first_groups(run: Run, clauses: str) -> tuple[list[Any], pa.Table]:
+    """Return each selected submission index with the number of all that match, and the members."""
     select = "SELECT submission_index, count(*) OVER () FROM"
+    with closing(run.indexed()) as index:
+        try:
+            selected = _read_only(index, f"{select} indexed\n{clauses}")
+        except (duckdb.BinderException, duckdb.CatalogException):  # of a column with tokens
+            selected = _of_all_columns(run, select, clauses)
+        members = index.table("indexed").filter(_in_submissions([index for index, _ in selected]))
+        return selected, members.to_arrow_table()
+
+
+def _of_all_columns(run: Run, select: str, clauses: str) -> list[Any]:
     if fence_condition(run.layout, "trajectories") is None:
         log_alone = run.connect({"stored": open_dataset(run.layout.trajectories)})
-        with suppress(duckdb.BinderException, duckdb.CatalogException):  # of the ledger, perhaps
-            return _read_only(log_alone, f"{select} logged\n{clauses}")
-    return _read_only(run.database(), f"{select} trajectories\n{clauses}")
+        with closing(log_alone), suppress(duckdb.BinderException, duckdb.CatalogException):
+            return _read_only(log_alone, f"{select} logged\n{clauses}")  # not of the ledger
+    with closing(run.database()) as database:
+        return _read_only(database, f"{select} trajectories\n{clauses}")
 
 
 def _read_only(database: duckdb.DuckDBPyConnection, query: str) -> list[Any]:
     """Run a query that a user wrote a part of: read-only and at most `MAX_QUERY_S`."""
-    with closing(database):
-        allow_reading_only(database)
-        if len(database.extract_statements(query)) != 1:
-            raise duckdb.ParserException("several statements")
-        timer = Timer(MAX_QUERY_S, database.interrupt)
-        timer.start()
-        try:
-            rows: list[Any] = database.sql(query).fetchall()
-        finally:
-            timer.cancel()
-        return rows
-
-
-def _consumption_of(run: Run, members: pa.Table) -> pa.Table:
-    """Return what became of these rows, from the steps that can name them.
-
-    Those start at the rows' oldest version; a row whose workflow failed has no version.
-    """
-    spans = members["version_spans"]
-    versions = pc.struct_field(pc.list_flatten(spans), "version")
-    has_failures = pc.any(pc.equal(pc.list_value_length(spans), 0)).as_py()
-    since = f"step >= {0 if has_failures else pc.min(versions).as_py() or 0}"
-    return consumption_table(run.steps("arrow", columns=LEDGER_COLUMNS, where=since), members)
+    allow_reading_only(database)
+    if len(database.extract_statements(query)) != 1:
+        raise duckdb.ParserException("several statements")
+    timer = Timer(MAX_QUERY_S, database.interrupt)
+    timer.start()
+    try:
+        rows: list[Any] = database.sql(query).fetchall()
+    finally:
+        timer.cancel()
+    return rows
 
 
 def _in_submissions(indices: Sequence[int]) -> str:
@@ -271,9 +259,7 @@ def show_trajectory(
 
 def show_group(run: Run, submission_index: int) -> list[ShownTrajectory]:
     """Read a group's members, with everything that can be shown without a model."""
-    stored = read_rows(run.layout, "trajectories", where=_in_submissions([submission_index]))
-    tables = {"stored": stored, "consumption": _consumption_of(run, stored)}
-    with closing(run.connect({**tables, "prompts": run.prompts()})) as database:
+    with closing(run.selected(_in_submissions([submission_index]))) as database:
         rows = database.sql("FROM trajectories ORDER BY trajectory_id").to_arrow_table().to_pylist()
         return _show_rows(run, database, rows)
 
@@ -345,14 +331,13 @@ def _batches(
     from areal_flow.training.sequences import sequences_from_rows
     from areal_flow.training.step import compute_advantages
 
-    step = run.steps(
-        "arrow", columns=["trajectory_ids", "committed_at"], where=f"step = {row['step']}"
-    ).to_pylist()[0]
+    columns = ["trajectory_ids", "committed_at", "trajectory_watermark"]
+    step = run.steps("arrow", columns=columns, where=f"step = {row['step']}").to_pylist()[0]
     identifiers = step["trajectory_ids"]
     advantages: Sequence[Any] = [None] * len(identifiers)
     if not (algorithm.needs_critic or algorithm.needs_kl):
         bound = {"policy_version": row["policy_version"], "max_staleness": max_staleness}
-        read = TrainingRows(run.layout)
+        read = TrainingRows(run.layout, until=step["trajectory_watermark"])
         with suppress(TokensDropped):
             sequences = sequences_from_rows(read(identifiers), **bound)
             advantages = compute_advantages(sequences, algorithm)

@@ -21,15 +21,17 @@ pushed down, and a derived column costs only the queries that use it. The views 
         importance_weight_max        the largest of them
     evaluations    every stored column, and `passed`
     steps, prompts
+    indexed        trajectories without tokens and texts: what is fast to search (`Run.indexed`)
     logged         trajectories without what the ledger says of them: no step, status or staleness
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -51,6 +53,12 @@ LEDGER_COLUMNS = (
 )
 """All of the ledger that `consumption_table` needs to be read."""
 
+CONSUMPTION_COLUMNS = (
+    *("trajectory_id", "writer_epoch", "status", "step", "policy_version", "reason"),
+    *("importance_weight_mean", "importance_weight_max"),
+)
+"""All of `consumption_table`."""
+
 LOG_COLUMNS = ("trajectory_id", "writer_epoch")
 """All of the log that `consumption_table` needs to be read."""
 
@@ -68,8 +76,20 @@ def empty_database() -> duckdb.DuckDBPyConnection:
     return connection
 
 
+def parquet_files(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> str:
+    """Return files as a table of SQL, which `allow_reading_only` does not refuse."""
+    names = ", ".join(map(quoted, files))
+    connection.execute(f"SET allowed_paths = [{names}]")
+    return f"read_parquet([{names}])"
+
+
+def quoted(text: object) -> str:
+    """Return a text as an SQL literal."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
 def allow_reading_only(connection: duckdb.DuckDBPyConnection) -> None:
-    """Refuse files, networks, other objects of this process and other settings, from now on."""
+    """Refuse networks, files, objects of this process and other settings, from now on."""
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -31,8 +31,9 @@ FULL_FRAGMENTS = 512
 """How many full fragments hold the largest log whose fragments have a certain size."""
 MIN_MERGED = 8
 """How many fragments of similar size are merged if together they do not fill a fragment."""
-MAX_REWRITES = 16
-"""Of one compaction, so that it stays short: the rest waits for the next one."""
+MAX_REWRITES, MAX_REWRITTEN_BYTES = 64, 4 << 30
+"""Of one compaction, so that it stays short: the rest waits for the next one. More merges than
+commits since the last, even if each is of two fragments: else their number would grow."""
 MIN_VERSIONS, MAX_VERSIONS = 64, 512
 """How many versions a cleanup keeps: for readers pinned to them, and while a resumed driver, which
 reads all manifests, does so in a few seconds."""
@@ -148,10 +149,12 @@ def _rewrite_fragments(dataset: LanceDataset) -> list[RewriteResult]:
         max(fragment.physical_rows / full_rows, _num_bytes(fragment) / MAX_BYTES_PER_FRAGMENT)
         for fragment in fragments
     ]
-    groups = [
-        [fragments[position] for position in positions]
-        for positions in islice(merges(fill_levels), MAX_REWRITES)
-    ]
+    groups, num_bytes = list[list[FragmentMetadata]](), 0
+    for positions in islice(merges(fill_levels), MAX_REWRITES):
+        groups.append([fragments[position] for position in positions])
+        num_bytes += sum(map(_num_bytes, groups[-1]))
+        if num_bytes > MAX_REWRITTEN_BYTES:
+            break
     return [_rewrite(dataset, group, full_rows) for group in reversed(groups)]
 
 

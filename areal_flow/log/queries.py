@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from areal_flow.core.pass_rates import HELD_OUT
 from areal_flow.core.types import as_tokens
 from areal_flow.log.codec import row_arrays
 from areal_flow.log.database import (
+    CONSUMPTION_COLUMNS,
     LEDGER_COLUMNS,
     LOG_COLUMNS,
     TableFormat,
@@ -29,6 +30,8 @@ from areal_flow.log.database import (
     consumption_table,
     convert,
     empty_database,
+    parquet_files,
+    quoted,
 )
 from areal_flow.log.dataset import (
     COMMIT_ORDER,
@@ -39,8 +42,10 @@ from areal_flow.log.dataset import (
     read_rows,
 )
 from areal_flow.log.directory import check_schema_version, find_run
+from areal_flow.log.index import INDEXED, index_tables, read_index
 from areal_flow.log.ledger import STEPS, read_steps
 from areal_flow.log.lineage import Lineage
+from areal_flow.log.trajectories import find_trajectories
 from areal_flow.policy.tokenizer.directory import texts_of, tokenizer_of
 from areal_flow.rollout.prompts.rows import value_at
 
@@ -50,6 +55,8 @@ _LANCE_PREFIX = "Invalid user input: "
 _LANCE_LOCATION = re.compile(r"\.?,? /\S+\.rs:\d+:\d+")
 PROMPT_COLUMN = "metadata."
 """Prefix of the columns that come from the prompt's row."""
+MAX_ROWS_IN_MEMORY, MAX_TOKENS_IN_MEMORY = 10_000, 10_000_000
+"""Of a query's result that is read by row. A larger one is a scan of the log."""
 _PASS_RATES = """
 SELECT sha256(sampled.prompt) AS prompt_hash, avg(passed::DOUBLE) AS pass_rate,
     count(*) AS num_samples
@@ -77,6 +84,7 @@ class Run:
         *,
         columns: Sequence[str] | None = None,
         where: str | None = None,
+        step: int | None = None,
         at: int | None = None,
         text: bool = False,
     ) -> Any:
@@ -88,18 +96,22 @@ class Run:
             columns: read only these; "metadata.kind" is the column `kind` of the prompt's row,
                 "metadata.a.b" the field `b` in its column `a`.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
+            step: only those that this step trained or discarded.
             at: time travel: only trajectories that were in the log when this step was recorded.
             text: add prompt and completion as text, `status`, `step`, `reason` and the other
                 columns of the view in `database`; DuckDB then evaluates `columns` and `where`.
 
         Raises:
-            RunError: there is no step `at`, or a column or condition is invalid.
+            RunError: there is no step `step` or `at`, or a column or condition is invalid.
         """
         if _names_prompt_columns(columns):
-            read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
+            read = partial(self.trajectories, "arrow", where=where, step=step, at=at, text=text)
             prompts = self.layout.train_prompts
             table = _with_prompt_columns(read, columns or (), prompts, source="source")
             return convert(table, format)
+        if step is not None:
+            view = self._of_step(step).table("trajectories" if text else "stored")
+            return _convert_view(view, format, columns, where)
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
@@ -149,6 +161,10 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
+        if at is None:
+            with closing(self.indexed()) as index:
+                table = index.table("indexed").select(*CONSUMPTION_COLUMNS).to_arrow_table()
+            return convert(table, format)
         steps = self.steps("arrow", columns=LEDGER_COLUMNS, where=_until(at))
         log = self.trajectories("arrow", columns=LOG_COLUMNS, at=at)
         return convert(consumption_table(steps, log), format)
@@ -159,7 +175,7 @@ class Run:
         Raises:
             RunError: the log has no such trajectory.
         """
-        with self.database() as database:
+        with closing(self.selected(f"trajectory_id = {quoted(trajectory_id)}")) as database:
             return self.find_row(database, trajectory_id)
 
     def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
@@ -200,6 +216,56 @@ class Run:
         }
         if self.layout.evaluations.exists():
             tables["stored_evaluations"] = self.evaluations("arrow")
+        return self.connect(tables)
+
+    def indexed(self) -> Any:
+        """Return a DuckDB connection with the view `indexed`: `trajectories` without tokens.
+
+        It has the columns of `database`'s `trajectories` but tokens, texts and hashes, and
+        `commit_order`. It is fast to search, however long the run is: of most rows it reads files
+        that were written with the run's checkpoints (`areal_flow.log.index`), which the next but
+        one checkpoint may remove.
+        """
+        index = read_index(self.layout)
+        connection = self.connect(index_tables(self.layout, index.past))
+        rows = INDEXED
+        if index.parts:
+            files = parquet_files(connection, [self.layout.index / part for part in index.parts])
+            rows = f"FROM {files} UNION ALL BY NAME {rows}"
+        connection.execute(f"CREATE VIEW indexed AS {rows}")
+        return connection
+
+    def selected(self, where: str) -> Any:
+        """Return a `database` of only the trajectories that satisfy a condition over `indexed`.
+
+        Its rows are in memory; it has no steps.
+        """
+        with closing(self.indexed()) as index:
+            return self._with_tokens(index.table("indexed").filter(where))
+
+    def _with_tokens(self, matching: Any) -> Any:
+        rows = matching.select("commit_order", *CONSUMPTION_COLUMNS).to_arrow_table()
+        orders = ", ".join(map(str, rows["commit_order"].to_pylist()))
+        stored = read_rows(
+            self.layout, "trajectories", where=f"{COMMIT_ORDER} IN ({orders or 'NULL'})"
+        )
+        tables = {"stored": stored, "consumption": rows, "prompts": self.prompts()}
+        return self.connect(tables)
+
+    def _of_step(self, step: int) -> Any:
+        """Return a `database` of only the trajectories that a step trained or discarded."""
+        columns = [*LEDGER_COLUMNS, "trajectory_watermark"]
+        row = self.steps("arrow", columns=columns, where=f"step = {step}")
+        if not len(row):
+            raise RunError(f"{self.layout.name} has no step {step} yet")
+        identifiers = pc.list_flatten(row["trajectory_ids"]).to_pylist()
+        identifiers += pc.struct_field(
+            pc.list_flatten(row["discarded"]), "trajectory_id"
+        ).to_pylist()
+        watermark = row["trajectory_watermark"][0].as_py()
+        stored = find_trajectories(self.layout, identifiers, until=watermark)
+        consumption = consumption_table(row, stored)
+        tables = {"stored": stored, "consumption": consumption, "prompts": self.prompts()}
         return self.connect(tables)
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
@@ -281,14 +347,43 @@ class Run:
         where: str | None,
         at: int | None,
     ) -> Any:
-        relation = self.database(at=at).table("trajectories")
-        with _explained_errors("", columns, where, sorted(relation.columns)):
-            relation = relation.filter(where) if where else relation
-            relation = relation.select(*columns) if columns else relation
-            if format == "duckdb":
-                return relation
-            rows = relation.to_arrow_table()
-        return convert(rows, format)
+        if at is None and (columns or where):
+            with suppress(
+                duckdb.Error
+            ):  # a column with tokens, or an error, which is explained below
+                return self._read_index(format, columns, where)
+        return _convert_view(self.database(at=at).table("trajectories"), format, columns, where)
+
+    def _read_index(
+        self, format: TableFormat, columns: Sequence[str] | None, where: str | None
+    ) -> Any:
+        """Answer from the index, or from the rows that it finds if these are few."""
+        matching = self.indexed().table("indexed")
+        matching = matching.filter(where) if where else matching
+        if columns:
+            with suppress(duckdb.BinderException):
+                return _convert(matching.select(*columns), format)
+        num_rows, num_tokens = matching.aggregate("count(*), sum(num_tokens)").fetchall()[0]
+        few = num_rows <= MAX_ROWS_IN_MEMORY and (num_tokens or 0) <= MAX_TOKENS_IN_MEMORY
+        database = self._with_tokens(matching) if few else self.database()
+        return _convert_view(
+            database.table("trajectories"), format, columns, None if few else where
+        )
+
+
+def _convert_view(
+    relation: Any,
+    format: TableFormat,
+    columns: Sequence[str] | None,
+    where: str | None = None,
+) -> Any:
+    with _explained_errors("", columns, where, sorted(relation.columns)):
+        relation = relation.filter(where) if where else relation
+        return _convert(relation.select(*columns) if columns else relation, format)
+
+
+def _convert(relation: Any, format: TableFormat) -> Any:
+    return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
 
 
 @contextmanager

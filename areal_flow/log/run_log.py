@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import duckdb
 import lance
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,6 +19,7 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata
 
 from areal_flow.core.errors import StorageError
+from areal_flow.core.failures import first_line
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.core.types import GroupReceipt, TrajectoryReceipt
@@ -32,6 +34,7 @@ from areal_flow.log.dataset import (
     remove_orphans,
     storage_errors,
 )
+from areal_flow.log.index import extend_index
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups
 from areal_flow.log.maintenance import Maintenance
@@ -173,10 +176,14 @@ class RunLog(LedgerReader):
         return receipts(waiting), committed
 
     def settle(self, step: int) -> None:
-        """Record the past up to a step, so that a resume begins to read there."""
+        """Record the past up to a step: a resume begins to read there, and so does a query."""
         self.past = past_of(self._layout, self.past, step=step)
         self._writer.check_current()
-        record_past(self._layout, self.past)
+        try:
+            record_past(self._layout, self.past)
+            extend_index(self._layout, self.past, writer_epoch=self._writer.writer_epoch)
+        except (OSError, duckdb.Error, StorageError) as error:
+            logger.warning("a resume and queries will read more of the log: %s", first_line(error))
 
     async def _write(self, log: Log, write: Callable[..., Result], *arguments: Any) -> Result:
         result = await asyncio.to_thread(write, *arguments)

@@ -6,8 +6,10 @@ Fragments become visible when the driver commits them.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance import LanceDataset
-from lance.fragment import write_fragments
+from lance.fragment import LanceFragment, write_fragments
 
 from areal_flow.core.errors import StorageError, TokensDropped
 from areal_flow.core.layout import RunLayout
@@ -63,8 +65,10 @@ class TrainingRows:
         "content_hash",
     )
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunLayout, *, until: int | None = None) -> None:
+        """Expect rows among the newest, or among those that were in the log when it had `until`."""
         self._layout = layout
+        self._until = until
         self._rows_at_once = 32
         """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
         self._reading = Lock()
@@ -117,28 +121,72 @@ class TrainingRows:
         return [rows[place] for place in places.to_pylist()]
 
     def _find(self, trajectory_ids: Sequence[str]) -> tuple[pa.Table, pa.Array]:
-        """Return a table that has these rows, and the place of each; null where it has none.
-
-        The newest fragments are searched first: a step's rows are new, and a log may have a
-        thousand.
-        """
-        identifiers = pa.array(trajectory_ids, pa.string())
-        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
-        in_submissions = f"submission_index IN ({', '.join(map(str, indices))})"
+        """Return a table that has these rows, and the place of each; null where it has none."""
         self._dataset.checkout_latest()
-        portions = []
-        for fragments in portions_from_newest(self._dataset.get_fragments()):
-            scanner = self._dataset.scanner(
-                columns=list(self.COLUMNS),
-                filter=conjunction(in_submissions, self._counted),
-                batch_size=self._rows_at_once,
-                io_buffer_size=IO_BUFFER_BYTES,
-                fragments=fragments,
-            )
-            portions.append(scanner.to_table())
-            table = pa.concat_tables(portions)
-            places = pc.index_in(identifiers, table["trajectory_id"])
-            if not places.null_count:
-                break
+        table, places = _search(
+            self._dataset,
+            _searched_last_first(self._dataset, self._until),
+            trajectory_ids,
+            columns=list(self.COLUMNS),
+            filter=self._counted,
+            batch_size=self._rows_at_once,
+            io_buffer_size=IO_BUFFER_BYTES,
+        )
         self._rows_at_once = max(1, BYTES_AT_ONCE * len(table) // max(1, table.nbytes))
         return table, places
+
+
+def find_trajectories(layout: RunLayout, trajectory_ids: Sequence[str], *, until: int) -> pa.Table:
+    """Return those of these trajectories that the log has.
+
+    Args:
+        layout: the run.
+        trajectory_ids: which trajectories.
+        until: how many the log had when they were consumed: they are looked for before it.
+    """
+    dataset = open_dataset(layout.trajectories)
+    table, places = _search(
+        dataset,
+        _searched_last_first(dataset, until),
+        trajectory_ids,
+        filter=fence_condition(layout, "trajectories"),
+    )
+    return table.take(places.drop_null())
+
+
+def _searched_last_first(dataset: LanceDataset, until: int | None) -> list[LanceFragment]:
+    """Return a dataset's fragments: last the newest of those with its first `until` rows."""
+    fragments: list[LanceFragment] = dataset.get_fragments()
+    if until is None:
+        return fragments
+    ends = [*accumulate(each.metadata.num_rows for each in fragments)]
+    num_older = bisect_left(ends, until) + 1
+    return fragments[num_older:] + fragments[:num_older]
+
+
+def _search(
+    dataset: LanceDataset,
+    fragments: list[LanceFragment],
+    trajectory_ids: Sequence[str],
+    *,
+    filter: str | None,
+    **how: Any,
+) -> tuple[pa.Table, pa.Array]:
+    """Return a table that has these rows, and the place of each; null where it has none.
+
+    The last fragments are searched first: a step's rows are new, and a log may have a thousand.
+    """
+    identifiers = pa.array(trajectory_ids, pa.string())
+    indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+    in_submissions = f"submission_index IN ({', '.join(map(str, indices)) or 'NULL'})"
+    portions = []
+    for portion in portions_from_newest(fragments):
+        scanner = dataset.scanner(
+            filter=conjunction(in_submissions, filter), fragments=portion, **how
+        )
+        portions.append(scanner.to_table())
+        table = pa.concat_tables(portions)
+        places = pc.index_in(identifiers, table["trajectory_id"])
+        if not places.null_count:
+            break
+    return table, places

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lance import LanceDataset
 from lance.optimize import Compaction
 
+from areal_flow.config import Recipe
 from areal_flow.core.errors import RunError
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import hold_lease
@@ -26,6 +27,7 @@ from areal_flow.flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.flow.schedules import run_async_schedule
 from areal_flow.log import dataset
 from areal_flow.log.dataset import COMMIT_ORDER, open_dataset
+from areal_flow.log.directory import create_run
 from areal_flow.log.ledger import STEPS, LedgerReader
 from areal_flow.log.ledger_row import CommittedGroups, Provenance, genesis_row
 from areal_flow.log.run_log import RunLog, create_logs, take_over
@@ -139,7 +141,12 @@ def test_past_in_pieces_is_the_past_at_once_and_plans_what_the_whole_logs_plan(
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    layout = RunLayout(tmp_path / "run")
+    return empty_run(tmp_path / "run")
+
+
+def empty_run(root: Path) -> RunLayout:
+    layout = RunLayout(root)
+    create_run(layout, Recipe())
     create_logs(layout)
     return layout
 
@@ -274,8 +281,7 @@ def test_resume_reads_what_follows_its_checkpoint_however_old_the_run_is(
     monkeypatch.setattr(dataset, "NEWEST_FRAGMENTS", 2)
     read = []
     for num_steps in (25, 45):
-        layout = RunLayout(tmp_path / f"{num_steps}")
-        create_logs(layout)
+        layout = empty_run(tmp_path / f"{num_steps}")
         driver = Driver(layout)
         driver.train(range(num_steps - 2))
         driver.log.settle(num_steps - 3)

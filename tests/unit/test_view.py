@@ -139,12 +139,13 @@ class LogAlone(Run):
         raise AssertionError("what became of every trajectory was read")
 
 
-def test_statuses_are_read_only_for_conditions_on_them(run: Run) -> None:
+def test_whole_log_is_read_only_for_conditions_on_statuses_and_tokens(run: Run) -> None:
     log_alone = LogAlone(run.layout.root)
     assert groups(log_alone, where="reward = 1 AND completion <> prompt", step=2) == [2]
+    assert groups(log_alone, where="status = 'trained'", step=2) == [2]
     assert len(show_group(log_alone, 2)) == 2
     with pytest.raises(AssertionError, match="was read"):
-        groups(log_alone, where="status = 'trained'")
+        groups(log_alone, where="status = 'trained' AND completion <> prompt")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
--- Groups of `members`: rows of the log without tokens, joined with `consumption` and `prompts`.
+-- Groups of `members`, rows of the view `indexed`, joined with `prompts`.
 
 SELECT
     submission_index AS "group",
@@ -21,8 +21,7 @@ FROM (
     SELECT *, list_min([span.version FOR span IN version_spans]) AS oldest,
            list_max([span.version FOR span IN version_spans]) AS newest,
            asked.prompt, asked.metadata
-    FROM members JOIN consumption USING (trajectory_id, writer_epoch)
-    LEFT JOIN (
+    FROM members LEFT JOIN (
         SELECT source, prompt_id, any_value(prompt) AS prompt, any_value(metadata) AS metadata
         FROM prompts GROUP BY source, prompt_id
     ) AS asked USING (source, prompt_id)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import lance
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.pass_rates import PASS_RATE
@@ -118,6 +120,16 @@ def cut_a_data_file(path: Path) -> None:
     referenced = lance.dataset(str(path)).get_fragments()[0].data_files()[0].path
     file = path / "data" / referenced
     file.write_bytes(file.read_bytes()[:-50])
+
+
+def index_file(run: RunLayout) -> Path:
+    return next(run.index.glob("*.parquet"))
+
+
+def rewrite_index(run: RunLayout, columns: str) -> None:
+    file = index_file(run)
+    rows = duckdb.sql(f"SELECT {columns} FROM read_parquet('{file}')").to_arrow_table()
+    pq.write_table(rows, file)
 
 
 def checkpoint(run: RunLayout, step: int = 2) -> Path:
@@ -306,6 +318,19 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "weights of no step": (
         "weights-beyond-ledger",
         lambda run: newest_weights(run).parent.rename(newest_weights(run).parents[1] / "00000009"),
+    ),
+    # the index
+    "another step in the index": (
+        "index-differs",
+        lambda run: rewrite_index(run, "* REPLACE (step + 1 AS step)"),
+    ),
+    "another reward in the index": (
+        "index-differs",
+        lambda run: rewrite_index(run, "* REPLACE (reward + 1 AS reward)"),
+    ),
+    "the index is cut": (
+        "unreadable",
+        lambda run: index_file(run).write_bytes(index_file(run).read_bytes()[:-9]),
     ),
     # files
     "no prompts": ("unreadable", lambda run: run.train_prompts.unlink()),

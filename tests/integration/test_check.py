@@ -33,7 +33,7 @@ from tests.integration.damages import (
 )
 from tests.rows import written_group
 
-RULE_FILES = ("prompts", "ledger", "trajectories", "log", "files")
+RULE_FILES = ("prompts", "ledger", "trajectories", "log", "index", "files")
 
 
 @pytest.fixture

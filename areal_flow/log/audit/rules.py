@@ -16,6 +16,7 @@ a run.
     placed        `consumed`, and the place and watermark of the row that says so
     recounted     `steps` after `base`, with the same numbers counted from the log: `log_...`
     batch_metrics what the log has for each entry of `metrics` that a step's batch makes
+    indexed       rows of the index's files, but those verified before
     repeated_ids  ids of the prompt tables that several prompts share
     forks, parents, recipe, files, checkpoints, published, dataset: see `sql/tables.sql`
 """
@@ -25,13 +26,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.log.codec import content_hashes, is_dropped
-from areal_flow.log.database import empty_database, read_sql
+from areal_flow.log.database import empty_database, parquet_files, read_sql
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import batch_digest, member_seed
 from areal_flow.log.settled import NOTHING_SETTLED, SettledPast, advance_in
@@ -68,6 +70,7 @@ ADVICE = {
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
     "harmless": "nothing: it is not used",
+    "index": "remove the folder index: the run's next checkpoint makes it again",
     "unprepared": "wait, or remove it if no process is preparing it: there is nothing to resume",
     "before": "nothing: --resume continues from there",
     "overtaken": "check again when the run commits less often, or has ended",
@@ -208,6 +211,14 @@ class AuditDatabase:
         if added := list(rows):
             statement = f"INSERT INTO {table} BY NAME FROM added"
             self._with("added", pa.Table.from_pylist(added), statement)
+
+    def add_index(self, files: Sequence[Path], *, watermark: int) -> None:
+        """Add the index's files, which have all trajectories below a watermark."""
+        rows = f"FROM {parquet_files(self._connection, files)}"
+        self._connection.execute(
+            f"CREATE VIEW indexed AS {rows} WHERE commit_order >= {self.past.watermark};"
+            f"CREATE MACRO is_indexed(commit_order) AS commit_order < {watermark}"
+        )
 
     def recount(self) -> None:
         """Count the ledger's numbers again, once all other tables are complete."""

@@ -41,6 +41,7 @@ from areal_flow.log.dataset import (
     open_dataset,
     read_errors,
 )
+from areal_flow.log.index import Index, read_index
 from areal_flow.log.inputs import read_inputs
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
@@ -127,6 +128,7 @@ class _Audit:
         checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)
         for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
             database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
+        index = read_index(layout)  # before the logs, which then have all that it has
         has_ledger = self._ledger([*checkpoints, *published])
         database.add("forks", self._kept(files.read_forks(layout)))
         database.add("parents", self._kept(files.read_parents(layout)))
@@ -139,6 +141,8 @@ class _Audit:
             database.add("dataset", [{"num_rows": self._num_rows("trajectories")}])
             database.recount()
             self._judge("log")
+            if self.report.clean:  # else it would differ for what was found already
+                self._index(index)
         self._files(checkpoints, published)
         since = self.verified.evaluation_watermark
         num_answers = 0
@@ -268,6 +272,16 @@ class _Audit:
             what = (self.layout.trajectories.name, "every trajectory", description)
             self.report.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
         return all_read
+
+    def _index(self, index: Index) -> None:
+        paths = [self.layout.index / part for part in index.parts]
+        if not paths or not all(path.is_file() for path in paths):
+            return  # a run that goes on has replaced them
+        try:
+            self.database.add_index(paths, watermark=index.past.watermark)
+            self._judge("index")
+        except duckdb.Error as error:
+            self.report.add(unreadable(self.layout.index.name, error, ADVICE["index"]))
 
     def _prompts(self, recipe: Recipe | None) -> PromptTable | None:
         if recipe is None:

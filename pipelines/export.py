@@ -291,8 +291,8 @@ def export_trajectories(
     _check_new(directory)
     data = directory / "data"
     if form == "datasets":
+        identifiers, _ = select_trajectories(run, Selection(where))
         with closing(run.database()) as database:
-            identifiers, _ = select_trajectories(database, Selection(where))
             schema = read_selected(database, []).schema
             rows = stream_rows(database, identifiers)
             data.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from areal_flow.core.types import VersionSpan, submission_index_of
 from areal_flow.log.database import (
     allow_reading_only,
     empty_database,
+    quoted,
     read_sql,
 )
 from areal_flow.log.dataset import fence_condition, open_dataset
@@ -37,7 +38,6 @@ from areal_flow.log.trajectories import TrainingRows
 from areal_flow.rollout.prompts.rows import messages_in, question_field
 
 ROWS_PER_BATCH = 512
-QUOTE = "'"
 ORDERS = {
     "newest": "submission_index DESC",
     "oldest": "submission_index",
@@ -61,28 +61,38 @@ class Selection:
 
 
 def select_trajectories(
-    database: duckdb.DuckDBPyConnection, selection: Selection
+    run: Run, selection: Selection, *, at: int | None = None
 ) -> tuple[list[str], int]:
     """Return the selected ids, in order, and how many trajectories match without the limit."""
-    columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
-    available = f"Columns are: {', '.join(sorted(columns))}"
-    if selection.sort is not None and selection.sort not in columns:
-        raise ConfigError(f"--sort {selection.sort}: no such column. {available}")
+    if at is None:
+        with closing(run.indexed()) as index, suppress(duckdb.Error):  # explained below
+            return _ids_and_count(index, "indexed", selection)
+    with closing(run.database(at=at)) as database:
+        columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
+        available = f"Columns are: {', '.join(sorted(columns))}"
+        if selection.sort is not None and selection.sort not in columns:
+            raise ConfigError(f"--sort {selection.sort}: no such column. {available}")
+        try:
+            return _ids_and_count(database, "trajectories", selection)
+        except duckdb.Error as error:
+            raise ConfigError(
+                f"--where {selection.where!r} is no condition over trajectories: "
+                f"{str(error).splitlines()[0]}\n{available}"
+            ) from None
+
+
+def _ids_and_count(
+    database: duckdb.DuckDBPyConnection, view: str, selection: Selection
+) -> tuple[list[str], int]:
     limit = "" if selection.limit is None else f"LIMIT {selection.limit}"
     direction = "DESC" if selection.descending else "ASC"
     order = f"trajectory_id {direction}"
     if selection.sort is not None:
         order = f'"{selection.sort}" {direction} NULLS LAST, trajectory_id'
-    try:
-        rows = database.sql(
-            f"SELECT trajectory_id, count(*) OVER () FROM trajectories\n"
-            f"WHERE (\n{selection.where or 'TRUE'}\n) ORDER BY {order} {limit}"
-        ).fetchall()
-    except duckdb.Error as error:
-        raise ConfigError(
-            f"--where {selection.where!r} is no condition over trajectories: "
-            f"{str(error).splitlines()[0]}\n{available}"
-        ) from None
+    rows = database.sql(
+        f"SELECT trajectory_id, count(*) OVER () FROM {view}\n"
+        f"WHERE (\n{selection.where or 'TRUE'}\n) ORDER BY {order} {limit}"
+    ).fetchall()
     return [identifier for identifier, _ in rows], rows[0][1] if rows else 0
 
 
@@ -92,12 +102,26 @@ def read_selected(
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
     names = "*" if columns is None else ", ".join(dict.fromkeys(["trajectory_id", *columns]))
-    quoted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
     rows = database.sql(
-        f"SELECT {names} FROM trajectories WHERE trajectory_id IN ({quoted or 'NULL'})"
+        f"SELECT {names} FROM trajectories WHERE {_is_one_of(identifiers)}"
     ).to_arrow_table()
     order = pc.index_in(pa.array(identifiers, pa.string()), value_set=rows["trajectory_id"])
     return rows.take(order)
+
+
+def selected_database(
+    run: Run, identifiers: Sequence[str], *, at: int | None = None
+) -> duckdb.DuckDBPyConnection:
+    """Return a `Run.database` that has at least these trajectories."""
+    few = at is None and len(identifiers) <= ROWS_PER_BATCH
+    database: duckdb.DuckDBPyConnection = (
+        run.selected(_is_one_of(identifiers)) if few else run.database(at=at)
+    )
+    return database
+
+
+def _is_one_of(identifiers: Sequence[str]) -> str:
+    return f"trajectory_id IN ({', '.join(map(quoted, identifiers)) or 'NULL'})"
 
 
 def stream_rows(
@@ -246,14 +270,15 @@ def show_trajectory(
     run: Run, which: str, *, selection: Selection, at: int | None = None
 ) -> ShownTrajectory:
     """Read one trajectory by its id or its number in the selection."""
-    with closing(run.database(at=at)) as database:
-        if which.isdecimal():
-            identifiers, _ = select_trajectories(database, selection)
-            if not 1 <= int(which) <= len(identifiers):
-                raise ConfigError(
-                    f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
-                )
-            which = identifiers[int(which) - 1]
+    if which.isdecimal():
+        identifiers, _ = select_trajectories(run, selection, at=at)
+        if not 1 <= int(which) <= len(identifiers):
+            raise ConfigError(
+                f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
+            )
+        which = identifiers[int(which) - 1]
+    group = f"group_id = {quoted(which.rpartition('-')[0].rpartition('-')[0])}"
+    with closing(run.selected(group) if at is None else run.database(at=at)) as database:
         return _show_rows(run, database, [run.find_row(database, which)])[0]
 
 

@@ -43,9 +43,9 @@ _ANSWER_CHARACTERS = 40
 
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
-    with closing(run.database(at=at)) as database:
-        identifiers, num_matching = browse.select_trajectories(database, selection)
-        extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
+    identifiers, num_matching = browse.select_trajectories(run, selection, at=at)
+    extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
+    with closing(browse.selected_database(run, identifiers, at=at)) as database:
         rows = browse.read_selected(database, identifiers, [*_LISTED, *extra]).to_pylist()
     more = "" if len(rows) == num_matching else "; --limit K lists more"
     last = f"{len(rows)} of {num_matching} that match{more}; --show # shows one in full"
@@ -56,8 +56,8 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
 
 
 def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
+    identifiers, _ = browse.select_trajectories(run, selection, at=at)
     with closing(run.database(at=at)) as database:
-        identifiers, _ = browse.select_trajectories(database, selection)
         schema = browse.read_selected(database, []).schema
         num_rows = write_table_file(path, browse.stream_rows(database, identifiers), schema)
     data = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}

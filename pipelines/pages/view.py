@@ -32,7 +32,6 @@ from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.browse import (
     ORDERS,
-    QUOTE,
     GroupSelection,
     ShownToken,
     ShownTrajectory,
@@ -40,7 +39,7 @@ from areal_flow.log.browse import (
     select_groups,
     show_group,
 )
-from areal_flow.log.database import compared_answers
+from areal_flow.log.database import compared_answers, quoted
 from areal_flow.log.dataset import open_dataset
 from areal_flow.log.directory import observed_state
 from areal_flow.log.ledger import LedgerTail
@@ -184,8 +183,8 @@ class Page:
         self.shown.object = render("group.html", group=self.group, colour_by=self.colour.value)
 
     def _find_prompt(self) -> None:
-        prompt = self.group[0].row["prompt_id"].replace(QUOTE, QUOTE * 2)
-        self.step.value, self.where.value = None, f"prompt_id = '{prompt}'"
+        prompt = quoted(self.group[0].row["prompt_id"])
+        self.step.value, self.where.value = None, f"prompt_id = {prompt}"
 
     def _export(self) -> Any:
         self.download.filename = f"trajectories{self.format.value}"

@@ -9,7 +9,7 @@ and its report written. Linux only.
 Memory is the proportional set size, in MB. Growth is the slope of a line, per 1,000 steps: in lives
 of drivers, the mean of the slopes of their second halves; and over lives, of their means, without
 the first, which prepares the run. An error is twice the standard error. A value grows if its growth
-exceeds that by more than a tolerance.
+exceeds that by more than a tolerance; in lives, only where they are of 1,000 steps or more.
 
     python -m benchmarks.soak [--steps 5000] [--kill-every 250] [--minutes M] [--tiny] [--json FILE]
 """
@@ -42,8 +42,9 @@ NAME = "soak"
 SIZES = {"tokens": 4, "group_size": 2, "batch_size": 8}
 TINY = {"num_steps": 60, "kill_every": 20}
 SAMPLE_EVERY_STEPS = 5
-MIN_LIVES, MIN_LIFE = 4, 100
-"""With fewer lives, or steps in each, memory is not judged: it would still be warming up."""
+MIN_LIVES, MIN_LIFE, WARM_UP = 4, 100, 500
+"""With fewer lives, or steps in each, nothing is judged. Growth in lives is judged if their second
+halves begin after so many steps: until then caches, pools and threads come into being."""
 TOLERANCE = {"memory_mb": 2.0, "descriptors": 0.5, "threads": 0.5, "files": 1.0}
 """Per 1,000 steps, of a process or a folder."""
 LOG = ("trajectories.lance", "steps.lance")
@@ -226,7 +227,8 @@ def table_of_processes(soak: Soak) -> tuple[list[dict[str, Any]], list[str]]:
             growths = growth_in_lives(lives), growth_over_lives(lives)
             row[value] = fmean(number for life in lives for _, number in life)
             row |= zip((f"{value} in lives", f"{value} over lives"), map(str, growths), strict=True)
-            if any(growth.exceeds(TOLERANCE[value]) for growth in growths):
+            judged = growths if soak.kill_every >= 2 * WARM_UP else growths[1:]
+            if any(growth.exceeds(TOLERANCE[value]) for growth in judged):
                 growing.append(f"{value} of {role}")
         rows.append(row)
     return rows, growing

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -181,8 +182,9 @@ class AuditDatabase:
                 "INSERT INTO read_ledger BY NAME SELECT *, 'step ' || step AS place FROM stored"
             )
             self._with("stored", rows.select(STEPS.names), insert)
-        views = (_sql("ledger_tables"), read_sql("consumed"), _sql("consumed"))
-        self._connection.execute("".join(views))
+        self._connection.execute(_sql("ledger_tables") + read_sql("consumed"))
+        self._keep_repeated("consumed_twice", "consumed")
+        self._connection.execute(_sql("consumed"))
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> list[Finding]:
         """Keep what later rules read of these rows; return what breaks the rules of each alone.
@@ -222,6 +224,7 @@ class AuditDatabase:
 
     def recount(self) -> None:
         """Count the ledger's numbers again, once all other tables are complete."""
+        self._keep_repeated("logged_twice", "log")
         self._connection.execute(_sql("recounted"))
 
     def broken(self, name: str) -> Iterator[Finding]:
@@ -238,6 +241,15 @@ class AuditDatabase:
             while row := result.fetchone():
                 where, expected, value = row
                 yield Finding(rule, where, str(expected), str(value), ADVICE[advice])
+
+    def _keep_repeated(self, name: str, table: str) -> None:
+        """Keep hashes of the ids that a table has more than once: sorted, since it has millions."""
+        read = self._connection.sql(f"SELECT hash(trajectory_id) AS hashed FROM {table}")
+        parts = [batch["hashed"].to_numpy() for batch in read.to_arrow_reader()]
+        hashes = np.concatenate([np.empty(0, np.uint64), *parts])
+        hashes.sort()
+        repeated = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+        self._with("hashes", pa.table({"hashed": repeated}), f"CREATE TABLE {name} AS FROM hashes")
 
     def _with(self, name: str, table: pa.Table, statements: str) -> None:
         self._connection.register(name, table)

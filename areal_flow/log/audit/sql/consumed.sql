@@ -1,12 +1,9 @@
 -- Each trajectory that a step trained or discarded, as often as a row says so, and where it does.
+-- `consumed_twice` has the hashes of ids that are named more than once.
 
 CREATE VIEW placed AS
 SELECT consumed.*, steps.place, steps.trajectory_watermark, steps.verifier AS step_verifier
 FROM consumed JOIN steps USING (step);
-
--- By their hashes, since a long run has millions.
-CREATE TABLE consumed_twice AS
-SELECT hash(trajectory_id) AS hashed FROM consumed GROUP BY hashed HAVING count(*) > 1;
 
 CREATE VIEW repeated AS
 WITH said AS (

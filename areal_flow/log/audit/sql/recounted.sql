@@ -1,8 +1,5 @@
--- The ledger's numbers, counted again from the log once both are complete.
-
--- By their hashes, since a long run has millions.
-CREATE TABLE logged_twice AS
-SELECT hash(trajectory_id) AS hashed FROM log GROUP BY hashed HAVING count(*) > 1;
+-- The ledger's numbers, counted again from the log once both are complete. `logged_twice` has the
+-- hashes of ids that the log has more than once.
 
 CREATE VIEW trajectories AS
 FROM log WHERE hash(trajectory_id) NOT IN (FROM logged_twice)

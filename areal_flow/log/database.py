@@ -113,6 +113,14 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
 
 
+def consumed_table(steps: pa.Table) -> pa.Table:
+    """Return a row for each time that one of these rows of the ledger names a trajectory."""
+    with empty_database() as connection:
+        connection.register("steps", steps.select(LEDGER_COLUMNS))
+        connection.execute(read_sql("consumed"))
+        return connection.table("consumed").to_arrow_table()
+
+
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
     """Return what became of each trajectory of the log, one row each, in its order.
 

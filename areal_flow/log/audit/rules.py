@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.log.codec import content_hashes, is_dropped
-from areal_flow.log.database import empty_database, parquet_files, read_sql
+from areal_flow.log.database import consumed_table, empty_database, parquet_files, read_sql
 from areal_flow.log.ledger import STEPS
 from areal_flow.log.ledger_row import batch_digest, member_seed
 from areal_flow.log.settled import NOTHING_SETTLED, SettledPast, advance_in
@@ -47,6 +48,8 @@ Severity = Literal["error", "note"]
 
 MEMORY_LIMIT = "600 MB"
 CONSUMED_TOKENS = ("num_trained_tokens", "num_masked_tokens", "num_discarded_tokens")
+IDS_AT_ONCE = 1 << 16
+"""Of the ledger's rows that are taken in together: DuckDB holds 2,048 values at once, and more."""
 MAX_PER_RULE = 20
 """Findings of one rule that are kept; more are only counted."""
 
@@ -174,17 +177,33 @@ class AuditDatabase:
     def close(self) -> None:
         self._connection.close()
 
-    def add_ledger(self, tables: Sequence[pa.Table]) -> None:
-        create = "CREATE TABLE read_ledger AS SELECT *, 'step ' || step AS place FROM stored"
-        self._with("stored", STEPS.empty_table(), create)
+    def add_ledger(self, tables: Iterable[pa.Table | None]) -> bool:
+        """Keep what rules read of the ledger; nothing, and return False, if a table is None."""
+        self._with(
+            "batch", STEPS.empty_table(), f"CREATE TABLE read_ledger AS {_sql('ledger_row')}"
+        )
+        named = consumed_table(STEPS.empty_table())
+        self._with("batch", named, "CREATE TABLE named AS FROM batch")
+        is_complete, known = True, set[int]()
         for rows in tables:
-            insert = (
-                "INSERT INTO read_ledger BY NAME SELECT *, 'step ' || step AS place FROM stored"
-            )
-            self._with("stored", rows.select(STEPS.names), insert)
-        self._connection.execute(_sql("ledger_tables") + read_sql("consumed"))
+            is_complete = is_complete and rows is not None
+            for portion in _portions(rows) if rows is not None else ():
+                self._add_portion(portion.select(STEPS.names), known)
+        if not is_complete:
+            self._connection.execute("DELETE FROM read_ledger; DELETE FROM named")
+        self._connection.execute(_sql("ledger_tables"))
         self._keep_repeated("consumed_twice", "consumed")
         self._connection.execute(_sql("consumed"))
+        return is_complete
+
+    def _add_portion(self, rows: pa.Table, known: set[int]) -> None:
+        self._with("batch", rows, f"INSERT INTO read_ledger {_sql('ledger_row')}")
+        firsts = []
+        for step in rows["step"].to_pylist():
+            firsts.append(step not in known)
+            known.add(step)
+        named = consumed_table(rows.filter(pa.array(firsts, pa.bool_())))
+        self._with("batch", named, "INSERT INTO named FROM batch")
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> list[Finding]:
         """Keep what later rules read of these rows; return what breaks the rules of each alone.
@@ -255,6 +274,14 @@ class AuditDatabase:
         self._connection.register(name, table)
         self._connection.execute(statements)
         self._connection.unregister(name)
+
+
+def _portions(rows: pa.Table) -> Iterator[pa.Table]:
+    """Yield rows of the ledger, some with about `IDS_AT_ONCE` ids at a time."""
+    ends = np.cumsum(pc.list_value_length(rows["trajectory_ids"]).to_numpy())
+    cuts = np.flatnonzero(np.diff(ends // IDS_AT_ONCE, prepend=0)).tolist()
+    for begin, end in pairwise([0, *(cut for cut in cuts if cut), len(rows)]):
+        yield rows.slice(begin, end - begin)
 
 
 def rules_of(name: str) -> Iterator[tuple[str, str, str]]:

@@ -242,11 +242,9 @@ class _Audit:
             forks = (fork for fork in files.read_forks(self.layout) if isinstance(fork, dict))
             named = {0, *(int(path.name) for path in named_by), *(fork["step"] for fork in forks)}
             where = f"step >= {first_step} OR step IN ({', '.join(map(str, sorted(named)))})"
-        read = list(self._rows("steps", StepRow, "steps", "ledger", where=where))
-        tables = [table for table in read if table is not None]
-        has_ledger = len(tables) == len(read)
-        self.database.add_ledger(tables if has_ledger else [])
-        return has_ledger
+        return self.database.add_ledger(
+            self._rows("steps", StepRow, "steps", "ledger", where=where)
+        )
 
     def _log(self, recipe: Recipe | None) -> bool:
         prompts = self._prompts(recipe)

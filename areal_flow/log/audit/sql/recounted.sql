@@ -45,16 +45,20 @@ FROM batch GROUP BY step, difficulty;
 
 CREATE TABLE recounted AS
 WITH numbers AS ( -- a join by order copies what it joins: not the lists of ids
-    SELECT * EXCLUDE (
-        trajectory_ids, discarded, failed_submissions, importance_weight_means,
-        importance_weight_maxima
-    ), len(trajectory_ids) AS num_trained
-    FROM steps
+    SELECT * EXCLUDE failed_submissions FROM steps
+),
+marks AS (SELECT DISTINCT trajectory_watermark FROM steps),
+between_marks AS ( -- the other way round, a row of the log for each mark takes DuckDB minutes
+    SELECT trajectory_watermark, sum(num_tokens) AS num_tokens,
+           max(submission_index) AS furthest_submission
+    FROM log ASOF JOIN marks ON log.commit_order < marks.trajectory_watermark
+    GROUP BY trajectory_watermark
 ),
 so_far AS (
-    SELECT commit_order, sum(num_tokens) OVER earlier AS num_tokens,
-           max(submission_index) OVER earlier AS furthest_submission
-    FROM log WINDOW earlier AS (ORDER BY commit_order)
+    SELECT trajectory_watermark, sum(num_tokens) OVER earlier AS num_tokens,
+           max(furthest_submission) OVER earlier AS furthest_submission
+    FROM marks LEFT JOIN between_marks USING (trajectory_watermark)
+    WINDOW earlier AS (ORDER BY trajectory_watermark)
 ),
 trained AS (
     SELECT step, count(*) AS num_known, sum(num_tokens) AS num_tokens,
@@ -87,7 +91,7 @@ SELECT numbers.*,
        coalesce(trained.staleness_sum / nullif(trained.num_trained_tokens, 0), 0)
            AS log_staleness_mean
 FROM numbers CROSS JOIN base
-ASOF LEFT JOIN so_far ON numbers.trajectory_watermark > so_far.commit_order
+LEFT JOIN so_far ON so_far.trajectory_watermark = numbers.trajectory_watermark
 LEFT JOIN trained ON trained.step = numbers.step
 LEFT JOIN discarded ON discarded.step = numbers.step
 WINDOW by_step AS (ORDER BY numbers.step)

@@ -141,6 +141,16 @@ def merges(fill_levels: Sequence[float]) -> Iterator[list[int]]:
             yield group
 
 
+def bounded(groups: Iterator[list[int]], num_bytes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the first groups of positions, as many as one compaction rewrites."""
+    num_rewritten = 0
+    for group in islice(groups, MAX_REWRITES):
+        yield group
+        num_rewritten += sum(num_bytes[position] for position in group)
+        if num_rewritten > MAX_REWRITTEN_BYTES:
+            return
+
+
 def _rewrite_fragments(dataset: LanceDataset) -> list[RewriteResult]:
     """Write merged fragments; the smallest come last, since they hold the newest rows."""
     fragments = [fragment.metadata for fragment in dataset.get_fragments()]
@@ -149,12 +159,8 @@ def _rewrite_fragments(dataset: LanceDataset) -> list[RewriteResult]:
         max(fragment.physical_rows / full_rows, _num_bytes(fragment) / MAX_BYTES_PER_FRAGMENT)
         for fragment in fragments
     ]
-    groups, num_bytes = list[list[FragmentMetadata]](), 0
-    for positions in islice(merges(fill_levels), MAX_REWRITES):
-        groups.append([fragments[position] for position in positions])
-        num_bytes += sum(map(_num_bytes, groups[-1]))
-        if num_bytes > MAX_REWRITTEN_BYTES:
-            break
+    chosen = bounded(merges(fill_levels), [*map(_num_bytes, fragments)])
+    groups = [[fragments[position] for position in positions] for positions in chosen]
     return [_rewrite(dataset, group, full_rows) for group in reversed(groups)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import cycle, pairwise
 from math import ceil
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from areal_flow.log.dataset import COMMIT_ORDER, create_dataset, open_dataset
 from areal_flow.log.maintenance import (
     FULL_FRAGMENTS,
     MAX_BYTES_PER_FRAGMENT,
-    MAX_REWRITES,
+    MAX_REWRITTEN_BYTES,
     Maintenance,
+    bounded,
     merges,
     rows_per_fragment,
 )
@@ -26,14 +27,17 @@ from areal_flow.log.maintenance import (
 COMMITS_BETWEEN_RUNS = 50
 
 
-def grown_log(num_rows: int, rows_per_commit: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+def grown_log(
+    num_rows: int, rows_of_commits: Sequence[int], row_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Yield, for each run of maintenance, the fragments before it and the rewritten rows."""
     sizes: list[int] = []
-    for _ in range(ceil(num_rows / (COMMITS_BETWEEN_RUNS * rows_per_commit))):
-        sizes += [rows_per_commit] * COMMITS_BETWEEN_RUNS
+    commits = [rows for rows, _ in zip(cycle(rows_of_commits), range(COMMITS_BETWEEN_RUNS))]
+    for _ in range(ceil(num_rows / sum(commits))):
+        sizes += commits
         full = rows_per_fragment(sum(sizes))
         levels = [max(n / full, n * row_bytes / MAX_BYTES_PER_FRAGMENT) for n in sizes]
-        groups = list(islice(merges(levels), MAX_REWRITES))
+        groups = list(bounded(merges(levels), [n * row_bytes for n in sizes]))
         assert all(sum(levels[place] for place in group) <= 1 for group in groups)
         merged = {place for group in groups for place in group}
         yield len(sizes), sum(sizes[place] for place in merged)
@@ -44,18 +48,24 @@ def grown_log(num_rows: int, rows_per_commit: int, row_bytes: int) -> Iterator[t
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "rows_per_commit", "row_bytes"),
-    [(30_000, 8, 1000), (1_000_000, 16, 1000), (10_000_000, 512, 1000), (10_000_000, 8192, 20_000)],
+    ("num_rows", "rows_of_commits", "row_bytes"),
+    [
+        (30_000, [8], 1000),
+        (1_000_000, [16], 1000),
+        (1_000_000, [512, 288], 1000),
+        (10_000_000, [512], 1000),
+        (10_000_000, [8192], 20_000),
+    ],
 )
 def test_number_of_fragments_is_bounded_and_each_row_is_rewritten_a_few_times(
-    num_rows: int, rows_per_commit: int, row_bytes: int
+    num_rows: int, rows_of_commits: list[int], row_bytes: int
 ) -> None:
-    runs = list(grown_log(num_rows, rows_per_commit, row_bytes))
+    runs = list(grown_log(num_rows, rows_of_commits, row_bytes))
     full_fragments = max(FULL_FRAGMENTS, num_rows * row_bytes // MAX_BYTES_PER_FRAGMENT)
     assert max(num_fragments for num_fragments, _ in runs) < 2.5 * full_fragments
     assert sum(num_rewritten for _, num_rewritten in runs) <= 3 * num_rows
     longest = max(num_rewritten for _, num_rewritten in runs)
-    assert longest * row_bytes <= MAX_REWRITES * MAX_BYTES_PER_FRAGMENT
+    assert longest * row_bytes <= MAX_REWRITTEN_BYTES + MAX_BYTES_PER_FRAGMENT
 
 
 def test_fragments_that_do_not_fill_one_wait_for_others_of_their_size() -> None:

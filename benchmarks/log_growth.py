@@ -140,7 +140,8 @@ def page_of(where: str) -> Callable[[Run, int], object]:
 
 
 QUERIES: dict[str, Callable[[Run, int], object]] = {
-    "rows of a step": lambda run, step: run.trajectories(
+    "rows of a step": lambda run, step: run.trajectories("arrow", step=step),
+    "ids where step = N": lambda run, step: run.trajectories(
         "arrow", text=True, columns=["trajectory_id", "reward"], where=f"step = {step}"
     ),
     "curves": draw_curves,

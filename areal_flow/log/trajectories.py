@@ -179,14 +179,18 @@ def _search(
     identifiers = pa.array(trajectory_ids, pa.string())
     indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
     in_submissions = f"submission_index IN ({', '.join(map(str, indices)) or 'NULL'})"
-    portions = []
+    where = conjunction(in_submissions, filter)
+    # Only the fragments that have rows are read in full.
+    holding, is_found = list[LanceFragment](), pa.array([False] * len(identifiers), pa.bool_())
     for portion in portions_from_newest(fragments):
-        scanner = dataset.scanner(
-            filter=conjunction(in_submissions, filter), fragments=portion, **how
-        )
-        portions.append(scanner.to_table())
-        table = pa.concat_tables(portions)
-        places = pc.index_in(identifiers, table["trajectory_id"])
-        if not places.null_count:
+        found = dataset.scanner(
+            ["trajectory_id"], filter=where, fragments=portion, with_row_address=True
+        ).to_table()
+        numbers = {address >> 32 for address in found["_rowaddr"].to_pylist()}
+        holding += [each for each in portion if each.fragment_id in numbers]
+        is_found = pc.or_(is_found, pc.is_in(identifiers, value_set=found["trajectory_id"]))
+        if pc.all(is_found).as_py():
             break
-    return table, places
+    holding = holding or fragments[-1:]  # no fragments would be all of them
+    table = dataset.scanner(filter=where, fragments=holding, **how).to_table()
+    return table, pc.index_in(identifiers, table["trajectory_id"])

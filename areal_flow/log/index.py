@@ -16,7 +16,6 @@ from typing import NoReturn
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
-from lance import LanceDataset
 from lance.fragment import LanceFragment
 
 from areal_flow.config import load_recipe
@@ -40,11 +39,17 @@ from areal_flow.log.dataset import (
     open_dataset,
 )
 from areal_flow.log.ledger import LedgerReader
-from areal_flow.log.settled import NOTHING_SETTLED, SettledPast, past_from_json
+from areal_flow.log.settled import (
+    NOTHING_SETTLED,
+    SettledPast,
+    past_from_json,
+    read_trajectories,
+)
 
 VERSION = 1
 """Of what the files hold; those of another are not read."""
 _NOT_READ = ("prompt_tokens", "output_tokens", "behavior_logprobs", "content_hash", "seed")
+_READ = [*(name for name in TRAJECTORIES.names if name not in _NOT_READ), COMMIT_ORDER]
 LEFT_OUT = (*_NOT_READ, "loss_mask", "prompt", "completion", "token_versions", "reward_detail")
 """Columns of the view `trajectories` that the index does not have."""
 INDEXED = f"SELECT * EXCLUDE ({', '.join(LEFT_OUT)}) FROM trajectories"
@@ -79,9 +84,7 @@ def read_index(layout: RunLayout) -> Index:
 
 def index_tables(layout: RunLayout, past: SettledPast) -> dict[str, pa.Table]:
     """Return the later trajectories without tokens, and what became of them."""
-    dataset = open_dataset(layout.trajectories)
-    later = f"{COMMIT_ORDER} >= {past.watermark}"
-    rows = _without_tokens(dataset, layout, _later_fragments(dataset, past), later)
+    rows = _without_tokens(read_trajectories(layout, past, _READ))
     steps = LedgerReader(layout).table(list(LEDGER_COLUMNS), since=past.ledger_since)
     return {"stored": rows, "consumption": consumption_table(steps, rows)}
 
@@ -112,9 +115,13 @@ def _new_parts(
     dataset = open_dataset(layout.trajectories)
     steps = LedgerReader(layout).table(list(LEDGER_COLUMNS), since=before.ledger_since)
     steps = steps.filter(pc.less_equal(steps["step"], past.step))
-    new = f"{COMMIT_ORDER} >= {before.watermark} AND {COMMIT_ORDER} < {past.watermark}"
-    for fragments in _portions(_later_fragments(dataset, before)):
-        stored = _without_tokens(dataset, layout, fragments, new)
+    later, num_later = f"{COMMIT_ORDER} >= {before.watermark}", dataset.count_rows()
+    fragments = newest_fragments(dataset, later, num_rows=num_later - before.watermark)
+    settled = f"{COMMIT_ORDER} < {past.watermark}"
+    new = conjunction(later, settled, fence_condition(layout, "trajectories"))
+    for portion in _portions(fragments):
+        rows = dataset.scanner(_READ, filter=new, fragments=portion).to_table()
+        stored = _without_tokens(rows)
         if not len(stored):
             continue
         connection = connect(
@@ -129,11 +136,6 @@ def _new_parts(
         yield name
 
 
-def _later_fragments(dataset: LanceDataset, past: SettledPast) -> list[LanceFragment]:
-    num_rows = dataset.count_rows() - past.watermark
-    return newest_fragments(dataset, f"{COMMIT_ORDER} >= {past.watermark}", num_rows=num_rows)
-
-
 def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
     portion, num_rows = list[LanceFragment](), 0
     for fragment in fragments:
@@ -145,15 +147,8 @@ def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
     yield portion
 
 
-def _without_tokens(
-    dataset: LanceDataset, layout: RunLayout, fragments: list[LanceFragment], where: str
-) -> pa.Table:
-    """Return visible trajectories by commit order, with empty tokens."""
-    rows = dataset.scanner(
-        [*(name for name in TRAJECTORIES.names if name not in _NOT_READ), COMMIT_ORDER],
-        filter=conjunction(where, fence_condition(layout, "trajectories")),
-        fragments=fragments,
-    ).to_table()
+def _without_tokens(rows: pa.Table) -> pa.Table:
+    """Return rows by commit order, with empty tokens."""
     for name in _NOT_READ:
         rows = rows.append_column(name, pa.nulls(len(rows), TRAJECTORIES.field(name).type))
     return rows.rename_columns({COMMIT_ORDER: "commit_order"}).sort_by("commit_order")

@@ -181,15 +181,15 @@ def _search(
     in_submissions = f"submission_index IN ({', '.join(map(str, indices)) or 'NULL'})"
     where = conjunction(in_submissions, filter)
     # Only the fragments that have rows are read in full.
-    holding, is_found = list[LanceFragment](), pa.array([False] * len(identifiers), pa.bool_())
+    holding, is_located = list[LanceFragment](), pa.array([False] * len(identifiers), pa.bool_())
     for portion in portions_from_newest(fragments):
-        found = dataset.scanner(
+        located = dataset.scanner(
             ["trajectory_id"], filter=where, fragments=portion, with_row_address=True
         ).to_table()
-        numbers = {address >> 32 for address in found["_rowaddr"].to_pylist()}
+        numbers = {address >> 32 for address in located["_rowaddr"].to_pylist()}
         holding += [each for each in portion if each.fragment_id in numbers]
-        is_found = pc.or_(is_found, pc.is_in(identifiers, value_set=found["trajectory_id"]))
-        if pc.all(is_found).as_py():
+        is_located = pc.or_(is_located, pc.is_in(identifiers, value_set=located["trajectory_id"]))
+        if pc.all(is_located).as_py():
             break
     holding = holding or fragments[-1:]  # no fragments would be all of them
     table = dataset.scanner(filter=where, fragments=holding, **how).to_table()

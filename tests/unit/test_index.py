@@ -77,13 +77,13 @@ def ids(groups: list[int]) -> list[str]:
 
 def assert_index_says_what_the_logs_say(layout: RunLayout) -> None:
     run = Run(layout.root)
-    found = run.indexed().sql("FROM indexed ORDER BY trajectory_id").to_arrow_table()
+    from_index = run.indexed().sql("FROM indexed ORDER BY trajectory_id").to_arrow_table()
     head = int(run.steps().step.max())
-    whole = run.database(at=head).sql(f"{INDEXED} ORDER BY trajectory_id").to_arrow_table()
-    assert len(found) == len(whole) > 0
-    assert found.select(whole.column_names).to_pylist() == whole.to_pylist()
-    assert {*found.column_names} == {*whole.column_names, "commit_order"}
-    assert not {*LEFT_OUT}.intersection(found.column_names)
+    from_logs = run.database(at=head).sql(f"{INDEXED} ORDER BY trajectory_id").to_arrow_table()
+    assert len(from_index) == len(from_logs) > 0
+    assert from_index.select(from_logs.column_names).to_pylist() == from_logs.to_pylist()
+    assert {*from_index.column_names} == {*from_logs.column_names, "commit_order"}
+    assert not {*LEFT_OUT}.intersection(from_index.column_names)
 
 
 def test_index_in_pieces_says_what_the_logs_say_and_its_files_are_few(
@@ -215,9 +215,9 @@ def test_questions_are_answered_as_by_the_whole_log(
 ) -> None:
     monkeypatch.setattr(queries, "MAX_ROWS_IN_MEMORY", limit)
     for kind in ("arrow", "duckdb"):
-        found = rows_of(run.trajectories(kind, text=True, **question))
-        assert found == rows_of(run.trajectories(kind, text=True, at=22, **question))
-    assert bool(found) == (question.get("where") != "status = 'nothing'")
+        answer = rows_of(run.trajectories(kind, text=True, **question))
+        assert answer == rows_of(run.trajectories(kind, text=True, at=22, **question))
+    assert bool(answer) == (question.get("where") != "status = 'nothing'")
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:

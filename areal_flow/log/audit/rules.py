@@ -184,11 +184,11 @@ class AuditDatabase:
         )
         named = consumed_table(STEPS.empty_table())
         self._with("batch", named, "CREATE TABLE named AS FROM batch")
-        is_complete, known = True, set[int]()
+        is_complete, earlier_steps = True, set[int]()
         for rows in tables:
             is_complete = is_complete and rows is not None
             for portion in _portions(rows) if rows is not None else ():
-                self._add_portion(portion.select(STEPS.names), known)
+                self._add_portion(portion.select(STEPS.names), earlier_steps)
         if not is_complete:
             self._connection.execute("DELETE FROM read_ledger; DELETE FROM named")
         self._connection.execute(_sql("ledger_tables"))
@@ -196,12 +196,12 @@ class AuditDatabase:
         self._connection.execute(_sql("consumed"))
         return is_complete
 
-    def _add_portion(self, rows: pa.Table, known: set[int]) -> None:
+    def _add_portion(self, rows: pa.Table, earlier_steps: set[int]) -> None:
         self._with("batch", rows, f"INSERT INTO read_ledger {_sql('ledger_row')}")
         firsts = []
         for step in rows["step"].to_pylist():
-            firsts.append(step not in known)
-            known.add(step)
+            firsts.append(step not in earlier_steps)
+            earlier_steps.add(step)
         named = consumed_table(rows.filter(pa.array(firsts, pa.bool_())))
         self._with("batch", named, "INSERT INTO named FROM batch")
 

@@ -20,7 +20,7 @@ from lance.fragment import LanceFragment
 
 from areal_flow.config import load_recipe
 from areal_flow.core.durable import force_to_disk, replace_file_durably
-from areal_flow.core.errors import StorageError
+from areal_flow.core.errors import ArealFlowError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.codec import TRAJECTORIES
 from areal_flow.log.database import (
@@ -77,7 +77,7 @@ def read_index(layout: RunLayout) -> Index:
             and index.past.is_of(LedgerReader(layout), num_trajectories=num_trajectories)
         ):
             return index
-    except (OSError, ValueError, TypeError, KeyError, StorageError):
+    except (OSError, ValueError, TypeError, KeyError, ArealFlowError):
         pass
     return Index()
 

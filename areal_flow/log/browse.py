@@ -277,7 +277,7 @@ def show_trajectory(
                 f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
             )
         which = identifiers[int(which) - 1]
-    group = f"group_id = {quoted(which.rpartition('-')[0].rpartition('-')[0])}"
+    group = f"group_id IN (SELECT group_id FROM indexed WHERE trajectory_id = {quoted(which)})"
     with closing(run.selected(group) if at is None else run.database(at=at)) as database:
         return _show_rows(run, database, [run.find_row(database, which)])[0]
 

@@ -89,7 +89,8 @@ def quoted(text: object) -> str:
 
 
 def allow_reading_only(connection: duckdb.DuckDBPyConnection) -> None:
-    """Refuse networks, files, objects of this process and other settings, from now on."""
+    """Refuse networks, objects of this process, other settings and other files than those of
+    `parquet_files`, from now on."""
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -111,6 +112,11 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
             return empty_database().from_arrow(table)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
+
+
+def convert_relation(relation: duckdb.DuckDBPyRelation, format: TableFormat) -> Any:
+    """Return a relation's rows; the relation itself, which reads them later, as "duckdb"."""
+    return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
 
 
 def consumed_table(steps: pa.Table) -> pa.Table:

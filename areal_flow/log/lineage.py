@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.core.errors import ArealFlowError
-from areal_flow.log.database import TableFormat, convert, read_sql
+from areal_flow.log.database import TableFormat, convert_relation, read_sql
 from areal_flow.log.dataset import read_errors
 from areal_flow.log.directory import find_parent, read_parent
 from areal_flow.policy.checkpoints import (
@@ -199,8 +199,7 @@ class Lineage:
         return records
 
     def _read(self, query: str, format: TableFormat = "pandas") -> Any:
-        relation = self._database.sql(query)
-        return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
+        return convert_relation(self._database.sql(query), format)
 
     @cached_property
     def _database(self) -> Any:

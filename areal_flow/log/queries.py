@@ -29,6 +29,7 @@ from areal_flow.log.database import (
     connect,
     consumption_table,
     convert,
+    convert_relation,
     empty_database,
     parquet_files,
     quoted,
@@ -249,7 +250,10 @@ class Run:
         stored = read_rows(
             self.layout, "trajectories", where=f"{COMMIT_ORDER} IN ({orders or 'NULL'})"
         )
-        tables = {"stored": stored, "consumption": rows, "prompts": self.prompts()}
+        return self._database_of(stored, rows)
+
+    def _database_of(self, stored: pa.Table, consumption: pa.Table) -> Any:
+        tables = {"stored": stored, "consumption": consumption, "prompts": self.prompts()}
         return self.connect(tables)
 
     def _of_step(self, step: int) -> Any:
@@ -264,9 +268,7 @@ class Run:
         ).to_pylist()
         watermark = row["trajectory_watermark"][0].as_py()
         stored = find_trajectories(self.layout, identifiers, until=watermark)
-        consumption = consumption_table(row, stored)
-        tables = {"stored": stored, "consumption": consumption, "prompts": self.prompts()}
-        return self.connect(tables)
+        return self._database_of(stored, consumption_table(row, stored))
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
         """Return a DuckDB connection over tables; with only `stored`, its one view is `logged`."""
@@ -362,7 +364,7 @@ class Run:
         matching = matching.filter(where) if where else matching
         if columns:
             with suppress(duckdb.BinderException):
-                return _convert(matching.select(*columns), format)
+                return convert_relation(matching.select(*columns), format)
         num_rows, num_tokens = matching.aggregate("count(*), sum(num_tokens)").fetchall()[0]
         few = num_rows <= MAX_ROWS_IN_MEMORY and (num_tokens or 0) <= MAX_TOKENS_IN_MEMORY
         database = self._with_tokens(matching) if few else self.database()
@@ -379,11 +381,7 @@ def _convert_view(
 ) -> Any:
     with _explained_errors("", columns, where, sorted(relation.columns)):
         relation = relation.filter(where) if where else relation
-        return _convert(relation.select(*columns) if columns else relation, format)
-
-
-def _convert(relation: Any, format: TableFormat) -> Any:
-    return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
+        return convert_relation(relation.select(*columns) if columns else relation, format)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ Severity = Literal["error", "note"]
 MEMORY_LIMIT = "600 MB"
 CONSUMED_TOKENS = ("num_trained_tokens", "num_masked_tokens", "num_discarded_tokens")
 IDS_AT_ONCE = 1 << 16
-"""Of the ledger's rows that are taken in together: DuckDB holds 2,048 values at once, and more."""
+"""Of the ledger's rows that are taken in together: a scan of a table reads 2,048 lists at once."""
 MAX_PER_RULE = 20
 """Findings of one rule that are kept; more are only counted."""
 
@@ -186,9 +186,11 @@ class AuditDatabase:
         self._with("batch", named, "CREATE TABLE named AS FROM batch")
         is_complete, earlier_steps = True, set[int]()
         for rows in tables:
-            is_complete = is_complete and rows is not None
-            for portion in _portions(rows) if rows is not None else ():
-                self._add_portion(portion.select(STEPS.names), earlier_steps)
+            if rows is None:
+                is_complete = False
+                continue
+            for portion in _portions(rows.select(STEPS.names)):
+                self._add_portion(portion, earlier_steps)
         if not is_complete:
             self._connection.execute("DELETE FROM read_ledger; DELETE FROM named")
         self._connection.execute(_sql("ledger_tables"))

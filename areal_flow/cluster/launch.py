@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import dask
-from distributed import Client, Scheduler, Security
-from distributed.scheduler import DEFAULT_EXTENSIONS
+from distributed import Client
 from prometheus_client import REGISTRY
 
 from areal_flow.cluster.certificates import (
@@ -33,13 +32,8 @@ from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_wor
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
-from areal_flow.cluster.worker import (
-    DASHBOARD_HOST,
-    DASK_SETTINGS,
-    EXECUTIONS,
-    WorkerContext,
-    used_extensions,
-)
+from areal_flow.cluster.scheduler import listening_scheduler
+from areal_flow.cluster.worker import DASHBOARD_HOST, DASK_SETTINGS, EXECUTIONS, WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError
@@ -101,7 +95,7 @@ async def launch_cluster(
         network = with_certificates(settings.network, folder)
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
-        async with await _listening_scheduler(settings, security) as scheduler:
+        async with await listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(
                 scheduler.address, settings, fork_server, logs=context.layout.jobs
             )
@@ -142,24 +136,6 @@ def _folder_of(context: WorkerContext) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:
-    scheduler = Scheduler(
-        host=settings.network.host,
-        port=0,
-        dashboard_address=f"{DASHBOARD_HOST}:{settings.dashboard_port}",
-        security=security,
-        extensions=used_extensions(DEFAULT_EXTENSIONS),
-    )
-    try:
-        return await scheduler
-    except Exception as error:
-        raise ConfigError(
-            f"cluster.network.host = {settings.network.host!r}: the scheduler cannot listen there "
-            f"({error.__cause__ or error}); use an address of this machine, and certificates and "
-            "a key that belong together"
-        ) from error
 
 
 @contextmanager

@@ -97,5 +97,6 @@ class DaskRollouts:
             [self._weights.newest()] * len(pending),
             key=list(pending),
             resources={"generator": 1},
+            pure=False,  # else Dask hashes all prompts
         )
         return dict(zip(pending, rollouts, strict=True))

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-m", "pipelines.cli.main")
+RECIPE = "arithmetic"
+"""The default job's."""
 DRIVER_LOG = "driver.log"
 
 Way = TypeVar("Way")
@@ -237,12 +239,12 @@ def kill_with_workers(driver: subprocess.Popen[bytes]) -> None:
         sys.exit(f"processes outlived their driver: {alive}")
 
 
-def train(cwd: Path, name: str, settings: Mapping[str, object]) -> Run:
-    """Train the default recipe with these settings in a directory, without evaluations and
-    tracking unless they are set; return the run."""
+def train(cwd: Path, name: str, settings: Mapping[str, object], recipe: str = RECIPE) -> Run:
+    """Train a recipe with these settings in a directory, without evaluations and tracking unless
+    they are set; return the run."""
     quiet = {"prompts.num-held-out": 0, "tracking.enabled": "false"}
     given = flags({"name": name, **quiet, **settings})
-    output_of([*CLI, "train", "arithmetic", *given], cwd=cwd)
+    output_of([*CLI, "train", recipe, *given], cwd=cwd)
     return areal_flow.open_run(cwd / "runs" / name)
 
 

@@ -78,7 +78,9 @@ def main(arguments: Sequence[str]) -> None:
         "took": f"{(perf_counter() - began) / 60:.1f} minutes",
         "intervals": "95%, Student's t over seeds; differences are of equal seeds",
     }
-    page = write_page(chosen.to, name, experiment.__doc__ or "", facts, finding)
+    recipe = getattr(chosen, "recipe", harness.RECIPE)
+    page_name = name if recipe == harness.RECIPE else f"{name}-{recipe}"
+    page = write_page(chosen.to, page_name, experiment.__doc__ or "", facts, finding)
     harness.report(chosen.json, finding.tables)
     print("\n".join(finding.conclusions), f"\n{page}")
 

@@ -1,9 +1,10 @@
-"""Trains the default policy on data of a given age; used by four experiments.
+"""Trains a policy on data of a given age; used by five experiments.
 
 Every batch is sampled by the policy of exactly eta versions before (of version 0 until there are so
 many), by `controller.exact_staleness`: the worst that `controller.max_staleness = eta` allows. The
-policy is the default job's after fine-tuning. The pass rate is of a seed's 1,024 held-out prompts,
-one sample each, after the last step.
+policy is the default job's after fine-tuning, or another recipe's `model`, whose batches are the
+recipe's own. The pass rate is of a seed's held-out prompts (1,024 of the default job), one sample
+each, after the last step.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from areal_flow.config import load_recipe
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.queries import Run
 from benchmarks import harness
 from benchmarks.schedule import make_warm_model
+from pipelines.jobs.job import RECIPES
 
-OPTIONS = {"seeds": [0, 1, 2], "samples": 2560, "learning_rate": 2e-5, "model": Path, "keep": Path}
-"""`samples`: trajectories that each run trains, whatever its batch. `model`: the fine-tuned policy,
-which is made first if it is not given. `keep`: a directory where the runs are kept; with the same
-options, an experiment that was stopped repeats none that finished there."""
+OPTIONS = {
+    "recipe": harness.RECIPE,
+    "seeds": [0, 1, 2],
+    "samples": 2560,
+    "learning_rate": 2e-5,
+    "model": Path,
+    "keep": Path,
+}
+"""`samples`: trajectories that each run trains, whatever its batch. `model`: the first policy; the
+default recipe's is made, by fine-tuning, if it is not given. `keep`: a directory where the runs are
+kept; with the same options, an experiment that was stopped repeats none that finished there."""
 QUICK = {"seeds": [0, 1], "samples": 256}
 Result = TypeVar("Result")
 BATCH_SIZE, GROUP_SIZE, MINIBATCH_SIZE, WARM_UP, NUM_HELD_OUT = 128, 16, 32, 640, 1024
-"""In trajectories."""
+"""Of the default recipe, in trajectories."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Setting:
     """Its name, and settings of its own."""
     eta: float
     batch_size: int = BATCH_SIZE
+    """Of the default recipe."""
     learning_rate: float | None = None
     """By default the experiment's."""
 
@@ -53,6 +64,8 @@ def results(
     with tempfile.TemporaryDirectory(prefix="areal-flow-science-") as scratch:
         cwd = Path(chosen.keep or scratch).resolve()
         cwd.mkdir(parents=True, exist_ok=True)
+        if chosen.model is None and chosen.recipe != harness.RECIPE:
+            raise SystemExit(f"--recipe {chosen.recipe} needs --model DIRECTORY")
         chosen.model = (chosen.model or make_warm_model(cwd)).resolve()
         calls = [
             (cwd, f"{number}-{seed}", setting, seed, chosen)
@@ -72,22 +85,35 @@ def learn(cwd: Path, name: str, setting: Setting, seed: int, chosen: Any) -> flo
 
 
 def train(cwd: Path, name: str, setting: Setting, seed: int, chosen: Any) -> Run:
-    num_steps = chosen.samples // setting.batch_size
+    sizes = _sizes(chosen.recipe, setting.batch_size)
+    num_steps = chosen.samples // sizes["controller.batch-size"]
     staleness = int(min(setting.eta, num_steps - 1))
     settings = {
         "seed": seed,
         "model": chosen.model,
         "num-steps": num_steps,
-        "prompts.num-held-out": NUM_HELD_OUT,
-        "controller.batch-size": setting.batch_size,
-        "controller.group-size": GROUP_SIZE,
         "controller.exact-staleness": staleness,
         "controller.max-staleness": staleness,
-        "algorithm.num-minibatches": setting.batch_size // MINIBATCH_SIZE,
         "trainer.learning-rate": setting.learning_rate or chosen.learning_rate,
-        "trainer.num-warmup-steps": WARM_UP // setting.batch_size,
     }
     if RunLayout(cwd / "runs" / name).summary.is_file():
         return Run(cwd / "runs" / name)
     own = {f"algorithm.{key}": value for key, value in setting.algorithm.items()}
-    return harness.train(cwd, name, {**settings, **own})
+    return harness.train(cwd, name, {**settings, **sizes, **own}, recipe=chosen.recipe)
+
+
+def _sizes(recipe: str, batch_size: int) -> dict[str, int]:
+    if recipe != harness.RECIPE:
+        own = load_recipe(RECIPES / f"{recipe}.toml")
+        return {
+            "prompts.num-held-out": own.prompts.num_held_out,
+            "controller.batch-size": own.controller.batch_size,
+            "evaluation.every-steps": 0,
+        }
+    return {
+        "prompts.num-held-out": NUM_HELD_OUT,
+        "controller.batch-size": batch_size,
+        "controller.group-size": GROUP_SIZE,
+        "algorithm.num-minibatches": batch_size // MINIBATCH_SIZE,
+        "trainer.num-warmup-steps": WARM_UP // batch_size,
+    }

@@ -22,7 +22,9 @@ DECOUPLED: dict[str, Any] = {"name": "decoupled_ppo"}
 TIS = {**DECOUPLED, "importance_weight_rule": "truncate", "importance_weight_cap": 2.0}
 SLOWER = 4
 WINDOW = 10
-OPTIONS = {"eta": 8.0, **learning.OPTIONS, "samples": 12_800}
+OTHERS = ("tis", "slower", "plain")
+OPTIONS = {"eta": 8.0, **learning.OPTIONS, "samples": 12_800, "others": [*OTHERS]}
+"""`others`: what decoupled PPO is compared with."""
 QUICK = {**learning.QUICK, "samples": 2560}
 
 
@@ -34,16 +36,16 @@ class Outcome(NamedTuple):
 
 
 def run(chosen: Any) -> Finding:
-    rate = chosen.learning_rate
-    names = [f"decoupled PPO, {rate:g}", "the same, TIS with cap 2"]
-    names += [f"decoupled PPO, {rate / SLOWER:g}", f"plain PPO, {rate:g}"]
-    base, capped, slower, plain = names
-    settings = {
-        base: learning.Setting(DECOUPLED, chosen.eta),
-        capped: learning.Setting(TIS, chosen.eta),
-        slower: learning.Setting(DECOUPLED, chosen.eta, learning_rate=rate / SLOWER),
-        plain: learning.Setting({"name": "ppo"}, chosen.eta),
+    rate, eta = chosen.learning_rate, chosen.eta
+    base, plain = f"decoupled PPO, {rate:g}", f"plain PPO, {rate:g}"
+    slower = f"decoupled PPO, {rate / SLOWER:g}"
+    others = {
+        "tis": ("the same, TIS with cap 2", learning.Setting(TIS, eta)),
+        "slower": (slower, learning.Setting(DECOUPLED, eta, learning_rate=rate / SLOWER)),
+        "plain": (plain, learning.Setting({"name": "ppo"}, eta)),
     }
+    compared = dict(others[name] for name in chosen.others)
+    settings = {base: learning.Setting(DECOUPLED, eta), **compared}
     outcomes = learning.results(outcome_of, settings, chosen)
 
     def values(name: str, field: str) -> list[float]:
@@ -58,7 +60,7 @@ def run(chosen: Any) -> Finding:
         for name in settings
     ]
     late = {name: values(name, "late_reward") for name in settings}
-    gains = {name: difference(late[base], late[name]) for name in (capped, slower, plain)}
+    gains = {name: difference(late[base], late[name]) for name in compared}
     conclusions = [
         conclude(f"{name}, late reward less that of {base}", gain) for name, gain in gains.items()
     ]

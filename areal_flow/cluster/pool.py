@@ -33,7 +33,6 @@ from distributed import SchedulerPlugin
 from distributed.core import clean_exception
 from distributed.protocol import deserialize
 from distributed.protocol.pickle import dumps
-from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.launchers.child import last_line
@@ -47,6 +46,7 @@ from areal_flow.cluster.registry import (
     WorkerRegistry,
     version_conflict,
 )
+from areal_flow.cluster.scheduler import heartbeat_interval_s
 from areal_flow.cluster.worker import VERSIONS, software_versions
 from areal_flow.core.errors import ConfigError, EngineError, RunError
 from areal_flow.flow.diagnosis import Balance
@@ -159,7 +159,7 @@ class WorkerPool(SchedulerPlugin):
 
     @property
     def heartbeat_s(self) -> float:
-        return float(heartbeat_interval(len(self.scheduler.workers)))
+        return heartbeat_interval_s(len(self.scheduler.workers))
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         state = scheduler.workers[worker]

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from distributed import Scheduler, Security
-from distributed.scheduler import DEFAULT_EXTENSIONS, TaskState, WorkerState
+from distributed.scheduler import (
+    DEFAULT_EXTENSIONS,
+    TaskState,
+    WorkerState,
+    heartbeat_interval,
+)
 
 from areal_flow.cluster.worker import DASHBOARD_HOST, used_extensions
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
 
+MAX_HEARTBEATS_PER_S = 50
+"""Of all workers; one takes a millisecond of the driver's processor time."""
+
+
+def heartbeat_interval_s(num_workers: int) -> float:
+    return max(float(heartbeat_interval(num_workers)), num_workers / MAX_HEARTBEATS_PER_S)
+
 
 class FleetScheduler(Scheduler):
-    """Compares workers at less cost; each task that may run on many is compared on all of them."""
+    """Serves hundreds of generators at less cost for each."""
+
+    def heartbeat_worker(self, *, address: str, **options: Any) -> dict[str, Any]:
+        """Take a worker's heartbeat, and ask generators for fewer; ranks show how far they are."""
+        reply: dict[str, Any] = super().heartbeat_worker(address=address, **options)
+        worker = self.workers.get(address)
+        if worker is not None and "generator" in worker.resources:
+            reply["heartbeat-interval"] = heartbeat_interval_s(len(self.workers))
+        return reply
 
     def worker_objective(self, ts: TaskState, ws: WorkerState) -> tuple[float, int]:
         """Return what is least for the best worker.

@@ -124,6 +124,7 @@ class PromptTable:
     def __init__(self, path: Path, *, seed: int) -> None:
         self.path = path
         self.seed = seed
+        self._absolute_path = path.resolve()
         self._table = _open(path)
         if not len(self._table):
             raise PromptError(f"{path} holds no prompts")
@@ -161,7 +162,7 @@ class PromptTable:
             answer=pop_reference_answer(json.loads(row["metadata"])),
             difficulty=row["difficulty"],
             tokens=self._table["prompt_tokens"][index].values.to_numpy(),
-            metadata=RowColumns(self.path.resolve(), index),
+            metadata=RowColumns(self._absolute_path, index),
             source=row["source"],
         )
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import groupby, islice
 from math import log
 from pathlib import Path
 from threading import Lock
@@ -31,6 +30,8 @@ FULL_FRAGMENTS = 512
 """How many full fragments hold the largest log whose fragments have a certain size."""
 MIN_MERGED = 8
 """How many fragments of similar size are merged if together they do not fill a fragment."""
+FULL = -1
+"""In place of a tier: two such fragments do not fit into one."""
 MAX_REWRITES, MAX_REWRITTEN_BYTES = 64, 4 << 30
 """Of one compaction, so that it stays short: the rest waits for the next one. More merges than
 commits since the last, even if each is of two fragments: else their number would grow."""
@@ -51,6 +52,8 @@ class Maintenance:
         self._num_commits = num_fragments
         self._commit_lock = Lock()
         self._synced: set[Path] = set()
+        self._first_rows: dict[int, int] = {}
+        """Of each fragment, by its number."""
 
     @contextmanager
     def commit(self) -> Iterator[None]:
@@ -70,10 +73,33 @@ class Maintenance:
         """
         self._num_commits = 0
         dataset = open_dataset(self._path)
-        if rewrites := _rewrite_fragments(dataset):
+        if rewrites := self._rewrite_fragments(dataset):
             with self._commit_lock:
                 Compaction.commit(dataset, rewrites)
         self._clean_up(dataset)
+
+    def _rewrite_fragments(self, dataset: LanceDataset) -> list[RewriteResult]:
+        """Write merged fragments; the smallest come last, since they hold the newest rows."""
+        fragments = self._in_order(dataset)
+        full_rows = rows_per_fragment(dataset.count_rows())
+        fill_levels = [
+            max(fragment.physical_rows / full_rows, _num_bytes(fragment) / MAX_BYTES_PER_FRAGMENT)
+            for fragment in fragments
+        ]
+        chosen = bounded(merges(fill_levels), [*map(_num_bytes, fragments)])
+        groups = [[fragments[position] for position in positions] for positions in chosen]
+        return [_rewrite(dataset, group, full_rows) for group in reversed(groups)]
+
+    def _in_order(self, dataset: LanceDataset) -> list[FragmentMetadata]:
+        """Return fragments in the order of their rows; a compaction puts merged ones at the end."""
+        fragments = {fragment.fragment_id: fragment for fragment in dataset.get_fragments()}
+        firsts = {number: self._first_rows.get(number, -1) for number in fragments}
+        for number, fragment in fragments.items():
+            if firsts[number] < 0:
+                row = fragment.to_table(columns=[], with_row_id=True, limit=1)
+                (firsts[number],) = row["_rowid"].to_pylist()
+        self._first_rows = firsts
+        return [fragments[number].metadata for number in sorted(fragments, key=firsts.__getitem__)]
 
     def _clean_up(self, dataset: LanceDataset) -> None:
         """Delete old versions, once there are a quarter more than are kept.
@@ -120,25 +146,38 @@ def merges(fill_levels: Sequence[float]) -> Iterator[list[int]]:
 
     Only fragments of similar size are merged, as in a log-structured merge tree: if the newest rows
     were always merged into the fragment before them, each would be rewritten many times. A row is
-    rewritten O(log n) times in a log of n rows.
+    rewritten O(log n) times in a log of n rows. What is merged stands in a row, with smaller ones
+    between: else the manifest would have a list of a fragment's rows in place of their range.
 
     Args:
-        fill_levels: of each fragment, oldest first: its size over that of a full fragment.
+        fill_levels: of each fragment, in the order of their rows: its size over that of a full one.
     """
-    tiers: defaultdict[int, list[int]] = defaultdict(list)
-    for position, level in enumerate(fill_levels):
-        if level <= 1 / 2:  # two fit into a fragment
-            tiers[int(-log(level, MIN_MERGED))].append(position)
-    for _, positions in sorted(tiers.items(), reverse=True):
-        group, filled = list[int](), 0.0
-        for position in positions:
-            if filled + fill_levels[position] > 1:
-                yield group
-                group, filled = [], 0.0
-            group.append(position)
-            filled += fill_levels[position]
-        if len(group) >= MIN_MERGED:
-            yield group
+    tiers = [int(-log(level, MIN_MERGED)) if level <= 1 / 2 else FULL for level in fill_levels]
+    is_free = [tier != FULL for tier in tiers]
+    for tier in sorted(set(tiers) - {FULL}, reverse=True):
+        allowed = [free and own >= tier for free, own in zip(is_free, tiers, strict=True)]
+        for is_allowed, places in groupby(range(len(tiers)), key=allowed.__getitem__):
+            if not is_allowed:
+                continue
+            for group, is_full in _filled(places, fill_levels):
+                if is_full or sum(tiers[place] == tier for place in group) >= MIN_MERGED:
+                    for place in group:
+                        is_free[place] = False
+                    yield group
+
+
+def _filled(
+    positions: Iterable[int], fill_levels: Sequence[float]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield groups of positions, and whether the next one would have been too much."""
+    group, filled = list[int](), 0.0
+    for position in positions:
+        if filled + fill_levels[position] > 1:
+            yield group, True
+            group, filled = [], 0.0
+        group.append(position)
+        filled += fill_levels[position]
+    yield group, False
 
 
 def bounded(groups: Iterator[list[int]], num_bytes: Sequence[int]) -> Iterator[list[int]]:
@@ -149,19 +188,6 @@ def bounded(groups: Iterator[list[int]], num_bytes: Sequence[int]) -> Iterator[l
         num_rewritten += sum(num_bytes[position] for position in group)
         if num_rewritten > MAX_REWRITTEN_BYTES:
             return
-
-
-def _rewrite_fragments(dataset: LanceDataset) -> list[RewriteResult]:
-    """Write merged fragments; the smallest come last, since they hold the newest rows."""
-    fragments = [fragment.metadata for fragment in dataset.get_fragments()]
-    full_rows = rows_per_fragment(dataset.count_rows())
-    fill_levels = [
-        max(fragment.physical_rows / full_rows, _num_bytes(fragment) / MAX_BYTES_PER_FRAGMENT)
-        for fragment in fragments
-    ]
-    chosen = bounded(merges(fill_levels), [*map(_num_bytes, fragments)])
-    groups = [[fragments[position] for position in positions] for positions in chosen]
-    return [_rewrite(dataset, group, full_rows) for group in reversed(groups)]
 
 
 def _rewrite(

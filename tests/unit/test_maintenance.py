@@ -41,9 +41,12 @@ def grown_log(
         assert all(sum(levels[place] for place in group) <= 1 for group in groups)
         merged = {place for group in groups for place in group}
         yield len(sizes), sum(sizes[place] for place in merged)
+        assert all(group == [*range(group[0], group[-1] + 1)] for group in groups), "in a row"
+        grown = {group[0]: sum(sizes[place] for place in group) for group in groups}
         sizes = [
-            *(size for place, size in enumerate(sizes) if place not in merged),
-            *(sum(sizes[place] for place in group) for group in reversed(groups)),
+            grown.get(place, size)
+            for place, size in enumerate(sizes)
+            if place in grown or place not in merged
         ]
 
 
@@ -71,8 +74,16 @@ def test_number_of_fragments_is_bounded_and_each_row_is_rewritten_a_few_times(
 def test_fragments_that_do_not_fill_one_wait_for_others_of_their_size() -> None:
     assert list(merges([1 / 16] * 7)) == []
     assert list(merges([1 / 16] * 8)) == [[*range(8)]]
-    assert list(merges([1, 1 / 2, 1, 1 / 2, 1 / 2])) == [[1, 3]]
     assert list(merges([1 / 4, *[1 / 64] * 8])) == [[*range(1, 9)]]
+    assert list(merges([1 / 2, 1 / 2, 1 / 2])) == [[0, 1]]
+
+
+def test_only_fragments_in_a_row_are_merged_with_smaller_ones_between() -> None:
+    assert list(merges([1 / 2, 1, 1 / 2, 1, 1 / 2])) == []
+    assert list(merges([1 / 2, 1 / 64, 1 / 4, 1 / 64, 1 / 2])) == [[0, 1, 2, 3]]
+    eight = [1 / 16, 1 / 512] * 8
+    assert list(merges([1 / 2, *eight, 1])) == [[*range(1, 17)]]
+    assert list(merges([*eight[:14], 1, *eight[:2]])) == []
 
 
 def test_full_fragments_double_with_the_log() -> None:
@@ -114,7 +125,13 @@ def test_rows_keep_their_place_in_the_order_of_commits_as_fragments_grow(path: P
         if number % 10 == 9:
             keeper.run()
     assert rows(path) == {number: 10 * number for number in range(200)}
-    sizes = [fragment.count_rows() for fragment in open_dataset(path).get_fragments()]
+    fragments = open_dataset(path).get_fragments()
+    sizes = [fragment.count_rows() for fragment in fragments]
+    for fragment in fragments:
+        ids = fragment.to_table(with_row_id=True)["_rowid"].to_pylist()
+        assert ids == [*range(ids[0], ids[-1] + 1)], (
+            "a range takes 20 bytes of a manifest, a list more"
+        )
     assert rows_per_fragment(200) == 64
     assert max(sizes) > 32
     assert len(sizes) <= 20
@@ -137,14 +154,14 @@ def test_rows_that_are_committed_while_others_are_rewritten_are_kept(
     for number in range(64):
         append(path, number)
     keeper = Maintenance(path, num_fragments=0)
-    rewrite = maintenance._rewrite_fragments
+    rewrite = keeper._rewrite_fragments
 
     def rewrite_beside_an_append(dataset: lance.LanceDataset) -> object:
         rewrites = rewrite(dataset)
         append(path, *append_later)
         return rewrites
 
-    monkeypatch.setattr(maintenance, "_rewrite_fragments", rewrite_beside_an_append)
+    monkeypatch.setattr(keeper, "_rewrite_fragments", rewrite_beside_an_append)
     keeper.run()
     assert rows(path) == {number: number for number in range(66)}
 

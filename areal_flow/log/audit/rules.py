@@ -265,9 +265,12 @@ class AuditDatabase:
 
     def _keep_repeated(self, name: str, table: str) -> None:
         """Keep hashes of the ids that a table has more than once: sorted, since it has millions."""
+        ((number,),) = self._connection.execute(f"SELECT count(*) FROM {table}").fetchall()
         read = self._connection.sql(f"SELECT hash(trajectory_id) AS hashed FROM {table}")
-        parts = [batch["hashed"].to_numpy() for batch in read.to_arrow_reader()]
-        hashes = np.concatenate([np.empty(0, np.uint64), *parts])
+        hashes, end = np.empty(number, np.uint64), 0
+        for batch in read.to_arrow_reader():
+            begin, end = end, end + len(batch)
+            hashes[begin:end] = batch["hashed"].to_numpy()
         hashes.sort()
         repeated = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
         self._with("hashes", pa.table({"hashed": repeated}), f"CREATE TABLE {name} AS FROM hashes")

@@ -16,12 +16,15 @@ from areal_flow.cluster.worker import DASHBOARD_HOST, used_extensions
 from areal_flow.config.cluster import ClusterSettings
 from areal_flow.core.errors import ConfigError
 
-MAX_HEARTBEATS_PER_S = 50
-"""Of all workers; one takes a millisecond of the driver's processor time."""
+MAX_HEARTBEATS_PER_S, RARE_HEARTBEAT_S = 50, 10.0
+"""Of all workers, since one takes a millisecond of the driver's processor time; and how long that
+may make a generator wait before its next."""
 
 
 def heartbeat_interval_s(num_workers: int) -> float:
-    return max(float(heartbeat_interval(num_workers)), num_workers / MAX_HEARTBEATS_PER_S)
+    """Return how often a generator sends a heartbeat; by Dask, all would send 200 in a second."""
+    rare_s = min(num_workers / MAX_HEARTBEATS_PER_S, RARE_HEARTBEAT_S)
+    return max(float(heartbeat_interval(num_workers)), rare_s)
 
 
 class FleetScheduler(Scheduler):

@@ -62,7 +62,7 @@ def test_tasks_with_dependencies_run_where_these_are() -> None:
     assert set(asyncio.run(run())) == {"reward-2"}
 
 
-@pytest.mark.parametrize(("workers", "seconds"), [(3, 0.5), (64, 2.0), (512, 10.24)])
+@pytest.mark.parametrize(("workers", "seconds"), [(3, 0.5), (64, 2.0), (300, 6.0), (512, 10.0)])
 def test_all_workers_together_send_so_many_heartbeats(workers: int, seconds: float) -> None:
     assert heartbeat_interval_s(workers) == seconds
 

@@ -32,7 +32,7 @@ from areal_flow.core.types import ServedWeights
 
 REPLY_TIMEOUT_S = 30.0
 """How long a generator may take to reply, beside what it has to read."""
-CHECK_REPLY_EVERY_S = 0.5
+CHECK_REPLY_EVERY_S = 1.0
 MAX_READING_HOSTS = 16
 """Hosts that read new weights at a time, enough for most shared storage to be busy."""
 

@@ -64,8 +64,8 @@ def results(
     with tempfile.TemporaryDirectory(prefix="areal-flow-science-") as scratch:
         cwd = Path(chosen.keep or scratch).resolve()
         cwd.mkdir(parents=True, exist_ok=True)
-        if chosen.model is None and chosen.recipe != harness.RECIPE:
-            raise SystemExit(f"--recipe {chosen.recipe} needs --model DIRECTORY")
+        if chosen.recipe != harness.RECIPE:
+            _require_one_size(settings, chosen)
         chosen.model = (chosen.model or make_warm_model(cwd)).resolve()
         calls = [
             (cwd, f"{number}-{seed}", setting, seed, chosen)
@@ -76,6 +76,13 @@ def results(
         processes = chosen.processes
         made = iter(harness.in_processes(measure, calls, environment, num_processes=processes))
     return {name: [next(made) for _ in chosen.seeds] for name in settings}
+
+
+def _require_one_size(settings: Mapping[str, Setting], chosen: Any) -> None:
+    if chosen.model is None:
+        raise SystemExit(f"--recipe {chosen.recipe} needs --model DIRECTORY")
+    if any(setting.batch_size != BATCH_SIZE for setting in settings.values()):
+        raise SystemExit(f"--recipe {chosen.recipe}: this experiment changes the default's batches")
 
 
 def learn(cwd: Path, name: str, setting: Setting, seed: int, chosen: Any) -> float:

@@ -94,10 +94,11 @@ def test_generators_are_added_while_the_trainer_waits_and_removed_when_they_do(
 
 
 async def note_and_wait(notes: Path) -> str:
+    name = str(get_worker().name)
     with notes.open("a") as file:
-        file.write("begun\n")
+        file.write(f"{name}\n")
     await asyncio.sleep(5)
-    return get_worker().name  # type: ignore[no-any-return]
+    return name
 
 
 @pytest.mark.slow
@@ -109,20 +110,20 @@ def test_generator_that_leaves_finishes_its_rollout(tmp_path: Path) -> None:
         async with launch_cluster(
             placements, ClusterSettings(), WorkerContext(tmp_path, 0)
         ) as cluster:
-            leaving = cluster.pool.registry.named("generator-0")
-            assert leaving is not None
-            options = {"resources": {"generator": 1}, "allow_other_workers": True}
-            task = cluster.client.submit(
-                note_and_wait, notes, workers=[leaving.address], pure=False, **options
-            )
-            while not notes.exists():
+            options = {"resources": {"generator": 1}, "pure": False}
+            task = cluster.client.submit(note_and_wait, notes, **options)
+            while not (notes.exists() and notes.read_text()):
                 await asyncio.sleep(0.05)
-            await cluster.pool.remove("generator-0", after_tasks=True)
+            name = notes.read_text().strip()
+            leaving = cluster.pool.registry.named(name)
+            assert leaving is not None
+            assert leaving.address
+            await cluster.pool.remove(name, after_tasks=True)
             assert not leaving.address
-            assert await task == "generator-0"
+            assert await task == name
+            assert notes.read_text() == f"{name}\n", "it ran once"
 
     asyncio.run(leave())
-    assert notes.read_text() == "begun\n", "it ran once"
 
 
 def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:

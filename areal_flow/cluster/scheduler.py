@@ -31,7 +31,7 @@ class FleetScheduler(Scheduler):
     """Serves hundreds of generators at less cost for each."""
 
     def heartbeat_worker(self, *, address: str, **options: Any) -> dict[str, Any]:
-        """Take a worker's heartbeat, and ask generators for fewer; ranks show how far they are."""
+        """Ask generators for fewer heartbeats; those of trainer ranks say how far a step is."""
         reply: dict[str, Any] = super().heartbeat_worker(address=address, **options)
         worker = self.workers.get(address)
         if worker is not None and "generator" in worker.resources:

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from lance import LanceDataset
-from lance.fragment import FragmentMetadata
+from lance.fragment import FragmentMetadata, LanceFragment
 from lance.optimize import Compaction, CompactionTask, RewriteResult
 
 from areal_flow.core.durable import force_to_disk
@@ -92,14 +92,13 @@ class Maintenance:
 
     def _in_order(self, dataset: LanceDataset) -> list[FragmentMetadata]:
         """Return fragments in the order of their rows; a compaction puts merged ones at the end."""
-        fragments = {fragment.fragment_id: fragment for fragment in dataset.get_fragments()}
-        firsts = {number: self._first_rows.get(number, -1) for number in fragments}
-        for number, fragment in fragments.items():
-            if firsts[number] < 0:
-                row = fragment.to_table(columns=[], with_row_id=True, limit=1)
-                (firsts[number],) = row["_rowid"].to_pylist()
-        self._first_rows = firsts
-        return [fragments[number].metadata for number in sorted(fragments, key=firsts.__getitem__)]
+        fragments, before = dataset.get_fragments(), self._first_rows
+        self._first_rows = {
+            number: before[number] if number in before else _first_row(fragment)
+            for number, fragment in ((each.fragment_id, each) for each in fragments)
+        }
+        fragments.sort(key=lambda fragment: self._first_rows[fragment.fragment_id])
+        return [fragment.metadata for fragment in fragments]
 
     def _clean_up(self, dataset: LanceDataset) -> None:
         """Delete old versions, once there are a quarter more than are kept.
@@ -208,6 +207,11 @@ def _rewrite(
     for fragment in result["new_fragments"]:
         fragment |= {"created_at_version_meta": None, "last_updated_at_version_meta": None}
     return RewriteResult.from_json(json.dumps(result))
+
+
+def _first_row(fragment: LanceFragment) -> int:
+    (row,) = fragment.to_table(columns=[], with_row_id=True, limit=1)["_rowid"].to_pylist()
+    return int(row)
 
 
 def _num_bytes(fragment: FragmentMetadata) -> int:

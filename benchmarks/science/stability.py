@@ -22,8 +22,7 @@ DECOUPLED: dict[str, Any] = {"name": "decoupled_ppo"}
 TIS = {**DECOUPLED, "importance_weight_rule": "truncate", "importance_weight_cap": 2.0}
 SLOWER = 4
 WINDOW = 10
-OTHERS = ("tis", "slower", "plain")
-OPTIONS = {"eta": 8.0, **learning.OPTIONS, "samples": 12_800, "others": [*OTHERS]}
+OPTIONS = {"eta": 8.0, **learning.OPTIONS, "samples": 12_800, "others": ["tis", "slower", "plain"]}
 """`others`: what decoupled PPO is compared with."""
 QUICK = {**learning.QUICK, "samples": 2560}
 

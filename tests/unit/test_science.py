@@ -69,7 +69,9 @@ def test_every_experiment_has_a_page_and_a_small_plot(name: str) -> None:
 def test_each_batch_of_an_experiment_is_sampled_eta_versions_before(tmp_path: Path) -> None:
     """And all that the experiment does not set is the default recipe's."""
     model = write_model_directory(tmp_path / "model")
-    chosen = Namespace(recipe="arithmetic", samples=256, learning_rate=2e-5, model=model, keep=None)
+    chosen = Namespace(
+        recipe="arithmetic", samples=256, learning_rate=2e-5, model=model, dtype="", keep=None
+    )
     sampled = {}
     for eta in (1.0, inf):
         setting = learning.Setting({"name": "ppo"}, eta, batch_size=64)

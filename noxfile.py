@@ -99,6 +99,15 @@ def tests_slurm(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_podman(session: nox.Session) -> None:
+    """Hold containers to the contract of sandboxes, in an image of this Debian's own packages."""
+    session.env["AREAL_FLOW_TEST_IMAGE"] = image = "localhost/areal-flow-test:1"
+    run(session, "python", "tests/container_image.py", image)
+    chosen = ("-k", "podman", "-rs", "tests/contracts/test_sandboxes.py")
+    run(session, "python", "-m", "pytest", *chosen, *session.posargs)
+
+
+@nox.session
 def real_model(session: nox.Session) -> None:
     """Hold every part to the weights of SmolLM2-135M, which are fetched once."""
     run(session, "python", "-m", "pipelines.smollm", REAL_MODEL)

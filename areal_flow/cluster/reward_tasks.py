@@ -33,11 +33,11 @@ from areal_flow.log.codec import (
 )
 from areal_flow.log.inputs import check_verifier
 from areal_flow.policy.tokenizer.directory import texts_of
-from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
 from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rollout.prompts.rendering import messages_asked
 from areal_flow.rollout.prompts.table import num_prompts
+from areal_flow.sandboxes.pool import PROGRAM_MEMORY
 
 MAX_KILLING_ROWS = 3
 """If workers die over so many rows of a group, its first, its other rows are not scored either."""

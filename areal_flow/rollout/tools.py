@@ -14,9 +14,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 
-from areal_flow.rewards.code.sandbox.inside import program
-from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.rewards.code.sandbox.run import Outcome, Program
+from areal_flow.sandboxes.inside import program
+from areal_flow.sandboxes.pool import SandboxPool
+from areal_flow.sandboxes.run import Outcome, Program
 
 MAX_CHARACTERS = 400
 """Maximum length of an expression."""

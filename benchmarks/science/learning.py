@@ -33,8 +33,9 @@ OPTIONS = {
 }
 """`samples`: trajectories that each run trains, whatever its batch. `model`: the first policy; the
 default recipe's is made, by fine-tuning, if it is not given. `dtype`: of generators and trainer, if
-it is not the recipe's; float32 is the faster one on a CPU without bfloat16 products. `keep`: a directory where the runs are
-kept; with the same options, an experiment that was stopped repeats none that finished there."""
+it is not the recipe's; float32 is the faster one on a CPU without bfloat16 products. `keep`: a
+directory where the runs are kept; with the same options, an experiment that was stopped repeats
+none that finished there."""
 QUICK = {"seeds": [0, 1], "samples": 256}
 Result = TypeVar("Result")
 BATCH_SIZE, GROUP_SIZE, MINIBATCH_SIZE, WARM_UP, NUM_HELD_OUT = 128, 16, 32, 640, 1024

@@ -22,11 +22,11 @@ from areal_flow.core.machine import Gpus, gpus_here, is_linux, system_name, usab
 from areal_flow.core.program import how_to_install
 from areal_flow.core.settings import flatten, merge, nest
 from areal_flow.planning.gpus import GIB, gpu_bytes, gpu_named
-from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
-from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.registry import AUTO, choose_engine
 from areal_flow.rollout.engines.vllm.support import BUILDS, VERSION, installed_vllm
+from areal_flow.sandboxes.pool import LOST, choose_tier
+from areal_flow.sandboxes.run import SandboxError
 from pipelines.cli.settings import Flag, Given, Overrides
 from pipelines.console.tables import Report, Table
 

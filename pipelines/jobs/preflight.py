@@ -26,7 +26,6 @@ from areal_flow.core.machine import gpus_here
 from areal_flow.core.program import how_to_install
 from areal_flow.log.inputs import Verifier
 from areal_flow.policy.weights.shared_memory import check_medium
-from areal_flow.rewards.code.sandbox.pool import LOST, choose_tier
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.rollout.engines.protocol import GenerationSettings
@@ -36,6 +35,7 @@ from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import ImportedWorkflow
 from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.sandboxes.pool import LOST, choose_tier
 from areal_flow.tracking.registry import require_sinks
 from areal_flow.training.settings import TrainerSettings
 

@@ -11,14 +11,14 @@ import pytest
 
 from areal_flow.core.types import Score
 from areal_flow.rewards.code.reward import CodeReward
-from areal_flow.rewards.code.sandbox.pool import choose_tier
-from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rewards.functions import FunctionReward, function_reward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import Reward, RewardInput
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.registry import REWARDS, load_reward
 from areal_flow.rewards.shipping import ship_function
+from areal_flow.sandboxes.pool import choose_tier
+from areal_flow.sandboxes.run import SandboxError
 from tests.judges import running_judge
 from tests.reward_models import write_reward_model
 

@@ -13,8 +13,8 @@ import pytest
 import areal_flow
 from areal_flow.core.layout import RunLayout
 from areal_flow.flow.recovery.replay import replay_step
-from areal_flow.rewards.code.sandbox.pool import choose_tier
-from areal_flow.rewards.code.sandbox.run import SandboxError
+from areal_flow.sandboxes.pool import choose_tier
+from areal_flow.sandboxes.run import SandboxError
 from tests.integration.runs import check_accounting, done, started_cli
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import psutil
 
 from areal_flow.rewards.code.reward import Judgement, grade
 from areal_flow.rewards.code.rows import CodeTask
-from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.rewards.code.sandbox.run import Limits
+from areal_flow.sandboxes.pool import SandboxPool
+from areal_flow.sandboxes.run import Limits
 from tests.sandbox.corpus import Case
 
 LIMITS = Limits(cpu_s=0.4, memory_bytes=640 * 2**20)

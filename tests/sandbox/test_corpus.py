@@ -16,10 +16,10 @@ import pytest
 
 from areal_flow.rewards.code.reward import CORRECT, Judgement, grade
 from areal_flow.rewards.code.rows import CodeTask
-from areal_flow.rewards.code.sandbox import run
-from areal_flow.rewards.code.sandbox.inside import program
-from areal_flow.rewards.code.sandbox.pool import MAX_ATTEMPTS, SandboxPool, choose_tier
-from areal_flow.rewards.code.sandbox.run import Program, SandboxError, available_tiers
+from areal_flow.sandboxes import run
+from areal_flow.sandboxes.inside import program
+from areal_flow.sandboxes.pool import MAX_ATTEMPTS, SandboxPool, choose_tier
+from areal_flow.sandboxes.run import Program, SandboxError, available_tiers
 from tests.sandbox.corpus import CORPUS, FORGERIES, HONEST, Case
 from tests.sandbox.judging import ASSERTS, LIMITS, judge, living_below, runs_here, surroundings
 

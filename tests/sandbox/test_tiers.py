@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from areal_flow.rewards.code.sandbox.inside import kernel
-from areal_flow.rewards.code.sandbox.pool import choose_tier
-from areal_flow.rewards.code.sandbox.run import SandboxError, available_tiers
+from areal_flow.sandboxes.inside import kernel
+from areal_flow.sandboxes.pool import choose_tier
+from areal_flow.sandboxes.run import SandboxError, available_tiers
 
 REFUSED = {"namespaces": (272, 97), "landlock": (444, 444)}
 """The numbers of `unshare` and `landlock_create_ruleset`, without which there is no such tier."""
 CHOOSE = """
 import struct, sys
-from areal_flow.rewards.code.sandbox.inside import kernel
-from areal_flow.rewards.code.sandbox.run import SandboxError
-from areal_flow.rewards.code.sandbox.pool import choose_tier
+from areal_flow.sandboxes.inside import kernel
+from areal_flow.sandboxes.run import SandboxError
+from areal_flow.sandboxes.pool import choose_tier
 program = [(0x20, 0, 0, 0)]
 for number in map(int, sys.argv[1:]):
     program += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050001)]

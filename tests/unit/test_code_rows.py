@@ -18,10 +18,10 @@ from areal_flow.core.errors import RewardError
 from areal_flow.rewards.code import rows as code_rows
 from areal_flow.rewards.code.reward import grade
 from areal_flow.rewards.code.rows import NoTests, code_task, extract_code
-from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.rewards.code.sandbox.run import Limits, SandboxError
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
+from areal_flow.sandboxes.pool import SandboxPool
+from areal_flow.sandboxes.run import Limits, SandboxError
 
 ADD = "def add(a, b):\n    return a + b\n"
 HUMAN_EVAL = {

@@ -9,8 +9,8 @@ import pytest
 
 from areal_flow.rewards.code.reward import grade, same_output
 from areal_flow.rewards.code.rows import CodeTask
-from areal_flow.rewards.code.sandbox.inside import kernel, plain, seccomp
-from areal_flow.rewards.code.sandbox.run import Outcome
+from areal_flow.sandboxes.inside import kernel, plain, seccomp
+from areal_flow.sandboxes.run import Outcome
 
 
 def no_reference(*_: Any) -> Any:

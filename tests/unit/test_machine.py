@@ -15,11 +15,11 @@ from areal_flow.core import lease, machine
 from areal_flow.core.errors import ConfigError
 from areal_flow.policy.weights import shared_memory
 from areal_flow.policy.weights.shared_memory import check_medium
-from areal_flow.rewards.code.sandbox.pool import choose_tier
-from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rollout.engines.protocol import GenerationSettings
 from areal_flow.rollout.engines.registry import require_installed
+from areal_flow.sandboxes.pool import choose_tier
+from areal_flow.sandboxes.run import SandboxError
 from pipelines.cli.main import main
 
 LINUX_ONLY = {

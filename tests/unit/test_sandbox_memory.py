@@ -17,9 +17,9 @@ from areal_flow.cluster.worker import WorkerContext
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.core import machine
 from areal_flow.core.layout import RunLayout
-from areal_flow.rewards.code.sandbox import pool
-from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY, ProgramMemory, SandboxPool
-from areal_flow.rewards.code.sandbox.run import Limits, Outcome, Program
+from areal_flow.sandboxes import pool
+from areal_flow.sandboxes.pool import PROGRAM_MEMORY, ProgramMemory, SandboxPool
+from areal_flow.sandboxes.run import Limits, Outcome, Program
 
 
 class NoZygote:

@@ -14,10 +14,10 @@ from areal_flow.core.errors import PromptError
 from areal_flow.core.layout import RunLayout
 from areal_flow.rewards.code.reward import grade
 from areal_flow.rewards.code.rows import CodeTask, code_task
-from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.prompts.prepare import prepare_prompts
 from areal_flow.rollout.prompts.table import PromptTable
+from areal_flow.sandboxes.pool import SandboxPool
+from areal_flow.sandboxes.run import SandboxError
 from areal_flow.training.settings import AdamWSettings
 from pipelines.jobs.built_in import with_files
 from pipelines.jobs.job import recipe_path

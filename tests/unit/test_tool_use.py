@@ -14,11 +14,11 @@ import pytest
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
-from areal_flow.rewards.code.sandbox.run import SandboxError
 from areal_flow.rollout.prompts.rendering import renderer
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, marked_call, tool_result
+from areal_flow.sandboxes.run import SandboxError
 from tests.episodes import FakeServices, episode_of
 
 

@@ -18,15 +18,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from areal_flow import sandboxes
 from areal_flow.core import thinking
 from areal_flow.core.types import Score, Verdict
 from areal_flow.rewards.code.rows import CodeTask, NoTests, code_task
-from areal_flow.rewards.code.sandbox.inside import plain, program
-from areal_flow.rewards.code.sandbox.pool import SandboxPool
-from areal_flow.rewards.code.sandbox.run import Limits, Outcome, Program, SandboxError
 from areal_flow.rewards.protocol import RewardInput
+from areal_flow.sandboxes.inside import plain, program
+from areal_flow.sandboxes.pool import SandboxPool
+from areal_flow.sandboxes.run import Limits, Outcome, Program, SandboxError
 
 HERE = Path(__file__).parent
+SANDBOXES = Path(sandboxes.__file__).parent
 DEFAULT = Limits()
 MAX_RUNS = 32
 _NUMBER = re.compile(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", re.ASCII)
@@ -45,7 +47,7 @@ CORRECT = Judgement("correct")
 class CodeReward:
     """1 for a program that passes all tests of its row, else 0."""
 
-    made_of = (HERE / "rows.py", Path(thinking.__file__), *sorted((HERE / "sandbox").rglob("*.py")))
+    made_of = (HERE / "rows.py", Path(thinking.__file__), *sorted(SANDBOXES.rglob("*.py")))
     """Other code that its verdicts depend on."""
 
     def __init__(

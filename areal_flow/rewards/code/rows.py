@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 
 from areal_flow.core.errors import RewardError
 from areal_flow.core.thinking import after_thinking
-from areal_flow.rewards.code.sandbox.inside.testing import MODULE
+from areal_flow.sandboxes.inside.testing import MODULE
 
 Row = Mapping[str, Any]
 Mode = Literal["stdin", "call", "assert"]

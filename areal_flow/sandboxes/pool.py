@@ -22,8 +22,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from areal_flow.core.machine import is_linux, system_name, usable_bytes, usable_cores
-from areal_flow.rewards.code.sandbox.inside import program
-from areal_flow.rewards.code.sandbox.run import (
+from areal_flow.sandboxes.inside import program
+from areal_flow.sandboxes.run import (
     Limits,
     Outcome,
     Program,

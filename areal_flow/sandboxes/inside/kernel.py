@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import platform
+import socket
 import struct
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x08000000, 0x10000000, 0x20000000
 CLONE_NEWNET = 0x40000000
 
-PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 8, 22
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 SECCOMP_MODE_FILTER = 2
 
@@ -35,6 +36,7 @@ _OPEN_TREE_CLONE, _AT_RECURSIVE, _AT_EMPTY_PATH = 1, 0x8000, 0x1000
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 _AT_FDCWD = -100
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 HIGH_DESCRIPTOR = 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -111,6 +113,13 @@ def pivot_root_here() -> None:
     syscall("pivot_root", b".", b".")
     unmount(".")
     os.chdir("/")
+
+
+def start_loopback() -> None:
+    """Let processes of this network namespace reach each other."""
+    request = struct.pack("16sH22x", b"lo", _IFF_UP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        fcntl.ioctl(channel, _SIOCSIFFLAGS, request)
 
 
 def move_high(fd: int) -> int:

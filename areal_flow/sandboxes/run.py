@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 from areal_flow.core.errors import InfrastructureError, RewardError
 from areal_flow.core.machine import is_linux
-from areal_flow.rewards.code.sandbox.inside import tiers
+from areal_flow.sandboxes.inside import tiers
 
 START_S = 60.0
 """Time limit; it usually takes 0.1 s."""
@@ -87,8 +87,14 @@ class SandboxError(InfrastructureError):
 class ZygoteClient:
     """A zygote, which forks a process for each run; runs may overlap."""
 
-    def __init__(self, tier: str, *, modules: Sequence[str] = ("numpy",)) -> None:
-        """Start a zygote; programs may import `modules` besides the standard library."""
+    def __init__(
+        self, tier: str, *, modules: Sequence[str] = ("numpy",), readable: Sequence[str] = ()
+    ) -> None:
+        """Start a zygote; programs may import `modules` besides the standard library.
+
+        Args:
+            readable: the places that can be read there, instead of the standard library's.
+        """
         self.tier = tier
         own_path = str(Path(__file__).parent)
         folders = {name: Path(spec.origin).parent for name in modules
@@ -98,7 +104,7 @@ class ZygoteClient:
             "own_path": own_path,
             "site": sorted({str(folder.parent) for folder in folders.values()}),
             "modules": list(folders),
-            "readable": _readable(folders.values()),
+            "readable": _existing(readable) if readable else _readable(folders.values()),
             "devices": [path for path in _DEVICES if Path(path).exists()],
         }
         self._control, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,15 +141,21 @@ class ZygoteClient:
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def request(
-        self, mode: str, fds: Sequence[int], limits: Limits, *, imports: bool = False
-    ) -> None:
-        """Request a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
+    def request(self, mode: str, fds: Sequence[int], limits: Any, *, imports: bool = False) -> None:
+        """Request a run: `fds` are the socket for its reports, and its descriptors from 0 on.
+
+        Args:
+            limits: a dataclass, which `inside` reads by the names of its fields.
+        """
         message = {"mode": mode, "imports": imports, **asdict(limits)}
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], fds)
         except OSError as error:
             raise SandboxError(f"a sandbox's zygote is gone: {error}") from None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self._control.close()
@@ -163,7 +175,10 @@ def _readable(packages: Iterable[Path]) -> list[str]:
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     for package in packages:
         folders += [package, package.with_name(f"{package.name}.libs")]
-    paths = [*map(str, folders), *_LIBRARIES]
+    return _existing([*map(str, folders), *_LIBRARIES])
+
+
+def _existing(paths: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(paths) if Path(path).exists()]
 
 

@@ -21,9 +21,17 @@ from . import kernel
 NAMESPACES, LANDLOCK = "namespaces", "landlock"
 
 SCRATCH = "/tmp"
-_SCRATCH_OPTIONS = "size=16m,nr_inodes=1k,mode=0777"
+SCRATCH_BYTES = 16 * 2**20
+_SCRATCH_OPTIONS = f"size={SCRATCH_BYTES},nr_inodes=1k,mode=0777"
+WORK = "/home/agent"
+"""Home and first working directory of commands."""
+USER = "agent"
+PROC = "/proc"
+"""A zygote of commands has the machine's, without which the kernel mounts none for a sandbox."""
+_FOLDERS = {WORK: 0o755, "/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777}
+_LINKS = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0",
+          "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2"}  # fmt: skip
 _NOBODY = 65534
-_PR_SET_DUMPABLE = 4
 _OWN = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -45,6 +53,8 @@ class Namespaces:
     proc: int
     uid: int
     gid: int
+    readable: tuple[str, ...]
+    devices: tuple[str, ...]
 
     def prepare_fork(self) -> None:
         """Make the next fork the first process of a new pid namespace."""
@@ -60,6 +70,49 @@ class Namespaces:
         kernel.mount("none", SCRATCH, "tmpfs", flags, _SCRATCH_OPTIONS)
         os.chdir(SCRATCH)
         kernel.set_capabilities()
+
+    def confine_commands(self, *, disk_bytes: int) -> None:
+        """Separate this process from other sandboxes, in a root that commands may write.
+
+        The root is in memory. It has the places of the zygote, read-only, and what belongs to this
+        pid namespace in /proc, if the kernel allows that: not where the machine hides a part of it.
+        """
+        kernel.unshare(kernel.CLONE_NEWNS)
+        places = (*self.readable, *self.devices)
+        trees = {path: _tree_of(path) for path in places if path != PROC}
+        options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes >> 13)},mode=0755"
+        kernel.mount("none", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        os.mkdir(SCRATCH + PROC)
+        with suppress(OSError):
+            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+            kernel.mount("proc", SCRATCH + PROC, "proc", flags)
+        _attach(SCRATCH, trees, self.devices)
+        self._furnish(SCRATCH)
+        os.chdir(SCRATCH)
+        kernel.pivot_root_here()
+        kernel.unshare(_OWN & ~kernel.CLONE_NEWNS | kernel.CLONE_NEWCGROUP)
+        _write_maps(self.proc, "self", self.uid, self.gid)
+        os.close(self.proc)
+        kernel.start_loopback()
+        os.chdir(WORK)
+        kernel.set_capabilities()
+
+    def _furnish(self, root: str) -> None:
+        """Make the folders, links and files that commands expect."""
+        for path, mode in _FOLDERS.items():
+            os.makedirs(root + path, exist_ok=True)
+            os.chmod(root + path, mode)
+        for path, target in _LINKS.items():
+            os.symlink(target, root + path)
+        os.makedirs(root + "/etc", exist_ok=True)
+        files = {
+            "passwd": f"{USER}:x:{self.uid}:{self.gid}::{WORK}:/bin/bash\n",
+            "group": f"{USER}:x:{self.gid}:\n",
+            "hosts": "127.0.0.1 localhost\n",
+        }
+        for name, text in files.items():
+            with open(f"{root}/etc/{name}", "w") as file:
+                file.write(text)
 
 
 def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
@@ -83,14 +136,16 @@ def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
     trees = {path: _tree_of(path) for path in (*readable, *devices)}
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
-    kernel.prctl(_PR_SET_DUMPABLE, 1)  # else root owns /proc/self, and no child can write its maps
+    kernel.prctl(
+        kernel.PR_SET_DUMPABLE, 1
+    )  # else root owns /proc/self, and no child can write its maps
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
     own_pids = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     _make_root(trees, devices)
-    return Namespaces(own_pids, proc, uid, gid)
+    return Namespaces(own_pids, proc, uid, gid, tuple(readable), tuple(devices))
 
 
 class _MapsByRoot:
@@ -151,6 +206,14 @@ def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
     root = "/tmp"
     kernel.mount("none", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
     os.mkdir(root + SCRATCH)
+    _attach(root, trees, devices)
+    kernel.set_mount_attributes(root, kernel.MOUNT_ATTR_RDONLY, below=False)
+    os.chdir(root)
+    kernel.pivot_root_here()
+
+
+def _attach(root: str, trees: dict[str, int | str], devices: Sequence[str]) -> None:
+    """Attach places below a root; only devices can be written there."""
     for path, tree in trees.items():
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -168,9 +231,6 @@ def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
             target, attributes | (0 if is_device else kernel.MOUNT_ATTR_NODEV)
         )
         os.close(tree)
-    kernel.set_mount_attributes(root, kernel.MOUNT_ATTR_RDONLY, below=False)
-    os.chdir(root)
-    kernel.pivot_root_here()
 
 
 def landlock_version() -> int:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import kernel, program, seccomp, testing, tiers
+from . import first, kernel, program, seccomp, testing, tiers
 
 MODULES = (
     "abc", "array", "ast", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime",
@@ -34,6 +34,8 @@ TASKS: dict[str, Callable[[], Any]] = {
     program.LEND: program.lend,
     program.TEST: testing.test,
 }
+COMMANDS = "commands"
+"""The mode of a sandbox that runs commands, for as long as its owner wants."""
 MAX_DESCRIPTORS = 16
 NOBODY_BASE = 1_000_000_000
 """Without namespaces a run started by root gets its own user: this plus its process id."""
@@ -112,12 +114,17 @@ class Zygote:
             os.setsid()
             kept = self._namespaces.proc if self._namespaces else self._ruleset
             reply = _place_descriptors(fds, kept)
-            self._confine(request)
+            if request["mode"] == COMMANDS:
+                self._confine_commands(request)
+            else:
+                self._confine(request)
             os.write(reply, b"confined")
             os.close(reply)
         except BaseException as error:  # noqa: BLE001 - nothing above could handle it
             os.write(2, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
+        if request["mode"] == COMMANDS:
+            first.serve(memory_bytes=request["memory_bytes"])
         program.run(TASKS[request["mode"]], imports=request["imports"])
 
     def _confine(self, request: Mapping[str, Any]) -> None:
@@ -125,7 +132,8 @@ class Zygote:
             self._namespaces.confine()
         else:
             self._without_namespaces()
-        _limit(request, counts_threads=self._is_root or self._namespaces is not None)
+        counts_threads = self._is_root or self._namespaces is not None
+        _limit(request, disk_bytes=tiers.SCRATCH_BYTES, counts_threads=counts_threads)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if not self._namespaces and os.getppid() != self._pid:
             raise ProcessLookupError("the zygote has ended")  # before PDEATHSIG was set
@@ -134,6 +142,17 @@ class Zygote:
             tiers.restrict(self._ruleset)
             os.close(self._ruleset)
         kernel.install_filter(seccomp.with_own_pid(self._filter, os.getpid()))
+
+    def _confine_commands(self, request: Mapping[str, Any]) -> None:
+        if not self._namespaces:
+            raise OSError("commands need user namespaces")
+        disk_bytes = request["disk_bytes"]
+        self._namespaces.confine_commands(disk_bytes=disk_bytes)
+        _limit(request, disk_bytes=disk_bytes, counts_threads=True)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.install_filter(seccomp.filter_of_commands())
 
     def _without_namespaces(self) -> None:
         """If this is root, become an unused user who may read what root may.
@@ -150,13 +169,12 @@ class Zygote:
             kernel.set_capabilities([kernel.CAP_DAC_READ_SEARCH])
 
 
-def _limit(request: Mapping[str, Any], *, counts_threads: bool) -> None:
+def _limit(request: Mapping[str, Any], *, disk_bytes: int, counts_threads: bool) -> None:
     """Set the resource limits; that of threads only if no other processes count."""
-    seconds, memory = int(request["cpu_s"]) + 2, request["memory_bytes"]
     limits = {
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_FSIZE: 16 * 2**20,
+        resource.RLIMIT_CPU: int(request["cpu_s"]) + 2,
+        resource.RLIMIT_AS: request["memory_bytes"],
+        resource.RLIMIT_FSIZE: disk_bytes,
         resource.RLIMIT_NOFILE: 256,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,

@@ -1,14 +1,16 @@
 """The system calls that a program may make: reading, computing, threads.
 
 No new process, no exec, no socket but a private pair, no signal to another process, no change of
-file attributes. Any other call fails with EPERM.
+file attributes. Commands in a sandbox of their own may do these, too (`_COMMANDS`), but neither
+mount, trace, or make namespaces, nor use other sockets than those of Unix and the internet. Any
+other call fails with EPERM.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import kernel
 
@@ -53,11 +55,42 @@ _ALLOWED = {
     "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
 """Numbers on x86_64 and aarch64; -1: no such call."""
+_COMMANDS = {
+    "execve": (59, 221), "execveat": (322, 281), "fork": (57, -1), "vfork": (58, -1),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    "setpgid": (109, 154), "setsid": (112, 157), "prctl": (157, 167), "prlimit64": (302, 261),
+    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
+    "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151),
+    "setfsgid": (123, 152), "setgroups": (116, 159), "capget": (125, 90),
+    "setpriority": (141, 140), "ioprio_get": (252, 31), "sched_setaffinity": (203, 122),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
+    "creat": (85, -1), "truncate": (76, 45), "link": (86, -1), "linkat": (265, 37),
+    "mknod": (133, -1), "mknodat": (259, 33), "openat2": (437, 437), "chmod": (90, -1),
+    "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1),
+    "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "getxattr": (191, 8),
+    "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
+    "flistxattr": (196, 13), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "fadvise64": (221, 223), "fallocate": (285, 47), "readahead": (187, 213), "sync": (162, 81),
+    "syncfs": (306, 267), "sync_file_range": (277, 84), "splice": (275, 76), "tee": (276, 77),
+    "vmsplice": (278, 75), "inotify_init": (253, -1), "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27), "inotify_rm_watch": (255, 28), "memfd_create": (319, 279),
+    "signalfd": (282, -1), "signalfd4": (289, 74), "mincore": (27, 232), "mlock": (149, 228),
+    "munlock": (150, 229), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+    "shmdt": (67, 197), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
+    "semtimedop": (220, 192), "ioctl": (16, 29), "fcntl": (72, 25), "connect": (42, 203),
+    "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
+    "sendto": (44, 206), "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269),
+    "recvmmsg": (299, 243), "setsockopt": (54, 208),
+}  # fmt: skip
 _OPEN, _OPENAT = (2, -1), (257, 56)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _IOCTL, _FCNTL, _PRCTL = (16, 29), (72, 25), (157, 167)
-_PRLIMIT, _SOCKETPAIR, _SENDTO = (302, 261), (53, 199), (44, 206)
+_PRLIMIT, _SOCKETPAIR, _SENDTO, _SOCKET = (302, 261), (53, 199), (44, 206), (41, 198)
 
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 """Flags with which `pthread_create` of glibc and musl calls `clone`; a new process has fewer."""
@@ -67,7 +100,9 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no owner, no signal."""
 _PRCTLS = (15, 16)
 """PR_SET_NAME, PR_GET_NAME."""
-_AF_UNIX = 1
+_NAMESPACE_FLAGS = tuple(1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
+"""Of `clone`: CLONE_NEWNS, CLONE_NEWCGROUP to CLONE_NEWNET."""
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _OWN_PID = 0x6F776E21
 """Placeholder of a process id (at most 2**22) until it is known."""
 
@@ -86,20 +121,11 @@ def with_own_pid(program: bytes, pid: int) -> bytes:
 
 
 def filter_program(*, may_truncate: bool = True) -> bytes:
-    """Return a filter as a program of classic BPF, for `with_own_pid`.
+    """Return the filter of a single program, for `with_own_pid`.
 
     Args:
         may_truncate: false where Landlock is too old to refuse truncation.
     """
-    column = kernel.column()
-    program = [
-        _load(_ARCHITECTURE_AT),
-        (_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
-        (_RETURN, 0, 0, _KILL_PROCESS),
-        _load(_NUMBER_AT),
-    ]
-    for numbers in _ALLOWED.values():
-        program += _on(numbers[column], [_returns(_ALLOW)])
     opens = [] if may_truncate else [os.O_TRUNC]
     conditional = {
         _OPEN: _unless_bits(1, opens),
@@ -113,10 +139,39 @@ def filter_program(*, may_truncate: bool = True) -> bytes:
         _PRLIMIT: _if_argument(0, [0]),
         _SOCKETPAIR: _if_argument(0, [_AF_UNIX]),
         _SENDTO: _if_null(4),
-        _CLONE3: [
-            _returns(_ERRNO | _ENOSYS)
-        ],  # glibc then calls clone, whose flags a filter can read
     }
+    return _filter(_ALLOWED, conditional)
+
+
+def filter_of_commands() -> bytes:
+    """Return the filter of commands that have namespaces and a root of their own."""
+    families = (_AF_UNIX, _AF_INET, _AF_INET6)
+    conditional = {
+        _OPEN: [_returns(_ALLOW)],
+        _OPENAT: [_returns(_ALLOW)],
+        _CLONE: _unless_bits(0, _NAMESPACE_FLAGS),
+        _SOCKET: _if_argument(0, families),
+        _SOCKETPAIR: _if_argument(0, families),
+    }
+    return _filter({**_ALLOWED, **_COMMANDS}, conditional)
+
+
+def _filter(
+    allowed: Mapping[str, tuple[int, int]],
+    conditional: Mapping[tuple[int, int], list[Instruction]],
+) -> bytes:
+    """Return a program of classic BPF."""
+    column = kernel.column()
+    program = [
+        _load(_ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        _load(_NUMBER_AT),
+    ]
+    for numbers in allowed.values():
+        program += _on(numbers[column], [_returns(_ALLOW)])
+    # glibc then calls clone, whose flags a filter can read.
+    program += _on(_CLONE3[column], [_returns(_ERRNO | _ENOSYS)])
     for numbers, body in conditional.items():
         program += _on(numbers[column], body)
     program.append(_returns(_ERRNO | _EPERM))

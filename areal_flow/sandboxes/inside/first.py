@@ -1,0 +1,97 @@
+"""The first process of a sandbox for commands: starts processes, and ends them all.
+
+It reads requests from a socket, a line of JSON each. Its end is the end of every process of the
+sandbox, and comes with the end of the socket's other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+
+START, KILL = "start", "kill"
+CHECK_EVERY_S = 0.5
+"""How often memory is added up; a process alone is limited by the kernel."""
+FORK_ATTEMPTS = 100
+CONTROL = 3
+"""The socket's descriptor."""
+
+
+def serve(*, memory_bytes: int) -> None:
+    """Serve requests until the socket is closed, and kill all if they use too much memory."""
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `poll`, so that nothing stays a zombie
+    signal.set_wakeup_fd(-1)
+    control = socket.socket(fileno=CONTROL)
+    control.set_inheritable(False)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    while True:
+        is_ready = poller.poll(1000 * CHECK_EVERY_S)
+        _reap()
+        if is_ready:
+            line, fds, _, _ = socket.recv_fds(control, 1 << 17, 3)
+            if not line:
+                os._exit(0)
+            _handle(json.loads(line), fds)
+        elif _used_bytes() > memory_bytes:
+            _kill_all()
+
+
+def _handle(request: dict[str, object], fds: list[int]) -> None:
+    if request["do"] == KILL:
+        _kill_all()
+    elif _fork() == 0:
+        try:
+            os.setsid()
+            for number, fd in enumerate(fds):
+                os.dup2(fd, number)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            arguments, environment = request["arguments"], request["environment"]
+            os.closerange(len(fds), 256)
+            os.execvpe(arguments[0], arguments, environment)  # type: ignore[index,arg-type]
+        except BaseException as error:  # noqa: BLE001 - nothing above could handle it
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(127)
+    for fd in fds:
+        os.close(fd)
+
+
+def _fork() -> int:
+    """Fork, and wait for processes that are ending where there are too many; else say so."""
+    for _ in range(FORK_ATTEMPTS):
+        with suppress(BlockingIOError):
+            return os.fork()
+        _reap()
+        time.sleep(0.01)
+    os.write(2, b"a sandbox has too many processes")
+    return -1
+
+
+def _kill_all() -> None:
+    """Kill every other process of this pid namespace."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    _reap()
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _used_bytes() -> int:
+    """Return the resident memory of all processes; 0 without /proc."""
+    page, total = os.sysconf("SC_PAGE_SIZE"), 0
+    with suppress(FileNotFoundError):
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{pid}/statm") as file:
+                _, resident, shared, *_ = map(int, file.read().split())
+                total += (resident - shared) * page
+    return total

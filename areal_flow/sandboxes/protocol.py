@@ -1,0 +1,72 @@
+"""What every sandbox of an episode does, wherever it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from areal_flow.core.settings import Settings
+
+Interpreter = Literal["bash", "python"]
+
+
+class SandboxLimits(Settings):
+    """What a sandbox may use until it is closed."""
+
+    memory_bytes: int = 2**30
+    """Of one process, and of all together."""
+    disk_bytes: int = 2**28
+    """Of the files that commands write."""
+    num_processes: int = 64
+    network: bool = False
+    """Whether commands reach the network; refused where a provider cannot allow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """What a command printed, and how it ended."""
+
+    output: str
+    """Standard output and errors as they came; the middle of a long one is left out."""
+    exit_code: int
+    """137 if it was killed."""
+    duration_s: float
+    timed_out: bool = False
+
+
+class Sandbox(Protocol):
+    """A machine of one episode: commands share a shell, an interpreter and files.
+
+    Any method may raise `SandboxError`, an error of the infrastructure: the episode has no result.
+    """
+
+    async def start(self) -> None:
+        """Make it ready for commands."""
+
+    async def run(
+        self, command: str, *, timeout_s: float, interpreter: Interpreter = "bash"
+    ) -> CommandResult:
+        """Run a command where the last one of its interpreter ended.
+
+        Variables, functions and the working directory stay. A command that takes longer is killed
+        with every process of the sandbox; the interpreters then start again.
+        """
+        ...
+
+    async def read_file(self, path: str) -> bytes:
+        """Return a file's content.
+
+        Raises:
+            FileNotFoundError: it cannot be read.
+        """
+        ...
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        """Write a file, and the folders it is in.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    async def close(self) -> None:
+        """End all processes, and remove all files; may be called again."""

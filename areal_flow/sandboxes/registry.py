@@ -1,0 +1,46 @@
+"""Providers of sandboxes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import Field
+
+from areal_flow.core.errors import ConfigError
+from areal_flow.core.settings import import_function
+from areal_flow.sandboxes.container import ContainerSandbox
+from areal_flow.sandboxes.local import LocalSandbox
+from areal_flow.sandboxes.protocol import Sandbox, SandboxLimits
+
+PROVIDERS: dict[str, Callable[..., Sandbox]] = {"local": LocalSandbox, "docker": ContainerSandbox}
+
+
+class SandboxSettings(SandboxLimits):
+    """Where the commands of an episode run."""
+
+    provider: str = "local"
+    """`local`: namespaces of the reward worker's machine; `docker`: a container, by Docker or
+    Podman; or the import path of a class that is a `Sandbox`, which gets the limits and `image`."""
+    image: str = ""
+    """Of a container."""
+    provider_settings: dict[str, Any] = Field(default_factory=dict)
+    """Other keyword arguments of the provider."""
+
+
+def make_sandbox(settings: SandboxSettings) -> Sandbox:
+    """Return a sandbox that is not started.
+
+    Raises:
+        ConfigError: the provider is unknown, or refuses the settings.
+    """
+    name = settings.provider
+    make = PROVIDERS.get(name) or import_function(
+        name, setting="sandbox.provider", error=ConfigError, built_in=PROVIDERS
+    )
+    limits = SandboxLimits(**{key: getattr(settings, key) for key in SandboxLimits.model_fields})
+    try:
+        sandbox: Sandbox = make(limits, image=settings.image, **settings.provider_settings)
+    except TypeError as error:
+        raise ConfigError(f"sandbox.provider = {name!r}: {error}") from error
+    return sandbox

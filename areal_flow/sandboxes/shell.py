@@ -1,0 +1,223 @@
+"""A sandbox by its processes: a provider starts and kills them, the rest is here.
+
+An interpreter reads a mark and a command, both ended by NUL, and prints the mark with the exit code
+after the command's output. The mark is drawn for each command, so that no output can hold it; a
+command may read its own and lie about its exit code, which is its own business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from secrets import token_hex
+from time import monotonic
+
+from areal_flow.sandboxes.protocol import CommandResult, Interpreter
+from areal_flow.sandboxes.run import SandboxError
+
+MAX_OUTPUT_BYTES = 1 << 16
+"""Of a command that are kept: the first half and the last."""
+_HALF = MAX_OUTPUT_BYTES // 2
+MAX_FILE_BYTES = 1 << 26
+FILE_TIMEOUT_S = 60.0
+"""Time limit of reading or writing a file."""
+KILLED = 137
+"""The exit code of an interpreter that was killed, as a shell has it."""
+ENVIRONMENT = {
+    "TERM": "dumb", "PAGER": "cat",
+    "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1", "DEBIAN_FRONTEND": "noninteractive",
+}  # fmt: skip
+_BASH = r"""
+exec 3<&0 0</dev/null 2>&1
+trap 'printf "\0%s %d exit\0" "$__mark" $?' EXIT
+while IFS= read -r -d "" -u 3 __mark && IFS= read -r -d "" -u 3 __command; do
+  eval "$__command" 3<&-
+  printf "\0%s %d\0" "$__mark" $?
+done
+__mark=
+"""
+_PYTHON = r"""
+import ast, os, sys, traceback
+def serve():
+    commands = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(1, 2)
+    names, rest = {"__name__": "__main__"}, b""
+    while chunk := os.read(commands, 1 << 16):
+        rest += chunk
+        while rest.count(b"\0") > 1:
+            mark, command, rest = rest.split(b"\0", 2)
+            status = 0
+            try:
+                tree = ast.parse(command.decode())
+                last = [tree.body.pop()] if isinstance((tree.body or [0])[-1], ast.Expr) else []
+                exec(compile(tree, "<input>", "exec"), names)
+                exec(compile(ast.Interactive(last), "<input>", "single"), names)
+            except SystemExit as exit_:
+                code = exit_.code
+                status = code if isinstance(code, int) else 0 if code is None else 1
+            except BaseException:
+                kind, error, trace = sys.exc_info()
+                traceback.print_exception(kind, error, trace.tb_next)
+                status = 1
+            sys.stdout.flush()
+            os.write(1, b"\0%s %d\0" % (mark, status & 255))
+serve()
+"""
+_ARGUMENTS: Mapping[Interpreter, Sequence[str]] = {
+    "bash": ("bash", "--noprofile", "--norc", "-c", _BASH),
+    "python": ("python3", "-u", "-c", _PYTHON),
+}
+_MARKED = 'printf %s "$0"; {} && printf %s "$0"'
+_READ = _MARKED.format('head -c "$2" -- "$1"')
+_WRITE = _MARKED.format('mkdir -p -- "$(dirname -- "$1")" && cat > "$1"')
+
+
+@dataclass
+class Process:
+    """A process of a sandbox, by its pipes: its errors are a part of its output."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    close: Callable[[], None]
+
+
+class ShellSandbox(ABC):
+    """A `Sandbox`, of a provider that can start processes in it and kill them."""
+
+    def __init__(self) -> None:
+        self._interpreters: dict[Interpreter, Process] = {}
+        self._lock = asyncio.Lock()
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def _start_process(self, arguments: Sequence[str]) -> Process:
+        """Start a process in the working directory, in a session of its own.
+
+        Raises:
+            SandboxError: the sandbox is gone.
+        """
+
+    @abstractmethod
+    async def _kill_all(self) -> None:
+        """Kill all processes but those that keep the sandbox alive."""
+
+    async def close(self) -> None:
+        for name in tuple(self._interpreters):
+            self._drop(name)
+
+    async def run(
+        self, command: str, *, timeout_s: float, interpreter: Interpreter = "bash"
+    ) -> CommandResult:
+        if "\0" in command:
+            return CommandResult("expected no NUL character in a command", 2, 0.0)
+        async with self._lock:
+            began, mark = monotonic(), token_hex(16).encode()
+            output = _Output(mark)
+            if interpreter not in self._interpreters:
+                process = await self._start_process(_ARGUMENTS[interpreter])
+                self._interpreters[interpreter] = process
+            process = self._interpreters[interpreter]
+            try:
+                async with asyncio.timeout(timeout_s):
+                    with suppress(ConnectionError):
+                        process.stdin.write(b"%s\0%s\0" % (mark, command.encode(errors="replace")))
+                        await process.stdin.drain()
+                    while output.exit_code is None:
+                        chunk = await process.stdout.read(1 << 16)
+                        output.add(chunk)
+            except BaseException as error:
+                for name in tuple(self._interpreters):
+                    self._drop(name)
+                await self._kill_all()
+                if not isinstance(error, TimeoutError):
+                    raise
+                return output.result(monotonic() - began, timed_out=True)
+            if output.is_last:
+                self._drop(interpreter)
+            if output.exit_code == KILLED:
+                await self._kill_all()  # there may be too many for another to start
+                await self._output_of(_MARKED.format("true"))  # raises if the sandbox is gone
+            return output.result(monotonic() - began)
+
+    async def read_file(self, path: str) -> bytes:
+        async with self._lock:
+            return await self._output_of(_READ, path, str(MAX_FILE_BYTES))
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        async with self._lock:
+            await self._output_of(_WRITE, path, stdin=content)
+
+    def _drop(self, interpreter: Interpreter) -> None:
+        self._interpreters.pop(interpreter).close()
+
+    async def _output_of(self, script: str, *arguments: str, stdin: bytes = b"") -> bytes:
+        """Return what a script prints between two marks.
+
+        Raises:
+            FileNotFoundError: it failed, and printed no second mark.
+            SandboxError: it did not start, or did not end.
+        """
+        mark = token_hex(16).encode()
+        process = await self._start_process(["bash", "-c", script, mark.decode(), *arguments])
+        try:
+            async with asyncio.timeout(FILE_TIMEOUT_S):
+                with suppress(ConnectionError):
+                    process.stdin.write(stdin)
+                    await process.stdin.drain()
+                    process.stdin.write_eof()
+                output = await process.stdout.read()
+        except TimeoutError:
+            raise SandboxError(f"a sandbox did not answer within {FILE_TIMEOUT_S:g} s") from None
+        finally:
+            process.close()
+        before, has_begun, content = output.partition(mark)
+        if not has_begun:
+            raise SandboxError(f"a sandbox is gone: {before.decode(errors='replace').strip()}")
+        if not content.endswith(mark):
+            raise FileNotFoundError(content.decode(errors="replace").strip())
+        return content.removesuffix(mark)
+
+
+class _Output:
+    """The output of a command up to its mark; of a long one the first half and the last."""
+
+    def __init__(self, mark: bytes) -> None:
+        self._end = re.compile(rb"\x00%s (\d+)( exit)?\x00" % mark)
+        self._head, self._tail = b"", bytearray()
+        self._num_dropped = 0
+        self.exit_code: int | None = None
+        self.is_last = False
+        """Whether the interpreter has ended with it."""
+
+    def add(self, chunk: bytes) -> None:
+        """Take in what was read next; nothing means that the interpreter was killed."""
+        self._tail += chunk
+        if not chunk:
+            self.exit_code, self.is_last = KILLED, True
+        elif end := self._end.search(self._tail):
+            self.exit_code, self.is_last = int(end[1]), end[2] is not None
+            del self._tail[end.start() :]
+        if len(self._tail) > (MAX_OUTPUT_BYTES if self.exit_code is None else _HALF):
+            self._shorten()
+
+    def result(self, duration_s: float, *, timed_out: bool = False) -> CommandResult:
+        exit_code = KILLED if self.exit_code is None else self.exit_code
+        parts = [self._head.decode(errors="replace"), self._tail.decode(errors="replace")]
+        gap = f"\n[{self._num_dropped:,} bytes left out]\n" if self._num_dropped else ""
+        return CommandResult(gap.join(parts), exit_code, duration_s, timed_out)
+
+    def _shorten(self) -> None:
+        if not self._head:
+            self._head = bytes(self._tail[:_HALF])
+            del self._tail[:_HALF]
+        if (num_dropped := len(self._tail) - _HALF) > 0:
+            del self._tail[:num_dropped]
+            self._num_dropped += num_dropped

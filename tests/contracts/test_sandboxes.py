@@ -1,0 +1,253 @@
+"""The contract of every sandbox of an episode: what lasts, what is limited, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_flow.core.errors import ConfigError
+from areal_flow.sandboxes.protocol import CommandResult, Sandbox
+from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
+from areal_flow.sandboxes.run import SandboxError
+from areal_flow.sandboxes.shell import KILLED, MAX_OUTPUT_BYTES
+
+MB = 2**20
+ULIMITS = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
+"""Podman would raise them, which this user may not be allowed to."""
+LIMITS = {"memory_bytes": 512 * MB, "disk_bytes": 32 * MB, "num_processes": 24}
+IMAGE = os.environ.get("AREAL_FLOW_TEST_IMAGE", "")
+"""An image with bash, python3 and coreutils, for the containers of `nox -s tests_podman`."""
+PODMAN = {"program": "podman", "arguments": ULIMITS}
+PROVIDERS = {
+    "local": SandboxSettings(**LIMITS),
+    "podman": SandboxSettings(provider="docker", image=IMAGE, provider_settings=PODMAN, **LIMITS),
+    "imported": SandboxSettings(provider="tests.host_sandbox:HostSandbox", **LIMITS),
+}
+CONFINED = ("local", "podman")
+"""Providers that hold commands to their limits."""
+
+
+def skip_without(provider: str) -> None:
+    if provider == "podman" and not (IMAGE and shutil.which("podman")):
+        pytest.skip("needs podman and AREAL_FLOW_TEST_IMAGE: nox -s tests_podman")
+
+
+@pytest.fixture(params=PROVIDERS)
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    skip_without(request.param)
+    made = make_sandbox(PROVIDERS[request.param])
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture(params=CONFINED)
+async def confined(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    skip_without(request.param)
+    made = make_sandbox(PROVIDERS[request.param])
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def bash(sandbox: Sandbox, command: str, timeout_s: float = 30.0) -> CommandResult:
+    return await sandbox.run(command, timeout_s=timeout_s)
+
+
+async def test_a_shell_keeps_variables_and_its_directory(sandbox: Sandbox) -> None:
+    await bash(sandbox, "mkdir -p inner && cd inner; x=$((40 + 2)); f() { echo f$x; }")
+    result = await bash(sandbox, 'f; basename "$PWD"')
+    assert (result.output, result.exit_code) == ("f42\ninner\n", 0)
+
+
+async def test_an_interpreter_keeps_names_and_prints_the_last_value(sandbox: Sandbox) -> None:
+    await sandbox.run("import math\nx = math.factorial(5)", timeout_s=30, interpreter="python")
+    result = await sandbox.run("y = x + 1\ny", timeout_s=30, interpreter="python")
+    assert (result.output, result.exit_code) == ("121\n", 0)
+    failed = await sandbox.run("x / 0", timeout_s=30, interpreter="python")
+    assert failed.exit_code == 1
+    assert failed.output.endswith("ZeroDivisionError: division by zero\n")
+
+
+async def test_results_have_exit_codes_output_and_errors_in_order(sandbox: Sandbox) -> None:
+    result = await bash(sandbox, "echo a; echo b >&2; echo -n c; (exit 7)")
+    assert (result.output, result.exit_code) == ("a\nb\nc", 7)
+    assert (await bash(sandbox, "no-such-program")).exit_code == 127
+    assert (await bash(sandbox, "if then")).exit_code != 0
+    assert (await bash(sandbox, "cat")).output == ""  # standard input is empty
+
+
+async def test_a_shell_that_exits_is_started_again(sandbox: Sandbox) -> None:
+    assert (await bash(sandbox, "x=1; exit 3")).exit_code == 3
+    assert (await bash(sandbox, "echo [$x]")).output == "[]\n"
+    assert (await bash(sandbox, "kill -9 $$")).exit_code == KILLED
+    assert (await bash(sandbox, "echo again")).output == "again\n"
+
+
+async def test_a_slow_command_is_killed_with_what_it_started(sandbox: Sandbox) -> None:
+    result = await bash(sandbox, "echo begun; (while :; do :; done) & sleep 60", timeout_s=0.5)
+    assert (result.output, result.timed_out, result.exit_code) == ("begun\n", True, KILLED)
+    assert 0.5 <= result.duration_s < 20
+    busy = "grep -l '(while' /proc/[0-9]*/cmdline 2>/dev/null | grep -v /self/ | wc -l"
+    result = await bash(sandbox, f"echo next; {busy}")
+    assert result.output.splitlines()[0] == "next"
+
+
+async def test_the_middle_of_long_output_is_left_out(sandbox: Sandbox) -> None:
+    result = await bash(sandbox, "echo first; head -c 500000 /dev/zero | tr '\\0' x; echo last")
+    assert result.output.startswith("first\nxxx")
+    assert result.output.endswith("xxxlast\n")
+    assert MAX_OUTPUT_BYTES < len(result.output) < MAX_OUTPUT_BYTES + 100
+    assert "bytes left out" in result.output
+
+
+async def test_files_are_written_and_read_as_bytes(sandbox: Sandbox) -> None:
+    content = bytes(range(256)) * 3000
+    await sandbox.write_file("deep/er/file.bin", content)
+    assert await sandbox.read_file("deep/er/file.bin") == content
+    assert (await bash(sandbox, "wc -c < deep/er/file.bin")).output.strip() == str(len(content))
+    await sandbox.write_file("empty", b"")
+    assert await sandbox.read_file("empty") == b""
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        await sandbox.read_file("nowhere")
+
+
+async def test_text_that_is_no_text_is_replaced(sandbox: Sandbox) -> None:
+    assert (await bash(sandbox, "printf 'a\\377b'")).output == "a\ufffdb"
+    assert (await bash(sandbox, "echo \0")).exit_code == 2
+    assert "é😀" in (await bash(sandbox, "echo é😀")).output
+
+
+async def test_a_cancelled_command_leaves_the_sandbox_usable(sandbox: Sandbox) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await bash(sandbox, "sleep 60")
+    assert (await bash(sandbox, "echo next")).output == "next\n"
+
+
+async def test_there_is_no_network_but_its_own(confined: Sandbox) -> None:
+    connect = "exec 5<>/dev/tcp/{}/{}"
+    assert (await bash(confined, connect.format("192.0.2.1", 80))).exit_code == 1
+    server = "import socket\ns = socket.create_server(('127.0.0.1', 8000))"
+    await confined.run(server, timeout_s=30, interpreter="python")
+    assert (await bash(confined, connect.format("127.0.0.1", 8000))).exit_code == 0
+
+
+async def test_commands_cannot_use_more_than_their_limits(confined: Sandbox) -> None:
+    disk = await bash(confined, "head -c 64M /dev/zero > large; wc -c < large; rm large")
+    assert int(disk.output.split()[-1]) <= LIMITS["disk_bytes"]
+    memory = await confined.run("x = bytearray(2**30)", timeout_s=30, interpreter="python")
+    assert memory.exit_code in (1, KILLED)
+    many = await bash(confined, "for i in $(seq 100); do sleep 60 & done; jobs -p | wc -l", 5.0)
+    assert many.timed_out or many.exit_code or int(many.output.split()[-1]) < 24
+    await bash(confined, "kill $(jobs -p)")
+    assert (await bash(confined, "echo usable", 60.0)).exit_code in (0, KILLED)
+
+
+async def test_a_sandbox_sees_neither_this_machine_nor_another_sandbox(
+    confined: Sandbox, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    for path in (tmp_path / "secret", Path("/etc/shadow"), Path.home() / ".ssh"):
+        assert (await bash(confined, f"cat {path}")).exit_code == 1
+    assert str(os.getpid()) not in (await bash(confined, "ls /proc")).output.split()
+    processes = (await bash(confined, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).output
+    assert "pytest" not in processes
+
+
+async def test_many_live_side_by_side() -> None:
+    sandboxes = [make_sandbox(PROVIDERS["local"]) for _ in range(64)]
+    try:
+        await asyncio.gather(*(each.start() for each in sandboxes))
+        writes = (bash(each, f"echo {n} > n") for n, each in enumerate(sandboxes))
+        await asyncio.gather(*writes)
+        results = await asyncio.gather(*(bash(each, "cat n; ls | wc -l") for each in sandboxes))
+        assert [r.output.split() for r in results] == [[str(n), "1"] for n in range(64)]
+    finally:
+        await asyncio.gather(*(each.close() for each in sandboxes))
+    await _wait_until_alone()
+
+
+async def test_nothing_is_left_of_a_closed_sandbox(confined: Sandbox) -> None:
+    await bash(confined, "(setsid sleep 600 &) ; nohup sleep 600 >/dev/null 2>&1 &")
+    await confined.close()
+    await confined.close()
+    await _wait_until_alone()
+    with pytest.raises(SandboxError):
+        await bash(confined, "true")
+
+
+async def _wait_until_alone() -> None:
+    """Wait until nothing that a sandbox has started is left."""
+    async with asyncio.timeout(30):
+        while any("sleep" in name or "bash" in name for name in _names_below()):
+            await asyncio.sleep(0.05)
+
+
+def _names_below() -> list[str]:
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            names.append(process.name())
+        except psutil.NoSuchProcess:
+            continue
+    return names
+
+
+KEEP_OPEN = """
+import asyncio, sys
+from areal_flow.sandboxes.registry import make_sandbox
+from tests.contracts.test_sandboxes import PROVIDERS, bash
+async def main():
+    sandboxes = [make_sandbox(PROVIDERS[sys.argv[1]]) for _ in range(int(sys.argv[2]))]
+    for each in sandboxes:
+        await each.start()
+        await bash(each, f"sleep {sys.argv[3]} & (setsid sleep {sys.argv[3]} &)")
+    print("open", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("provider", "num_sandboxes"), [("local", 20), ("podman", 2)])
+async def test_nothing_is_left_when_its_process_is_killed(
+    provider: str, num_sandboxes: int
+) -> None:
+    skip_without(provider)
+    mark = f"{600 + os.getpid() / 1e7}"  # seconds, and how to find the processes
+    for _ in range(10 if provider == "local" else 1):
+        arguments = ("-c", KEEP_OPEN, provider, str(num_sandboxes), mark)
+        owner = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        assert owner.stdout
+        assert await owner.stdout.readline() == b"open\n"
+        assert len(_processes_with(mark)) >= num_sandboxes
+        owner.kill()
+        async with asyncio.timeout(60):
+            while _processes_with(mark):
+                await asyncio.sleep(0.05)
+
+
+def _processes_with(argument: str) -> list[int]:
+    processes = psutil.process_iter(["pid", "cmdline"])
+    return [p.pid for p in processes if ["sleep", argument] == (p.info["cmdline"] or [])[:2]]
+
+
+def test_providers_that_cannot_be_had_are_refused_by_name() -> None:
+    for settings, message in (
+        ({"provider": "e3b"}, "one of docker, local or an import path"),
+        ({"provider": "docker"}, "sandbox.image: the provider 'docker' needs an image"),
+        ({"network": True}, "the provider 'local' has none, use 'docker'"),
+        ({"image": "debian"}, "sandbox.image = 'debian': the provider 'local' has none"),
+        ({"provider_settings": {"colour": 1}}, "unexpected keyword argument 'colour'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_sandbox(SandboxSettings.model_validate(settings))

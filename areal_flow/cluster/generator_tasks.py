@@ -13,9 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distributed import Worker
+from distributed import Worker, get_worker
 
-from areal_flow.cluster.reward_tasks import call_tool, checked_rewards, score_completions
+from areal_flow.cluster.reward_tasks import (
+    call_tool,
+    checked_rewards,
+    own_addresses,
+    score_completions,
+)
+from areal_flow.cluster.sandbox_service import RemoteSandbox
 from areal_flow.cluster.scoring import on_reward_worker
 from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.config import Recipe
@@ -45,6 +51,8 @@ from areal_flow.rollout.prompts.rendering import required_chat_template
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import FAILURES, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
+from areal_flow.sandboxes.protocol import Sandbox
+from areal_flow.sandboxes.registry import SandboxSettings
 
 
 class GeneratorRole:
@@ -167,6 +175,14 @@ class GeneratorRole:
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         return await on_reward_worker(call_tool, path, calls)
+
+    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
+        (address,) = await on_reward_worker(own_addresses, None, [None])
+        if isinstance(address, Exception):
+            raise address
+        sandbox = RemoteSandbox(get_worker(), address, settings)
+        await sandbox.start()
+        return sandbox
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         if self._chat is None:

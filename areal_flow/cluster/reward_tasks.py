@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 import pyarrow as pa
+from distributed import get_worker
 
 from areal_flow.cluster.worker import WorkerContext, worker_context
 from areal_flow.core.concurrency import all_of
@@ -220,6 +221,11 @@ async def score_completions(
     return await judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
 
 
+def own_addresses(_: None, items: Sequence[None]) -> list[str]:
+    """Return the address of the worker that runs this, for each item."""
+    return [get_worker().address] * len(items)
+
+
 def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Call a function at an import path, each call in a thread; return results or errors."""
     set_memory_limit(worker_context())
@@ -240,6 +246,7 @@ def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
 RESULT_ON_CRASH: dict[Callable[..., Any], Any] = {
     score_completions: SCORING_KILLS,
     call_tool: TOOL_KILLS,
+    own_addresses: TOOL_KILLS,
 }
 """The result of an item of an episode's task that kills workers."""
 

@@ -36,6 +36,7 @@ from areal_flow.cluster.certificates import connection_security
 from areal_flow.cluster.liveness import STEP_METRIC, StepClock, StepProgress
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import Execution, Executions
+from areal_flow.cluster.sandbox_service import OPERATION, SandboxService
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.config.cluster import NetworkSettings
 from areal_flow.core.layout import RunLayout
@@ -211,6 +212,8 @@ class WorkerContext(WorkerPlugin):
         self.worker_name = str(worker.name)
         self.host = worker.ip
         self._process = worker.id if "reward" in worker.state.total_resources else ""
+        if self._process:
+            worker.handlers[OPERATION] = SandboxService().serve
         self._executes = Execution()
         self._parts: dict[type, Any] = {}
         self._step_clock = StepClock()

@@ -45,7 +45,7 @@ class ContainerSandbox(ShellSandbox):
 
         Args:
             program: by default the one of `PROGRAMS` that is installed.
-            arguments: further ones of its command `run`.
+            arguments: further ones of its command `run`, `--network=bridge` for example.
         """
         super().__init__()
         if not image:
@@ -77,9 +77,10 @@ class ContainerSandbox(ShellSandbox):
 
     def _run_arguments(self) -> list[str]:
         limits = self._limits
+        has_network = any(each.startswith("--network") for each in self._arguments)
         return [
             *("run", "--rm", "--interactive", "--name", self._name),
-            *([] if limits.network else ["--network", "none"]),
+            *([] if has_network else ["--network=none"]),
             *("--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)),
             *("--pids-limit", str(limits.num_processes)),
             *("--ulimit", f"fsize={limits.disk_bytes}", "--security-opt", "no-new-privileges"),

@@ -80,8 +80,6 @@ class LocalSandbox(ShellSandbox):
 
     def __init__(self, limits: SandboxLimits, *, image: str = "") -> None:
         super().__init__()
-        if limits.network:
-            raise ConfigError("sandbox.network = true: the provider 'local' has none, use 'docker'")
         if image:
             raise ConfigError(f"sandbox.image = {image!r}: the provider 'local' has none")
         self._limits = limits

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pydantic import Field
+
 from areal_flow.core.settings import Settings
 
 Interpreter = Literal["bash", "python"]
@@ -13,13 +15,12 @@ Interpreter = Literal["bash", "python"]
 class SandboxLimits(Settings):
     """What a sandbox may use until it is closed."""
 
-    memory_bytes: int = 2**30
-    """Of one process, and of all together."""
-    disk_bytes: int = 2**28
-    """Of the files that commands write."""
-    num_processes: int = 64
-    network: bool = False
-    """Whether commands reach the network; refused where a provider cannot allow it."""
+    memory_bytes: int = Field(2**30, ge=2**26)
+    """Of one process, and of all together; files are not counted."""
+    disk_bytes: int = Field(2**28, ge=2**20)
+    """Of the files that commands write; of a container, of each file."""
+    num_processes: int = Field(64, ge=4)
+    """How many processes and threads there may be at once."""
 
 
 @dataclass(frozen=True, slots=True)

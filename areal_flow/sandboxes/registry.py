@@ -15,17 +15,20 @@ from areal_flow.sandboxes.protocol import Sandbox, SandboxLimits
 
 PROVIDERS: dict[str, Callable[..., Sandbox]] = {"local": LocalSandbox, "docker": ContainerSandbox}
 
+NO_SANDBOX = "none"
+
 
 class SandboxSettings(SandboxLimits):
     """Where the commands of an episode run."""
 
     provider: str = "local"
-    """`local`: namespaces of the reward worker's machine; `docker`: a container, by Docker or
-    Podman; or the import path of a class that is a `Sandbox`, which gets the limits and `image`."""
+    """`none`, as without this table; `local`: namespaces of the reward worker's machine;
+    `docker`: a container, by Docker or Podman; or the import path of a class that is a `Sandbox`,
+    which gets the limits and `image`."""
     image: str = ""
     """Of a container."""
     provider_settings: dict[str, Any] = Field(default_factory=dict)
-    """Other keyword arguments of the provider."""
+    """Other keyword arguments of the provider; of `docker` `arguments`, a list for its `run`."""
 
 
 def make_sandbox(settings: SandboxSettings) -> Sandbox:

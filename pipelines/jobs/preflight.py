@@ -36,6 +36,7 @@ from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import ImportedWorkflow
 from areal_flow.rollout.workflows.tool_use import ToolUse
 from areal_flow.sandboxes.pool import LOST, choose_tier
+from areal_flow.sandboxes.registry import make_sandbox
 from areal_flow.tracking.registry import require_sinks
 from areal_flow.training.settings import TrainerSettings
 
@@ -156,10 +157,17 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
 
     It is called with the right answer, or the prompt if there is none, and with an empty
     completion; it may fail on one of them.
-    For the verifier `code` and the tool `python` a line names the tier of sandboxes.
+    For the verifier `code` and the tool `python` a line names the tier of sandboxes, and for
+    sandboxes of episodes their provider, which must take the recipe's settings.
     """
     lines, workflow = [], recipe.workflow
-    has_python = isinstance(workflow, ToolUse) and "python" in workflow.tools
+    has_python = False
+    if isinstance(workflow, ToolUse):
+        has_python = "python" in workflow.tools and not workflow.has_sandbox
+        if workflow.has_sandbox:
+            make_sandbox(workflow.sandbox)
+            provider = workflow.sandbox.provider
+            lines.append(f"Each episode has a sandbox for commands, from the provider {provider!r}")
     if has_python or any(reward.verifier == "code" for reward in recipe.rewards):
         tier = choose_tier()
         lost = f": {LOST[tier]}" if LOST[tier] else ""

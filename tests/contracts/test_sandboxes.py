@@ -245,7 +245,6 @@ def test_providers_that_cannot_be_had_are_refused_by_name() -> None:
     for settings, message in (
         ({"provider": "e3b"}, "one of docker, local or an import path"),
         ({"provider": "docker"}, "sandbox.image: the provider 'docker' needs an image"),
-        ({"network": True}, "the provider 'local' has none, use 'docker'"),
         ({"image": "debian"}, "sandbox.image = 'debian': the provider 'local' has none"),
         ({"provider_settings": {"colour": 1}}, "unexpected keyword argument 'colour'"),
     ):

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import psutil
 import pytest
 
 import areal_flow
@@ -144,6 +145,46 @@ def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     assert len(answers) == 16
     assert failed.reward.isna().all()
     assert failed.reward_detail.str.contains("ValueError: expected 12 characters").all()
+
+
+@pytest.mark.slow
+def test_episodes_in_sandboxes_whose_workers_are_killed_are_trained_audited_and_replayed(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout((tmp_path / "sandboxes").resolve())
+
+    async def kill_in_turn() -> None:
+        for step, role in ((1, "reward"), (2, "generator"), (3, "reward")):
+            await step_reached(layout, step)
+            os.kill(await worker_pid(role), signal.SIGKILL)
+            await asyncio.sleep(0.5)
+
+    recipe = small_recipe(
+        num_steps=5,
+        prompts={"num_held_out": 8},
+        generation={"max_new_tokens": 6, "max_model_len": 64, "max_num_seqs": 16},
+        workflow={
+            "name": "imported",
+            "path": "tests.integration.workflows:CountsInItsSandbox",
+        },
+    )
+    run_small(layout.root, recipe, kill_in_turn)
+    check_accounting(layout)
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert all(compared.equal for compared in (*replay.before, replay.compared))
+    rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
+    decode = tokenizer_of(layout.model).decode
+    for row in rows:
+        shown = [
+            t for t, own in zip(row["output_tokens"], row["loss_mask"], strict=True) if not own
+        ]
+        if row["finish_reason"] == "error":
+            assert row["reward"] is None
+        else:
+            first, second = map(int, decode(shown).split())
+            assert 0 <= first <= second
+    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    assert not [command for command in commands if "inside.zygote" in " ".join(command)]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import openai
 from areal_flow.core.types import Prompt
 from areal_flow.rollout.workflows.episode import EpisodeContext, TrajectoryDraft
 from areal_flow.rollout.workflows.turns import SingleTurn
+from areal_flow.sandboxes.registry import SandboxSettings
 
 
 class CountsWords:
@@ -29,6 +30,24 @@ class CountsWords:
         )
         extended = draft.with_environment(context.encode(f" {number}"))
         return [extended.with_completion(await context.generate(extended.tokens, turn=1))]
+
+
+class CountsInItsSandbox:
+    """Has the shell of a sandbox count the letters of an answer, and what it has counted before."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory of three completions."""
+        draft = TrajectoryDraft(prompt.tokens)
+        async with context.sandbox(SandboxSettings(num_processes=16)) as sandbox:
+            await sandbox.run("(setsid sleep 600 &); total=0", timeout_s=60)
+            for turn in range(3):
+                draft = draft.with_completion(await context.generate(draft.tokens, turn))
+                await sandbox.write_file("answer", context.decode(draft.output_tokens).encode())
+                count = "total=$((total + $(wc -c < answer))); echo $total"
+                result = await sandbox.run(count, timeout_s=60)
+                if turn < 2:
+                    draft = draft.with_environment(context.encode(f" {result.output.strip()}"))
+        return [draft]
 
 
 class FailsForSome(SingleTurn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -12,14 +13,22 @@ import numpy as np
 import pytest
 
 from areal_flow.config import build_recipe
-from areal_flow.core.errors import ConfigError, RewardError
+from areal_flow.core.errors import ConfigError, PromptError, RewardError
 from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
 from areal_flow.rollout.prompts.rendering import renderer
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
-from areal_flow.rollout.workflows.tool_use import ToolCall, ToolUse, marked_call, tool_result
+from areal_flow.rollout.workflows.tool_use import (
+    ToolCall,
+    ToolUse,
+    files_of,
+    marked_call,
+    tool_result,
+)
+from areal_flow.sandboxes.protocol import Sandbox
+from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
-from tests.episodes import FakeServices, episode_of
+from tests.episodes import PROMPT, FakeServices, episode_of
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,10 @@ def test_failure_of_the_infrastructure_is_raised() -> None:
         shown_result("fails_by", "sandbox")
 
 
-WORDS = ["<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"]
+WORDS = [
+    *("<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"),
+    *("bash ", "cd inner; x=$(cat a)", "echo $x; exit 3"),
+]
 CALL, UNKNOWN, ANSWER = [1, 2, 5, 6], [1, 4, 5, 6], [7, 0]
 
 
@@ -117,6 +129,11 @@ class ScriptedServices(FakeServices):
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         self.tool_calls += [(path, arguments) for arguments in calls]
         return [self.failure or tool_result(*arguments) for arguments in calls]
+
+    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
+        self.sandbox = make_sandbox(settings)
+        await self.sandbox.start()
+        return self.sandbox
 
     def encode(self, text: str) -> Tokens:
         self.shown.append(text)
@@ -169,6 +186,28 @@ def test_calls_of_one_answer_in_a_chat_are_answered_together() -> None:
     assert draft.score.parts[0].reward == 2
 
 
+BASH, BASH_AGAIN, PYTHON = [1, 9, 10, 6], [1, 9, 11, 6], [1, 3, 5, 6]
+
+
+def test_calls_of_an_episode_share_a_sandbox_that_has_the_prompts_files() -> None:
+    services = ScriptedServices(BASH, BASH_AGAIN, PYTHON, ANSWER, max_model_len=400)
+    prompt = replace(PROMPT, metadata={"files": '{"inner/a": "from a file"}'})
+    episode = replace(episode_of(1), prompt=prompt)
+    workflow = ToolUse.model_validate({"tools": ["bash", "python"], "sandbox": {}})
+    group = asyncio.run(run_group(workflow, episode, services))
+    results = ["", "from a file\nError: exit code 3", "42"]
+    assert not group.errors
+    assert services.shown == [f"<result>{each}</result>" for each in results]
+    with pytest.raises(SandboxError, match="it was closed"):
+        asyncio.run(services.sandbox.run("true", timeout_s=1))
+
+
+def test_files_that_are_no_text_by_path_are_refused() -> None:
+    for files in ("[1]", "{", {"a": 1}):
+        with pytest.raises(PromptError, match="prompt p: expected in column 'files' text by path"):
+            files_of(replace(PROMPT, metadata={"files": files}))
+
+
 def test_unknown_tool_is_an_error_that_the_policy_sees() -> None:
     services = ScriptedServices(UNKNOWN, ANSWER, max_model_len=200)
     roll_out(services)
@@ -207,7 +246,8 @@ def test_failure_of_the_infrastructure_is_the_members() -> None:
 @pytest.mark.parametrize(
     ("workflow", "rule"),
     [
-        ({"tools": ["abacus"]}, "expected calculator, python or an import path"),
+        ({"tools": ["abacus"]}, "expected bash, calculator, python or an import path"),
+        ({"tools": ["bash"]}, "the tool 'bash' needs a workflow.sandbox.provider"),
         ({"tools": ["calculator", "mine:calculator"]}, "two tools are called 'calculator'"),
         ({"result_template": "none"}, "must contain {result}"),
         ({"call_end": "</call>"}, r'needs generation.stop.strings = \["</call>"\]'),

@@ -117,8 +117,12 @@ def _tool_schemas(workflow: WorkflowSettings, functions: Path) -> list[Tool]:
         return []
     schemas = []
     for name, path in tools_by_name(workflow.tools).items():
-        tool = load_function(located(path, functions), setting="workflow.tools", error=ConfigError)
-        schemas.append(tool_schema(name, (inspect.getdoc(tool) or name).partition("\n")[0]))
+        description = workflow.sandbox_tools.get(name)
+        if description is None:
+            path = located(path, functions)
+            tool = load_function(path, setting="workflow.tools", error=ConfigError)
+            description = (inspect.getdoc(tool) or name).partition("\n")[0]
+        schemas.append(tool_schema(name, description))
     return schemas
 
 

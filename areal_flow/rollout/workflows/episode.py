@@ -11,7 +11,8 @@ score has the error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
@@ -41,6 +42,8 @@ from areal_flow.core.types import (
     merged_spans,
 )
 from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.sandboxes.protocol import Sandbox
+from areal_flow.sandboxes.registry import SandboxSettings
 
 OnToken = Callable[[int], None]
 """Receives each token of a completion as it is sampled."""
@@ -175,6 +178,10 @@ class EpisodeServices(Protocol):
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Call a function on a reward worker; return what each call returned or raised."""
+
+    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
+        """Return a new sandbox on a reward worker, which ends when it is closed."""
+        ...
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         """Return the tokens of messages of a user or tools that follow an answer.
@@ -330,6 +337,19 @@ class EpisodeContext:
         if isinstance(result, Exception):
             raise result
         return result
+
+    @asynccontextmanager
+    async def sandbox(self, settings: SandboxSettings) -> AsyncIterator[Sandbox]:
+        """Have a sandbox on a reward worker until the end of the block.
+
+        Raises:
+            SandboxError: there is none, or it was lost: the member has no reward.
+        """
+        sandbox = await self._services.start_sandbox(settings)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
 
     def elapsed_s(self) -> float:
         return monotonic() - self._began

@@ -1,22 +1,27 @@
 """The policy calls tools, whose results are appended as tokens of the environment.
 
 A call is `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, it has the format of the
-chat template. A tool is a function from text to text that runs on a reward worker. Its result, or
-an error message, is context, which the loss mask leaves out. The rewards judge the last completion.
+chat template. A tool is a function from text to text that runs on a reward worker, or runs its text
+in the episode's sandbox, whose shell and interpreter go on where the last call ended. Its result,
+or an error message, is context, which the loss mask leaves out. The rewards judge the last
+completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
+from typing import Literal, Self, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_flow.core.concurrency import all_of
-from areal_flow.core.errors import ArealFlowError, RewardError
+from areal_flow.core.errors import ArealFlowError, PromptError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import require
 from areal_flow.core.types import Prompt, RewardPart, Score, Tokens
@@ -26,11 +31,20 @@ from areal_flow.rollout.workflows.episode import (
     TimedWorkflow,
     TrajectoryDraft,
 )
+from areal_flow.sandboxes.protocol import Interpreter, Sandbox
+from areal_flow.sandboxes.registry import NO_SANDBOX, SandboxSettings
 
 TOOLS: dict[str, str] = {
     "calculator": "areal_flow.rollout.tools:calculate",
     "python": "areal_flow.rollout.tools:run_python",
 }
+INTERPRETERS: Mapping[str, str] = {
+    "bash": "Run a bash command; the working directory, variables and files stay for the next one.",
+    "python": "Run Python code and print the value of its last line; names stay for the next call.",
+}
+"""Descriptions of the tools that run in the episode's sandbox, if it has one."""
+FILES = "files"
+"""The column of prompts with the files of the sandbox: text by path, or the same as JSON."""
 CALL_TOOL = f"{__name__}:tool_result"
 """Runs on a reward worker, and calls the tool there."""
 
@@ -39,9 +53,9 @@ def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
     """Return the import path of each tool by the name of its function."""
     tools: dict[str, str] = {}
     for tool in names:
-        if tool not in TOOLS and ":" not in tool:
+        if tool not in TOOLS.keys() | INTERPRETERS.keys() and ":" not in tool:
             raise ValueError(
-                f"workflow.tools: expected {', '.join(TOOLS)} or an import path such as "
+                f"workflow.tools: expected bash, {', '.join(TOOLS)} or an import path such as "
                 f"'my_package.my_module:my_tool', found {tool!r}"
             )
         name = function_name(tool)
@@ -85,10 +99,67 @@ def tool_result(path: str, text: str, timeout_s: float, max_characters: int) -> 
         message = f"Error: {type(error).__name__}: {error}"
     else:
         message = call.result()
+    return shortened(message, max_characters)
+
+
+def shortened(message: str, max_characters: int) -> str:
+    """Return a tool's result as the policy reads it."""
     message = message.encode(errors="replace").decode()  # a lone surrogate has no tokens
     if (num_cut := len(message) - max_characters) > 0:
         return f"{message[:max_characters]} ({num_cut} characters left out)"
     return message
+
+
+class EpisodeSandbox:
+    """The sandbox of an episode, started for its first call, with the files of its prompt."""
+
+    def __init__(
+        self,
+        settings: SandboxSettings,
+        context: EpisodeContext,
+        prompt: Prompt,
+        stack: AsyncExitStack,
+    ) -> None:
+        self._settings, self._context, self._prompt, self._stack = settings, context, prompt, stack
+        self._starting = asyncio.Lock()
+        self._sandbox: Sandbox | None = None
+
+    async def run(self, command: str, timeout_s: float, interpreter: str) -> str:
+        async with self._starting:
+            if self._sandbox is None:
+                self._sandbox = await self._started()
+        result = await self._sandbox.run(
+            command, timeout_s=timeout_s, interpreter=cast("Interpreter", interpreter)
+        )
+        if result.timed_out:
+            return f"{result.output}\nError: no result within {timeout_s:g} s".strip()
+        failure = f"\nError: exit code {result.exit_code}" if result.exit_code else ""
+        return f"{result.output.rstrip()}{failure}".strip()
+
+    async def _started(self) -> Sandbox:
+        sandbox = await self._stack.enter_async_context(self._context.sandbox(self._settings))
+        for path, text in files_of(self._prompt).items():
+            await sandbox.write_file(path, text.encode())
+        return sandbox
+
+
+def files_of(prompt: Prompt) -> Mapping[str, str]:
+    """Return the files that a prompt's sandbox starts with.
+
+    Raises:
+        PromptError: its column `files` is something else.
+    """
+    files = prompt.metadata.get(FILES) or {}
+    if isinstance(files, str):
+        try:
+            files = json.loads(files)
+        except ValueError:
+            files = None
+    if not isinstance(files, Mapping) or not all(isinstance(t, str) for t in files.values()):
+        raise PromptError(
+            f"prompt {prompt.prompt_id}: expected in column {FILES!r} text by path, or JSON of it"
+        )
+    return files
 
 
 class ToolUse(TimedWorkflow):
@@ -97,7 +168,11 @@ class ToolUse(TimedWorkflow):
     name: Literal["tool_use"] = "tool_use"
     """What an episode is; each workflow has its own settings."""
     tools: tuple[str, ...] = Field(("calculator",), min_length=1, strict=False)
-    """`calculator`, `python` (in a sandbox), or the import path of a function from text to text."""
+    """`calculator`, `python` (in a sandbox), `bash` (needs `sandbox`), or the import path of a
+    function from text to text."""
+    sandbox: SandboxSettings = SandboxSettings(provider=NO_SANDBOX)
+    """The sandbox of each episode, in which the calls of `bash` and `python` share a shell, an
+    interpreter and files; without it, each call of `python` has its own."""
     call_start: str = Field("<tool>", min_length=1)
     """Text before a call: the tool's name and its input."""
     call_end: str = Field("</tool>", min_length=1)
@@ -125,8 +200,35 @@ class ToolUse(TimedWorkflow):
         require("{result}" in template, "workflow.result_template must contain {result}")
         return template
 
+    @model_validator(mode="after")
+    def _has_a_sandbox(self) -> Self:
+        has_bash = "bash" in self.tools
+        require(
+            not has_bash or self.has_sandbox, "the tool 'bash' needs a workflow.sandbox.provider"
+        )
+        return self
+
+    @property
+    def has_sandbox(self) -> bool:
+        return self.sandbox.provider != NO_SANDBOX
+
+    @property
+    def sandbox_tools(self) -> Mapping[str, str]:
+        """The descriptions of the tools that run in the episode's sandbox, by name."""
+        names = self.tools if self.has_sandbox else ()
+        return {name: INTERPRETERS[name] for name in names if name in INTERPRETERS}
+
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory, scored by its last completion."""
+        async with AsyncExitStack() as stack:
+            sandbox = None
+            if self.has_sandbox:
+                sandbox = EpisodeSandbox(self.sandbox, context, prompt, stack)
+            return [await self._episode(prompt, context, sandbox)]
+
+    async def _episode(
+        self, prompt: Prompt, context: EpisodeContext, sandbox: EpisodeSandbox | None
+    ) -> TrajectoryDraft:
         draft, num_calls, limit = TrajectoryDraft(prompt.tokens), 0, ""
         for turn in count():
             completion = await context.generate(draft.tokens, turn)
@@ -140,7 +242,7 @@ class ToolUse(TimedWorkflow):
                 limit = f"workflow.max_calls ({self.max_calls})"
                 break
             num_calls += len(calls)
-            results = await all_of(self._result(call, context) for call in calls)
+            results = await all_of(self._result(call, context, sandbox) for call in calls)
             extended = draft.with_environment(self._result_tokens(results, draft, context))
             if context.num_tokens_left(extended.tokens) < 1:
                 limit = "generation.max_model_len"
@@ -148,7 +250,7 @@ class ToolUse(TimedWorkflow):
             draft = extended
         score = self._with_calls(await context.score(completion.tokens), num_calls)
         draft = draft.scored(score)
-        return [draft.cut_by(limit) if limit else draft]
+        return draft.cut_by(limit) if limit else draft
 
     def _calls(self, prompt: Tokens, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
         if context.is_chat:
@@ -164,10 +266,15 @@ class ToolUse(TimedWorkflow):
         (result,) = results  # outside a chat there is one call, at the end
         return context.encode(self.result_template.replace("{result}", result))
 
-    async def _result(self, call: ToolCall, context: EpisodeContext) -> str:
+    async def _result(
+        self, call: ToolCall, context: EpisodeContext, sandbox: EpisodeSandbox | None
+    ) -> str:
         paths = tools_by_name(self.tools)
         if call.name not in paths:
             return f"Error: expected one of the tools {', '.join(paths)}, found {call.name!r}"
+        if sandbox and call.name in self.sandbox_tools:
+            output = await sandbox.run(call.text, self.timeout_s, call.name)
+            return shortened(output, self.max_result_characters)
         limits = self.timeout_s, self.max_result_characters
         return str(await context.call_tool(CALL_TOOL, paths[call.name], call.text, *limits))
 

@@ -110,7 +110,7 @@ def train(
             keywords and return a number, or have TRL's signature; names of verifiers; or tables
             with one of these as `verifier`, and `weight` or another setting of `[[rewards]]`.
         agent: a function that is the episode, as `workflow.path` of the workflow `agent` describes.
-        tools: functions from text to text that the policy may call, or names as in
+        tools: functions that the policy may call, of a text or of arguments, or names as in
             `workflow.tools`; for other settings of this workflow, `workflow={"max_calls": 8}`.
         source: fork this run, `"RUN"` or `"RUN@STEP"`: start from its policy and its recipe.
         reset_optimizer: with `source`: start with a fresh optimizer state.

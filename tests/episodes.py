@@ -18,7 +18,7 @@ from areal_flow.core.types import (
     as_tokens,
 )
 from areal_flow.log.ledger_row import group_seeds
-from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.policy.tokenizer.chat import Message, ToolCall
 from tests.fakes import BigramEngine
 
 STOP = 0
@@ -84,7 +84,7 @@ class FakeServices:
         assert (ended_by, role) == (STOP, "user")
         return self.encode(*contents)
 
-    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[ToolCall]:
         raise NotImplementedError
 
     def chat(

@@ -42,7 +42,7 @@ from areal_flow.core.types import (
 )
 from areal_flow.log.codec import RolloutRows, rollout_rows
 from areal_flow.policy.checkpoints import checkpoint_path
-from areal_flow.policy.tokenizer.chat import PROMPT_END, Message, begins_reasoning
+from areal_flow.policy.tokenizer.chat import PROMPT_END, Message, ToolCall, begins_reasoning
 from areal_flow.policy.tokenizer.directory import stop_token_ids
 from areal_flow.policy.weights.shared_memory import ChosenChannel
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
@@ -191,7 +191,7 @@ class GeneratorRole:
         turn = self._chat.next_turn(*map(str.strip, contents), ended_by=end, role=role)
         return self.encode(turn)
 
-    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[ToolCall]:
         assert self._chat is not None
         decode = partial(self._context.tokenizer.decode, skip_special_tokens=False)
         is_thinking = begins_reasoning(decode(prompt[-PROMPT_END:].tolist()))

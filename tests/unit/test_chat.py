@@ -19,6 +19,7 @@ from areal_flow.core.types import Prompt
 from areal_flow.log.audit.files import changed_chat_template
 from areal_flow.log.directory import create_run
 from areal_flow.log.lineage import Lineage
+from areal_flow.policy.tokenizer.chat import ToolCall
 from areal_flow.policy.tokenizer.directory import chat_template_of, tokenizer_of
 from areal_flow.rollout.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.rollout.prompts.rendering import why_chat_template
@@ -392,13 +393,14 @@ def test_tools_are_rendered_and_called_in_the_format_of_the_chat_template(
     chat = chat_template_of(layout.model)
     assert chat is not None
     call = '<tool_call>\n{"name": "calculator", "arguments": {"input": "6*7"}}\n</tool_call>'
-    assert chat.calls_in(f"I ask.{call}\n{call}") == [("calculator", "6*7")] * 2
+    calculation = ToolCall("calculator", {"input": "6*7"})
+    assert chat.calls_in(f"I ask.{call}\n{call}") == [calculation] * 2
     assert chat.calls_in("42") == []
-    assert chat.calls_in("<tool_call>{broken") == [("", "")]
+    assert chat.calls_in("<tool_call>{broken") == [ToolCall("", {})]
     assert chat.calls_in(f"<think>{call}</think>42") == chat.calls_in(f"so {call}</think>42") == []
     as_text = call.replace('{"input": "6*7"}', r'"{\"input\": \"6*7\"}"')
-    assert chat.calls_in(as_text) == [("calculator", "6*7")]
-    assert chat.calls_in('<tool_call>{"name": "calculator"}') == [("calculator", "")]
+    assert chat.calls_in(as_text) == [calculation]
+    assert chat.calls_in('<tool_call>{"name": "calculator"}') == [ToolCall("calculator", {})]
     shown = chat.next_turn("42", ended_by="<|im_end|>", role="tool")
     answered = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
     assert shown == f"\n{answered}<|im_start|>assistant\n"

@@ -42,6 +42,7 @@ from areal_flow.log.dataset import read_rows
 from areal_flow.log.ledger_row import group_seeds
 from areal_flow.log.run_log import RunLog, create_logs
 from areal_flow.log.trajectories import validate_groups
+from areal_flow.policy.tokenizer.chat import ToolCall
 from areal_flow.policy.tokenizer.directory import copy_model_description, tokenizer_of
 from areal_flow.policy.weights.directory import publish_model_directory
 from areal_flow.rewards.registry import WeightedRewards
@@ -209,8 +210,8 @@ def test_call_is_none_within_reasoning_that_the_prompt_began(
         return policy.chat_calls(prompt, as_tokens(ids))
 
     assert calls(begun, f"Perhaps {call} later") == []
-    assert calls(begun, f"Perhaps.</think>{call}") == [("calculator", "6*7")]
-    assert calls(begun[:-20], f"I ask. {call}") == [("calculator", "6*7")]
+    assert calls(begun, f"Perhaps.</think>{call}") == [ToolCall("calculator", {"input": "6*7"})]
+    assert calls(begun[:-20], f"I ask. {call}") == [ToolCall("calculator", {"input": "6*7"})]
 
 
 def test_verifier_gets_every_column_of_a_chats_row_as_it_was(

@@ -15,11 +15,11 @@ import pytest
 from areal_flow.config import build_recipe
 from areal_flow.core.errors import ConfigError, PromptError, RewardError
 from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
-from areal_flow.rollout.prompts.rendering import renderer
+from areal_flow.policy.tokenizer.chat import ToolCall
+from areal_flow.rollout.prompts.rendering import _tool_schemas, renderer
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
 from areal_flow.rollout.workflows.tool_use import (
-    ToolCall,
     ToolUse,
     files_of,
     marked_call,
@@ -62,11 +62,11 @@ def test_calculator_refuses_what_is_no_small_expression(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("so <t>calculator 1 + 2</t>", ToolCall("calculator", "1 + 2")),
-        ("<t>python\nprint(1)\nprint(2)</t>", ToolCall("python", "print(1)\nprint(2)")),
-        ("<t>a 1 <t>b 2</t>", ToolCall("b", "2")),
-        ("<t></t>", ToolCall("", "")),
-        ("no beginning</t>", ToolCall("", "no beginning")),
+        ("so <t>calculator 1 + 2</t>", ToolCall("calculator", {"input": "1 + 2"})),
+        ("<t>python\nprint(1)\nprint(2)</t>", ToolCall("python", {"input": "print(1)\nprint(2)"})),
+        ("<t>a 1 <t>b 2</t>", ToolCall("b", {"input": "2"})),
+        ("<t></t>", ToolCall("", {"input": ""})),
+        ("no beginning</t>", ToolCall("", {"input": "no beginning"})),
         ("<t>calculator 1 + 2", None),
     ],
 )
@@ -87,7 +87,7 @@ def fails_by(text: str) -> str:
 
 def shown_result(tool: str, text: str, *, max_characters: int = 100) -> str:
     path = f"{__name__}:fails_by" if tool == "fails_by" else f"areal_flow.rollout.tools:{tool}"
-    return tool_result(path, text, 0.2, max_characters)
+    return tool_result(path, {"input": text}, 0.2, max_characters)
 
 
 def test_policy_sees_the_error_of_a_tool() -> None:
@@ -95,6 +95,46 @@ def test_policy_sees_the_error_of_a_tool() -> None:
     assert shown_result("fails_by", "hang") == "Error: no result within 0.2 s"
     assert shown_result("fails_by", "exit") == "Error: SystemExit: 3"
     assert shown_result("calculate", "2**99", max_characters=4) == "6338 (26 characters left out)"
+
+
+def lines_of(path: str, first: int, last: int = 2) -> str:
+    """Show lines.
+
+    Args:
+        path: of the file
+        first: number of the first line
+        last: number of the last
+    """
+    return f"{path} {first + 1} {last}"
+
+
+def undescribed(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+def test_a_tool_of_several_arguments_gets_them_by_name() -> None:
+    def result(arguments: dict[str, Any]) -> str:
+        return tool_result(f"{__name__}:lines_of", arguments, 10.0, 100)
+
+    assert result({"path": "a", "first": 3}) == "a 4 2"
+    assert result({"input": '{"path": "a", "first": 3, "last": 9}'}) == "a 4 9"
+    assert result({"input": "a 3"}).startswith("Error: JSONDecodeError")
+    assert "missing 1 required positional argument: 'first'" in result({"path": "a"})
+    path = "areal_flow.rollout.tools:calculate"
+    several = tool_result(path, {"a": "1", "b": "2"}, 10.0, 100)
+    assert several == "Error: ValueError: expected one argument, found a, b"
+
+
+def test_arguments_are_described_by_annotations_and_docstring() -> None:
+    path = f"{__name__}:{{}}"
+    (schema,) = _tool_schemas(ToolUse(tools=(path.format("lines_of"),)), Path())
+    parameters = schema["function"]["parameters"]
+    assert parameters["required"] == ["path", "first"]
+    described = {name: tuple(each.values()) for name, each in parameters["properties"].items()}
+    assert described["first"] == ("integer", "number of the first line")
+    with pytest.raises(ConfigError, match="arguments of undescribed need annotations"):
+        _tool_schemas(ToolUse(tools=(path.format("undescribed"),)), Path())
 
 
 def test_failure_of_the_infrastructure_is_raised() -> None:
@@ -168,8 +208,9 @@ class ChattingServices(ScriptedServices):
 
     is_chat = True
 
-    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
-        return [("calculator", "6*7"), ("unknown", "")] if 8 in answer else []
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[ToolCall]:
+        calls = [ToolCall("calculator", {"input": "6*7"}), ToolCall("unknown", {})]
+        return calls if 8 in answer else []
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         assert (ended_by, role) == (0, "tool")

@@ -23,6 +23,8 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 """A JSON schema, as chat templates take it."""
 
+INPUT = "input"
+"""The argument of a tool that takes a text."""
 PROMPT_END = 16
 """Number of last tokens of a prompt that show whether the policy begins by thinking."""
 TAIL_CHARACTERS = 40
@@ -33,6 +35,14 @@ _REASONING = re.compile(rf"\A(?:(?!{BEGIN}).)*?{END}|{BEGIN}.*?(?:{END}|\Z)", re
 _ANSWER = "areal-flow's answer"
 _TOOL = "areal-flow-tool"
 _ANSWERS = (_ANSWER, f"{BEGIN}\nSteps.\n{END}\n\n{_ANSWER}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool's name, empty if the call is malformed, and its arguments by name."""
+
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class ChatTemplate:
         if self.tool_use:
             return self._with_tools.call_start
         first = self.render([_message("user", "?")])
-        function = {"name": _TOOL, "arguments": {"input": "?"}}
+        function = {"name": _TOOL, "arguments": {INPUT: "?"}}
         calls = [{"type": "function", "function": function}]
         called = {**_message("assistant", ""), "tool_calls": calls}
         shown = self.render([_message("user", "?"), called, _message("user", "??")]).removeprefix(
@@ -195,15 +205,15 @@ class ChatTemplate:
         )
         start, brace, rest = shown.partition("{")
         prompt = self.render([_message("user", "?")], tools=[tool_schema(_TOOL, "?")])
-        if _TOOL not in prompt or _json_call(brace + rest) != (_TOOL, "?"):
+        if _TOOL not in prompt or _json_call(brace + rest) != ToolCall(_TOOL, {INPUT: "?"}):
             raise ValueError(
                 "the chat template does not tell the policy of tools, or does not show their calls "
                 "as JSON with name and arguments"
             )
         return start.strip()
 
-    def calls_in(self, answer: str, *, is_thinking: bool = False) -> list[tuple[str, str]]:
-        """Return name and input of each call in an answer, both empty for a call that is not JSON.
+    def calls_in(self, answer: str, *, is_thinking: bool = False) -> list[ToolCall]:
+        """Return each call in an answer, empty where it is not JSON with a name and arguments.
 
         Calls within `<think>...</think>` are ignored. `is_thinking`: the prompt ends with
         `<think>`.
@@ -252,24 +262,24 @@ def _check_results(results: Sequence[Message], text: str) -> None:
             raise ValueError(f"the chat template does not show the tool's result {content!r:.60}")
 
 
-def tool_schema(name: str, description: str) -> Tool:
+def tool_schema(name: str, description: str, *, argument: str = INPUT) -> Tool:
+    """Return the schema of a tool that takes a text."""
     parameters = {
         "type": "object",
-        "properties": {"input": {"type": "string", "description": description}},
-        "required": ["input"],
+        "properties": {argument: {"type": "string", "description": description}},
+        "required": [argument],
     }
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-def _json_call(text: str) -> tuple[str, str]:
-    """Return name and input of the call at the start of a text; both empty if there is none."""
+def _json_call(text: str) -> ToolCall:
+    """Return the call at the start of a text; empty if there is none."""
     try:
         call, _ = json.JSONDecoder().raw_decode(text)
-        (argument,) = arguments_of(call).values() or ("",)
-        return str(call["name"]), str(argument)
+        return ToolCall(str(call["name"]), dict(arguments_of(call)))
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return "", ""
+        return ToolCall("", {})
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:

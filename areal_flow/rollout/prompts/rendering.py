@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_flow.core.errors import ConfigError, ModelError
 from areal_flow.core.types import Prompt
@@ -16,7 +17,7 @@ from areal_flow.rollout.prompts.rows import messages_in, question_field
 from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
-from areal_flow.rollout.workflows.tool_use import ToolUse, tools_by_name
+from areal_flow.rollout.workflows.tool_use import ToolUse, takes_text, tools_by_name
 from areal_flow.rollout.workflows.turns import MultiTurn
 
 Render = Callable[[Sequence[Message]], str]
@@ -121,9 +122,31 @@ def _tool_schemas(workflow: WorkflowSettings, functions: Path) -> list[Tool]:
         if description is None:
             path = located(path, functions)
             tool = load_function(path, setting="workflow.tools", error=ConfigError)
+            if not takes_text(tool):
+                schemas.append(_schema_of_arguments(name, tool))
+                continue
             description = (inspect.getdoc(tool) or name).partition("\n")[0]
         schemas.append(tool_schema(name, description))
     return schemas
+
+
+def _schema_of_arguments(name: str, tool: Callable[..., Any]) -> Tool:
+    # Imported here: transformers takes two seconds.
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"workflow.tools: the arguments of {name} need annotations, and a docstring whose "
+            f"`Args:` describe each: {error}"
+        ) from error
+    function = {key: value for key, value in schema["function"].items() if key != "return"}
+    return {"type": "function", "function": {**function, "name": name}}
 
 
 def with_system_message(messages: Sequence[Message], content: str) -> list[Message]:

@@ -41,7 +41,7 @@ from areal_flow.core.types import (
     counter_seed,
     merged_spans,
 )
-from areal_flow.policy.tokenizer.chat import Message
+from areal_flow.policy.tokenizer.chat import Message, ToolCall
 from areal_flow.sandboxes.protocol import Sandbox
 from areal_flow.sandboxes.registry import SandboxSettings
 
@@ -193,8 +193,8 @@ class EpisodeServices(Protocol):
         """
         ...
 
-    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[tuple[str, str]]:
-        """Return tool and input of each call in an answer, in the chat template's format.
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[ToolCall]:
+        """Return each call in an answer, in the chat template's format.
 
         Args:
             prompt: the conversation before the answer, which may have begun its reasoning.

@@ -1,22 +1,24 @@
 """The policy calls tools, whose results are appended as tokens of the environment.
 
 A call is `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, it has the format of the
-chat template. A tool is a function from text to text that runs on a reward worker, or runs its text
-in the episode's sandbox, whose shell and interpreter go on where the last call ended. Its result,
-or an error message, is context, which the loss mask leaves out. The rewards judge the last
-completion.
+chat template. A tool is a function that runs on a reward worker, or runs text in the episode's
+sandbox, whose shell and interpreter go on where the last call ended. Its result, or an error
+message, is context, which the loss mask leaves out. The rewards judge the last completion.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from inspect import Parameter
 from itertools import count
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +27,7 @@ from areal_flow.core.errors import ArealFlowError, PromptError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import require
 from areal_flow.core.types import Prompt, RewardPart, Score, Tokens
+from areal_flow.policy.tokenizer.chat import INPUT, ToolCall
 from areal_flow.rewards.shipping import function_name, load_function
 from areal_flow.rollout.workflows.episode import (
     EpisodeContext,
@@ -65,14 +68,6 @@ def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
     return tools
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool's name, empty if the call is malformed, and the text that the tool gets."""
-
-    name: str
-    text: str
-
-
 def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
     """Return the call that ends a completion: the tool's name and its input between marks."""
     before, has_end, _ = text.rpartition(end)
@@ -80,16 +75,44 @@ def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
     if not has_end:
         return None
     name, *rest = call.split(maxsplit=1) or [""]
-    return ToolCall(name, "".join(rest)) if has_start else ToolCall("", call)
+    return ToolCall(name, {INPUT: "".join(rest)}) if has_start else ToolCall("", {INPUT: call})
 
 
-def tool_result(path: str, text: str, timeout_s: float, max_characters: int) -> str:
+def takes_text(tool: Callable[..., Any]) -> bool:
+    """Return whether a tool has one parameter, a text, which a call need not name as it does."""
+    parameters = [*inspect.signature(tool).parameters.values()]
+    return len(parameters) == 1 and parameters[0].annotation in (str, "str", Parameter.empty)
+
+
+def text_of(arguments: Mapping[str, Any]) -> str:
+    """Return the only argument of a call as text.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if len(arguments) > 1:
+        raise ValueError(f"expected one argument, found {', '.join(arguments)}")
+    return "".join(map(str, arguments.values()))
+
+
+def _call(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Call a tool; outside a chat its arguments are JSON in a text."""
+    if takes_text(tool):
+        return str(tool(text_of(arguments)))
+    if arguments.keys() == {INPUT} and INPUT not in inspect.signature(tool).parameters:
+        arguments = json.loads(text_of(arguments))
+    return str(tool(**arguments))
+
+
+def tool_result(
+    path: str, arguments: Mapping[str, Any], timeout_s: float, max_characters: int
+) -> str:
     """Return a tool's result, or an error message for the policy.
 
     A `RewardError` is raised: it is an error of the infrastructure.
     """
     tool = load_function(path, setting="workflow.tools", error=ArealFlowError)
-    call = in_own_thread(lambda: str(tool(text)), name="tool")
+    call = in_own_thread(partial(_call, tool, arguments), name="tool")
     wait([call], timeout_s)
     if not call.done():
         message = f"Error: no result within {timeout_s:g} s"
@@ -169,7 +192,7 @@ class ToolUse(TimedWorkflow):
     """What an episode is; each workflow has its own settings."""
     tools: tuple[str, ...] = Field(("calculator",), min_length=1, strict=False)
     """`calculator`, `python` (in a sandbox), `bash` (needs `sandbox`), or the import path of a
-    function from text to text."""
+    function of a text, or of arguments that its annotations and docstring describe."""
     sandbox: SandboxSettings = SandboxSettings(provider=NO_SANDBOX)
     """The sandbox of each episode, in which the calls of `bash` and `python` share a shell, an
     interpreter and files; without it, each call of `python` has its own."""
@@ -254,7 +277,7 @@ class ToolUse(TimedWorkflow):
 
     def _calls(self, prompt: Tokens, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
         if context.is_chat:
-            return [ToolCall(*call) for call in context.chat_calls(prompt, answer)]
+            return [*context.chat_calls(prompt, answer)]
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)
         return [call] if call else []
 
@@ -273,10 +296,14 @@ class ToolUse(TimedWorkflow):
         if call.name not in paths:
             return f"Error: expected one of the tools {', '.join(paths)}, found {call.name!r}"
         if sandbox and call.name in self.sandbox_tools:
-            output = await sandbox.run(call.text, self.timeout_s, call.name)
+            try:
+                command = text_of(call.arguments)
+            except ValueError as error:
+                return f"Error: {error}"
+            output = await sandbox.run(command, self.timeout_s, call.name)
             return shortened(output, self.max_result_characters)
         limits = self.timeout_s, self.max_result_characters
-        return str(await context.call_tool(CALL_TOOL, paths[call.name], call.text, *limits))
+        return str(await context.call_tool(CALL_TOOL, paths[call.name], call.arguments, *limits))
 
     def _with_calls(self, score: Score, num_calls: int) -> Score:
         """Subtract the cost of calls from a score, and add their number as a part."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -39,8 +39,10 @@ class Estimate:
         return self.mean + self.half
 
     def text(self, num_decimals: int = 3, scale: float = 1.0) -> str:
+        """Return the mean with its interval, which a single value does not have."""
         mean, half = self.mean * scale, self.half * scale
-        return f"{mean:,.{num_decimals}f} ± {half:,.{num_decimals}f}"
+        interval = f" ± {half:,.{num_decimals}f}" if isfinite(half) else ""
+        return f"{mean:,.{num_decimals}f}{interval}"
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -55,6 +57,8 @@ def conclude(what: str, estimate: Estimate, *, nothing: float = 0.0, num_decimal
         nothing: the value of no effect: 0 of a difference, 1 of a ratio.
     """
     sign = "" if nothing else "+"
+    if not isfinite(estimate.half):
+        return f"{what}: {estimate.mean:{sign}.{num_decimals}f}. **No conclusion**: one seed."
     mean, low, high = (
         f"{each:{sign}.{num_decimals}f}" for each in (estimate.mean, estimate.low, estimate.high)
     )

@@ -211,6 +211,7 @@ class _LogWriter:
             "reward": rewards.astype(np.float64),
             "reward_detail": [_DETAILS[reward] for reward in rewards.tolist()],
             "reward_parts": [[]] * num_rows,
+            "tool_calls": [[]] * num_rows,
             "verifier": self.provenance.verifier,
             "generator": "generator-0",
             **dict.fromkeys(("submitted_at", "started_at", "finished_at", "scored_at"), AT),

@@ -13,6 +13,14 @@ from pandera.api.polars.types import PolarsData
 
 from areal_flow.core.layout import SCHEMA_VERSION
 
+TOOL_CALL = {
+    "turn": pl.Int32,
+    "name": pl.String,
+    "arguments": pl.String,
+    "result": pl.String,
+    "exit_code": pl.Int32,
+    "duration_s": pl.Float64,
+}
 FINISH_REASONS = ("stop", "length", "error")
 
 
@@ -54,6 +62,9 @@ class TrajectoryRow(pa.DataFrameModel):
     reward_detail: str = pa.Field(description="JSON: verdict, what was extracted, any error")
     reward_parts: pl.List(pl.Struct({"name": pl.String, "reward": pl.Float64})) = pa.Field(
         description="what each reward of the recipe gave, before weights and discounts"
+    )
+    tool_calls: pl.List(pl.Struct(TOOL_CALL)) = pa.Field(
+        description="of the workflow tool_use: arguments as JSON, the result as the policy read it"
     )
     verifier: str = pa.Field(description="names and hashes of the code that scored it")
     generator: str

@@ -46,7 +46,7 @@ from pathlib import Path
 
 from areal_flow.core.errors import RunError
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Version of the paths above and of the datasets' columns. Version 1 recorded no number."""
 _URL = re.compile(r"[a-z][a-z0-9]+:/")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")

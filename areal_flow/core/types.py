@@ -42,6 +42,20 @@ ENGINE_GAP = "engine_gap/"
 """The same, of metrics that compare a rollout engine with the trainer at the same weights."""
 
 
+class ToolRecord(NamedTuple):
+    """A call of a tool in an episode, and what the policy got."""
+
+    turn: int
+    """Number of the completion that called it, from 0."""
+    name: str
+    arguments: str
+    """JSON, by name."""
+    result: str
+    exit_code: int | None
+    """Of a command in a sandbox."""
+    duration_s: float
+
+
 class VersionSpan(NamedTuple):
     """`length` consecutive tokens sampled by policy `version`."""
 

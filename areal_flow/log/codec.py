@@ -91,6 +91,7 @@ def rollout_rows(
             "difficulty": episode.prompt.difficulty,
             "version_spans": [span._asdict() for span in draft.version_spans],
             "finish_reason": draft.finish_reason,
+            "tool_calls": [call._asdict() for call in draft.tool_calls],
             "generator": generator,
             "submitted_at": episode.submitted_at,
             "started_at": started_at,

@@ -319,3 +319,8 @@ def test_shipped_job_with_tools_is_killed_resumed_audited_and_replayed(tmp_path:
         assert shown.startswith("<result>")
         assert shown.endswith("</result>")
         assert row["reward_parts"][-1] == {"name": "tool_calls", "reward": 1.0}
+        (call,) = row["tool_calls"]
+        assert (call["turn"], call["exit_code"]) == (0, None)
+        assert shown == f"<result>{call['result']}</result>"
+        assert json.loads(call["arguments"]).keys() == {"input"}
+        assert 0 < call["duration_s"] < 60

@@ -377,6 +377,7 @@ def shown(*tokens: ShownToken, **detail: str) -> ShownTrajectory:
         "prompt_id": "p",
         "reward_detail": json.dumps({"verdict": "correct", "extracted": "2", **detail}),
         "reward_parts": [],
+        "tool_calls": [],
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
     return ShownTrajectory(

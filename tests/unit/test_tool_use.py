@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,14 @@ def test_calls_of_an_episode_share_a_sandbox_that_has_the_prompts_files() -> Non
     group = asyncio.run(run_group(workflow, episode, services))
     results = ["", "from a file\nError: exit code 3", "42"]
     assert not group.errors
+    ((_, draft),) = group.drafts
+    assert [(c.turn, c.name, c.result, c.exit_code) for c in draft.tool_calls] == [
+        (0, "bash", "", 0),
+        (1, "bash", results[1], 3),
+        (2, "python", "42", 0),
+    ]
+    assert json.loads(draft.tool_calls[1].arguments) == {"input": "echo $x; exit 3"}
+    assert all(0 < call.duration_s < 60 for call in draft.tool_calls)
     assert services.shown == [f"<result>{each}</result>" for each in results]
     with pytest.raises(SandboxError, match="it was closed"):
         asyncio.run(services.sandbox.run("true", timeout_s=1))

@@ -36,6 +36,7 @@ from areal_flow.core.types import (
     Sampling,
     Score,
     Tokens,
+    ToolRecord,
     VersionSpan,
     as_tokens,
     counter_seed,
@@ -72,6 +73,7 @@ class TrajectoryDraft:
     finish_reason: FinishReason = "length"
     score: Score | None = None
     branch: int = 0
+    tool_calls: tuple[ToolRecord, ...] = ()
 
     def __post_init__(self) -> None:
         spanned = sum(span.length for span in self.version_spans)
@@ -100,6 +102,10 @@ class TrajectoryDraft:
         spans = (VersionSpan(version, len(tokens)),)
         logprobs = np.zeros(len(tokens), np.float32)
         return self._with(as_tokens(tokens), False, logprobs, spans)
+
+    def with_calls(self, calls: Sequence[ToolRecord]) -> TrajectoryDraft:
+        """Append calls of tools, whose results are tokens of the environment."""
+        return replace(self, tool_calls=(*self.tool_calls, *calls))
 
     def as_branch(self, branch: int) -> TrajectoryDraft:
         """Return the start of another trajectory; only branch 0 trains the tokens so far."""

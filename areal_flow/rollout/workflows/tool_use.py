@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter
 from itertools import count
+from time import monotonic
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -26,7 +27,7 @@ from areal_flow.core.concurrency import all_of
 from areal_flow.core.errors import ArealFlowError, PromptError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import require
-from areal_flow.core.types import Prompt, RewardPart, Score, Tokens
+from areal_flow.core.types import Prompt, RewardPart, Score, Tokens, ToolRecord
 from areal_flow.policy.tokenizer.chat import INPUT, ToolCall
 from areal_flow.rewards.shipping import function_name, load_function
 from areal_flow.rollout.workflows.episode import (
@@ -34,7 +35,7 @@ from areal_flow.rollout.workflows.episode import (
     TimedWorkflow,
     TrajectoryDraft,
 )
-from areal_flow.sandboxes.protocol import Interpreter, Sandbox
+from areal_flow.sandboxes.protocol import CommandResult, Interpreter, Sandbox
 from areal_flow.sandboxes.registry import NO_SANDBOX, SandboxSettings
 
 TOOLS: dict[str, str] = {
@@ -147,17 +148,13 @@ class EpisodeSandbox:
         self._starting = asyncio.Lock()
         self._sandbox: Sandbox | None = None
 
-    async def run(self, command: str, timeout_s: float, interpreter: str) -> str:
+    async def run(self, command: str, timeout_s: float, interpreter: str) -> CommandResult:
         async with self._starting:
             if self._sandbox is None:
                 self._sandbox = await self._started()
-        result = await self._sandbox.run(
+        return await self._sandbox.run(
             command, timeout_s=timeout_s, interpreter=cast("Interpreter", interpreter)
         )
-        if result.timed_out:
-            return f"{result.output}\nError: no result within {timeout_s:g} s".strip()
-        failure = f"\nError: exit code {result.exit_code}" if result.exit_code else ""
-        return f"{result.output.rstrip()}{failure}".strip()
 
     async def _started(self) -> Sandbox:
         sandbox = await self._stack.enter_async_context(self._context.sandbox(self._settings))
@@ -265,7 +262,9 @@ class ToolUse(TimedWorkflow):
                 limit = f"workflow.max_calls ({self.max_calls})"
                 break
             num_calls += len(calls)
-            results = await all_of(self._result(call, context, sandbox) for call in calls)
+            records = await all_of(self._record(call, turn, context, sandbox) for call in calls)
+            draft = draft.with_calls(records)
+            results = [record.result for record in records]
             extended = draft.with_environment(self._result_tokens(results, draft, context))
             if context.num_tokens_left(extended.tokens) < 1:
                 limit = "generation.max_model_len"
@@ -289,19 +288,37 @@ class ToolUse(TimedWorkflow):
         (result,) = results  # outside a chat there is one call, at the end
         return context.encode(self.result_template.replace("{result}", result))
 
-    async def _result(
-        self, call: ToolCall, context: EpisodeContext, sandbox: EpisodeSandbox | None
-    ) -> str:
+    async def _record(
+        self, call: ToolCall, turn: int, context: EpisodeContext, sandbox: EpisodeSandbox | None
+    ) -> ToolRecord:
+        """Call a tool; a command's seconds are its own, a function's include the way there."""
+        began, exit_code = monotonic(), None
+        if sandbox and call.name in self.sandbox_tools:
+            result, exit_code, duration_s = await self._run(call, sandbox)
+        else:
+            result = await self._result(call, context)
+            duration_s = monotonic() - began
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        arguments = arguments.encode(errors="replace").decode()
+        return ToolRecord(turn, call.name, arguments, result, exit_code, duration_s)
+
+    async def _run(self, call: ToolCall, sandbox: EpisodeSandbox) -> tuple[str, int | None, float]:
+        try:
+            command = text_of(call.arguments)
+        except ValueError as error:
+            return f"Error: {error}", None, 0.0
+        result = await sandbox.run(command, self.timeout_s, call.name)
+        failure = f"Error: exit code {result.exit_code}" if result.exit_code else ""
+        if result.timed_out:
+            failure = f"Error: no result within {self.timeout_s:g} s"
+        shown = f"{result.output.rstrip()}\n{failure}".strip()
+        shown = shortened(shown, self.max_result_characters)
+        return shown, result.exit_code, result.duration_s
+
+    async def _result(self, call: ToolCall, context: EpisodeContext) -> str:
         paths = tools_by_name(self.tools)
         if call.name not in paths:
             return f"Error: expected one of the tools {', '.join(paths)}, found {call.name!r}"
-        if sandbox and call.name in self.sandbox_tools:
-            try:
-                command = text_of(call.arguments)
-            except ValueError as error:
-                return f"Error: {error}"
-            output = await sandbox.run(command, self.timeout_s, call.name)
-            return shortened(output, self.max_result_characters)
         limits = self.timeout_s, self.max_result_characters
         return str(await context.call_tool(CALL_TOOL, paths[call.name], call.arguments, *limits))
 

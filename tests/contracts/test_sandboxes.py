@@ -151,6 +151,28 @@ async def test_commands_cannot_use_more_than_their_limits(confined: Sandbox) -> 
     assert (await bash(confined, "echo usable", 60.0)).exit_code in (0, KILLED)
 
 
+SHARED = """
+import mmap, os, time
+os.fork(); os.fork()
+memory = mmap.mmap(-1, 200 << 20)
+for _ in range(200):
+    memory.write(bytes(1 << 20))
+time.sleep(60)
+"""
+
+
+async def test_memory_that_processes_share_is_limited_for_all_together() -> None:
+    sandbox = make_sandbox(PROVIDERS["local"])
+    await sandbox.start()
+    result = await bash(sandbox, f"python3 -c '{SHARED}'", 30.0)
+    assert (result.exit_code, result.timed_out) == (KILLED, False)
+    hidden = await sandbox.run(
+        "import os\nos.memfd_create('x')", timeout_s=30, interpreter="python"
+    )
+    assert "PermissionError" in hidden.output
+    await sandbox.close()
+
+
 async def test_a_sandbox_sees_neither_this_machine_nor_another_sandbox(
     confined: Sandbox, tmp_path: Path
 ) -> None:

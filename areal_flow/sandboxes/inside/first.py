@@ -18,6 +18,7 @@ START, KILL = "start", "kill"
 CHECK_EVERY_S = 0.5
 """How often memory is added up; a process alone is limited by the kernel."""
 FORK_ATTEMPTS = 100
+_OWN_MEMORY = ("RssAnon:", "RssShmem:")
 CONTROL = 3
 """The socket's descriptor."""
 
@@ -87,11 +88,14 @@ def _reap() -> None:
 
 
 def _used_bytes() -> int:
-    """Return the resident memory of all processes; 0 without /proc."""
-    page, total = os.sysconf("SC_PAGE_SIZE"), 0
+    """Return the resident memory of all processes, but for files; 0 without /proc.
+
+    What processes share, without a file, counts for each of them.
+    """
+    total_kb = 0
     with suppress(FileNotFoundError):
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError), open(f"/proc/{pid}/statm") as file:
-                _, resident, shared, *_ = map(int, file.read().split())
-                total += (resident - shared) * page
-    return total
+            with suppress(OSError), open(f"/proc/{pid}/status") as lines:
+                used = [line.split() for line in lines if line.startswith(_OWN_MEMORY)]
+                total_kb += sum(int(kilobytes) for _, kilobytes, _ in used)
+    return 1024 * total_kb

@@ -2,8 +2,8 @@
 
 No new process, no exec, no socket but a private pair, no signal to another process, no change of
 file attributes. Commands in a sandbox of their own may do these, too (`_COMMANDS`), but neither
-mount, trace, or make namespaces, nor use other sockets than those of Unix and the internet. Any
-other call fails with EPERM.
+mount, trace, or make namespaces, nor have memory that belongs to no process (memfd, System V), nor
+use other sockets than those of Unix and the internet. Any other call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -77,11 +77,9 @@ _COMMANDS = {
     "fadvise64": (221, 223), "fallocate": (285, 47), "readahead": (187, 213), "sync": (162, 81),
     "syncfs": (306, 267), "sync_file_range": (277, 84), "splice": (275, 76), "tee": (276, 77),
     "vmsplice": (278, 75), "inotify_init": (253, -1), "inotify_init1": (294, 26),
-    "inotify_add_watch": (254, 27), "inotify_rm_watch": (255, 28), "memfd_create": (319, 279),
+    "inotify_add_watch": (254, 27), "inotify_rm_watch": (255, 28),
     "signalfd": (282, -1), "signalfd4": (289, 74), "mincore": (27, 232), "mlock": (149, 228),
-    "munlock": (150, 229), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
-    "shmdt": (67, 197), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
-    "semtimedop": (220, 192), "ioctl": (16, 29), "fcntl": (72, 25), "connect": (42, 203),
+    "munlock": (150, 229), "ioctl": (16, 29), "fcntl": (72, 25), "connect": (42, 203),
     "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
     "sendto": (44, 206), "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269),
     "recvmmsg": (299, 243), "setsockopt": (54, 208),

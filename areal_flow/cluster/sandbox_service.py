@@ -12,6 +12,7 @@ A sandbox ends with its connection, and so with its episode, generator or reward
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.sandboxes.protocol import CommandResult, Interpreter
 from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
+
+logger = logging.getLogger(__name__)
 
 OPERATION = "areal_flow_sandbox"
 MAX_LIVE = 64
@@ -93,7 +96,9 @@ async def _outcome(
 ) -> dict[str, Any]:
     try:
         result = await method(**arguments or {})
-    except (ArealFlowError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, ArealFlowError | OSError):
+            logger.exception("a sandbox failed")
         return _as_message(error)
     return {"result": asdict(result) if isinstance(result, CommandResult) else result}
 
@@ -114,6 +119,7 @@ class RemoteSandbox:
         """
         self._worker, self._address, self._settings = worker, address, settings
         self._comm: Comm | None = None
+        self._turn = asyncio.Lock()
 
     async def start(self) -> None:
         try:
@@ -142,11 +148,12 @@ class RemoteSandbox:
             self._comm.abort()
 
     async def _ask(self, method: str, timeout_s: float, arguments: Mapping[str, Any]) -> Any:
-        if self._comm is None or self._comm.closed():
-            raise SandboxError("this sandbox is closed")
-        with suppress(OSError):  # `_answer` raises it
-            await self._comm.write({"method": method, **arguments})
-        return await self._answer(timeout_s)
+        async with self._turn:
+            if self._comm is None or self._comm.closed():
+                raise SandboxError("this sandbox is closed")
+            with suppress(OSError):  # `_answer` raises it
+                await self._comm.write({"method": method, **arguments})
+            return await self._answer(timeout_s)
 
     async def _answer(self, timeout_s: float | None) -> Any:
         assert self._comm is not None

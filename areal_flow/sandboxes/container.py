@@ -70,10 +70,15 @@ class ContainerSandbox(ShellSandbox):
         if (container := self._container) is None:
             return
         self._container = None
+        assert container.stdin is not None
+        container.stdin.close()
         killer = await self._command("kill", self._name)
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await asyncio.gather(killer.wait(), container.wait())
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                container.kill()
 
     def _run_arguments(self) -> list[str]:
         limits = self._limits
@@ -116,7 +121,7 @@ class ContainerSandbox(ShellSandbox):
                 if await stdout.readline() != _READY:
                     reason = (await stderr.read()).decode(errors="replace").strip()
                     raise SandboxError(f"{self._program}: a container of {self._image}: {reason}")
-        except TimeoutError:
+        except (TimeoutError, ValueError):  # the latter from a line without an end
             raise SandboxError(
                 f"{self._program}: a container of {self._image} is not ready after {timeout_s:g} s"
             ) from None
@@ -125,6 +130,9 @@ class ContainerSandbox(ShellSandbox):
         self, *arguments: str, stderr: int = asyncio.subprocess.STDOUT
     ) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        return await asyncio.create_subprocess_exec(
-            self._program, *arguments, stdin=pipe, stdout=pipe, stderr=stderr
-        )
+        try:
+            return await asyncio.create_subprocess_exec(
+                self._program, *arguments, stdin=pipe, stdout=pipe, stderr=stderr
+            )
+        except OSError as error:
+            raise SandboxError(f"{self._program} cannot be started: {error}") from error

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -87,25 +87,40 @@ class LocalSandbox(ShellSandbox):
         self._pidfd = -1
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._fork)
+        forking = asyncio.ensure_future(asyncio.to_thread(self._fork))
+        try:
+            self._control, self._pidfd = await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(_discard)
+            raise
+        except OSError as error:
+            raise SandboxError(f"a sandbox did not start: {error}") from error
 
     async def close(self) -> None:
         await super().close()
         if self._control:
-            self._control.close()
+            _end(self._control, self._pidfd)
             self._control = None
-        if self._pidfd >= 0:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            os.close(self._pidfd)
-            self._pidfd = -1
 
-    def _fork(self) -> None:
-        reports, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        errors = os.memfd_create("errors", os.MFD_CLOEXEC)
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        with reports, report, control, os.fdopen(errors, "rb") as stderr, os.fdopen(null):
+    def _fork(self) -> tuple[socket.socket, int]:
+        """Return the socket of a new sandbox's first process, and that process."""
+        own, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with control:
+            try:
+                return own, self._confined(control)
+            except BaseException:
+                own.close()
+                raise
+
+    def _confined(self, control: socket.socket) -> int:
+        with ExitStack() as opened:
+            reports, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            opened.enter_context(reports)
+            opened.enter_context(report)
+            errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+            stderr = opened.enter_context(os.fdopen(errors, "rb"))
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, null)
             limits = _Limits(
                 memory_bytes=self._limits.memory_bytes,
                 disk_bytes=self._limits.disk_bytes,
@@ -115,17 +130,20 @@ class LocalSandbox(ShellSandbox):
             _ZYGOTE.get().request(zygote.COMMANDS, fds, limits)
             report.close()
             reports.settimeout(START_TIMEOUT_S)
-            message = b""
+            message, pidfd = b"", -1
             while message != b"confined":
                 try:
                     message, pidfds, _, _ = socket.recv_fds(reports, 1024, 1)
                 except TimeoutError:
                     message, pidfds = b"", []
                 if pidfds:
-                    (self._pidfd,) = pidfds
+                    (pidfd,) = pidfds
                 elif message != b"confined":
+                    if pidfd >= 0:
+                        os.close(pidfd)
                     reason = os.pread(stderr.fileno(), 4096, 0).decode(errors="replace")
                     raise SandboxError(f"a sandbox did not start: {reason or 'its zygote died'}")
+            return pidfd
 
     async def _start_process(self, arguments: Sequence[str]) -> Process:
         path = os.pathsep.join((f"{sys.base_prefix}/bin", *_PATH))
@@ -134,20 +152,19 @@ class LocalSandbox(ShellSandbox):
             "arguments": [*arguments],
             "environment": {**ENVIRONMENT, **_USER, "PATH": path},
         }
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        own, stdin = socket.socketpair()
         try:
-            self._send(request, [stdin.fileno(), writing, writing])
-        except BaseException:
-            os.close(reading)
-            own.close()
-            raise
-        finally:
-            os.close(writing)
-            stdin.close()
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            with ExitStack() as on_error, os.fdopen(writing, "wb", 0):
+                pipe = on_error.enter_context(os.fdopen(reading, "rb", 0))
+                own, stdin = socket.socketpair()
+                on_error.enter_context(own)
+                with stdin:
+                    self._send(request, [stdin.fileno(), writing, writing])
+                on_error.pop_all()
+        except OSError as error:
+            raise SandboxError(f"no process can be started in a sandbox: {error}") from error
         reader = asyncio.StreamReader()
-        loop, pipe = asyncio.get_running_loop(), os.fdopen(reading, "rb")
-        transport, _ = await loop.connect_read_pipe(
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         _, writer = await asyncio.open_unix_connection(sock=own)
@@ -168,3 +185,16 @@ class LocalSandbox(ShellSandbox):
             socket.send_fds(self._control, [json.dumps(request).encode()], fds)
         except OSError as error:
             raise SandboxError(f"a sandbox is gone: {error}") from None
+
+
+def _end(control: socket.socket, pidfd: int) -> None:
+    control.close()
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+
+
+def _discard(forking: asyncio.Future[tuple[socket.socket, int]]) -> None:
+    """End a sandbox that nobody waits for any more."""
+    if not forking.cancelled() and forking.exception() is None:
+        _end(*forking.result())

@@ -34,20 +34,23 @@ ENVIRONMENT = {
 }  # fmt: skip
 _BASH = r"""
 exec 3<&0 0</dev/null 2>&1
-trap 'printf "\0%s %d exit\0" "$__mark" $?' EXIT
-while IFS= read -r -d "" -u 3 __mark && IFS= read -r -d "" -u 3 __command; do
-  eval "$__command" 3<&-
-  printf "\0%s %d\0" "$__mark" $?
+trap 'builtin printf "\0%s %d exit\0" "$__mark" $?' EXIT
+while IFS= builtin read -r -d "" -u 3 __mark && IFS= builtin read -r -d "" -u 3 __command; do
+  builtin eval "$__command" 3<&-
+  builtin printf "\0%s %d\0" "$__mark" $?
 done
 __mark=
 """
 _PYTHON = r"""
-import ast, os, sys, traceback
 def serve():
+    import sys
+    sys.path.pop(0)
+    import ast, os, traceback
+    sys.path.insert(0, "")
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(1, 2)
-    names, rest = {"__name__": "__main__"}, b""
+    names, rest = sys.modules["__main__"].__dict__, b""
     while chunk := os.read(commands, 1 << 16):
         rest += chunk
         while rest.count(b"\0") > 1:
@@ -61,6 +64,8 @@ def serve():
             except SystemExit as exit_:
                 code = exit_.code
                 status = code if isinstance(code, int) else 0 if code is None else 1
+                if status == 1 != code:
+                    print(code)
             except BaseException:
                 kind, error, trace = sys.exc_info()
                 traceback.print_exception(kind, error, trace.tb_next)
@@ -74,8 +79,9 @@ _ARGUMENTS: Mapping[Interpreter, Sequence[str]] = {
     "python": ("python3", "-u", "-c", _PYTHON),
 }
 _MARKED = 'printf %s "$0"; {} && printf %s "$0"'
-_READ = _MARKED.format('head -c "$2" -- "$1"')
+_READ = _MARKED.format('head -c "$2" < "$1"')
 _WRITE = _MARKED.format('mkdir -p -- "$(dirname -- "$1")" && cat > "$1"')
+MAX_PATH_BYTES = 4096
 
 
 @dataclass
@@ -110,8 +116,7 @@ class ShellSandbox(ABC):
         """Kill all processes but those that keep the sandbox alive."""
 
     async def close(self) -> None:
-        for name in tuple(self._interpreters):
-            self._drop(name)
+        self._drop_all()
 
     async def run(
         self, command: str, *, timeout_s: float, interpreter: Interpreter = "bash"
@@ -121,10 +126,10 @@ class ShellSandbox(ABC):
         async with self._lock:
             began, mark = monotonic(), token_hex(16).encode()
             output = _Output(mark)
-            if interpreter not in self._interpreters:
+            process = self._interpreters.get(interpreter)
+            if process is None or process.stdout.at_eof():  # it was killed meanwhile
                 process = await self._start_process(_ARGUMENTS[interpreter])
                 self._interpreters[interpreter] = process
-            process = self._interpreters[interpreter]
             try:
                 async with asyncio.timeout(timeout_s):
                     with suppress(ConnectionError):
@@ -134,39 +139,50 @@ class ShellSandbox(ABC):
                         chunk = await process.stdout.read(1 << 16)
                         output.add(chunk)
             except BaseException as error:
-                for name in tuple(self._interpreters):
-                    self._drop(name)
+                self._drop_all()
                 await self._kill_all()
                 if not isinstance(error, TimeoutError):
                     raise
                 return output.result(monotonic() - began, timed_out=True)
-            if output.is_last:
-                self._drop(interpreter)
-            if output.exit_code == KILLED:
+            if output.is_last and output.exit_code == KILLED:
+                self._drop_all()
                 await self._kill_all()  # there may be too many for another to start
                 await self._output_of(_MARKED.format("true"))  # raises if the sandbox is gone
+            elif output.is_last:
+                self._interpreters.pop(interpreter).close()
             return output.result(monotonic() - began)
 
     async def read_file(self, path: str) -> bytes:
         async with self._lock:
-            return await self._output_of(_READ, path, str(MAX_FILE_BYTES))
+            content = await self._output_of(_READ, path, str(MAX_FILE_BYTES + 1))
+            if len(content) > MAX_FILE_BYTES:
+                raise FileNotFoundError(f"{path}: it has more than {MAX_FILE_BYTES:,} bytes")
+            return content
 
     async def write_file(self, path: str, content: bytes) -> None:
         async with self._lock:
             await self._output_of(_WRITE, path, stdin=content)
 
-    def _drop(self, interpreter: Interpreter) -> None:
-        self._interpreters.pop(interpreter).close()
+    def _drop_all(self) -> None:
+        while self._interpreters:
+            self._interpreters.popitem()[1].close()
 
-    async def _output_of(self, script: str, *arguments: str, stdin: bytes = b"") -> bytes:
+    async def _output_of(
+        self, script: str, path: str = "", *arguments: str, stdin: bytes = b""
+    ) -> bytes:
         """Return what a script prints between two marks.
 
         Raises:
-            FileNotFoundError: it failed, and printed no second mark.
-            SandboxError: it did not start, or did not end.
+            FileNotFoundError: it failed, or did not end: there is no such path, or it is a pipe.
+            SandboxError: it did not start.
         """
+        if "\0" in path or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
+            raise FileNotFoundError(
+                f"expected a path of {MAX_PATH_BYTES:,} bytes, found {path!r:.80}"
+            )
+        path = path.encode(errors="replace").decode()
         mark = token_hex(16).encode()
-        process = await self._start_process(["bash", "-c", script, mark.decode(), *arguments])
+        process = await self._start_process(["bash", "-c", script, mark.decode(), path, *arguments])
         try:
             async with asyncio.timeout(FILE_TIMEOUT_S):
                 with suppress(ConnectionError):
@@ -175,7 +191,9 @@ class ShellSandbox(ABC):
                     process.stdin.write_eof()
                 output = await process.stdout.read()
         except TimeoutError:
-            raise SandboxError(f"a sandbox did not answer within {FILE_TIMEOUT_S:g} s") from None
+            self._drop_all()
+            await self._kill_all()
+            raise FileNotFoundError(f"{path}: not done within {FILE_TIMEOUT_S:g} s") from None
         finally:
             process.close()
         before, has_begun, content = output.partition(mark)
@@ -190,7 +208,7 @@ class _Output:
     """The output of a command up to its mark; of a long one the first half and the last."""
 
     def __init__(self, mark: bytes) -> None:
-        self._end = re.compile(rb"\x00%s (\d+)( exit)?\x00" % mark)
+        self._end = re.compile(rb"\x00%s (\d{1,3})( exit)?\x00" % mark)
         self._head, self._tail = b"", bytearray()
         self._num_dropped = 0
         self.exit_code: int | None = None
@@ -210,9 +228,12 @@ class _Output:
 
     def result(self, duration_s: float, *, timed_out: bool = False) -> CommandResult:
         exit_code = KILLED if self.exit_code is None else self.exit_code
-        parts = [self._head.decode(errors="replace"), self._tail.decode(errors="replace")]
-        gap = f"\n[{self._num_dropped:,} bytes left out]\n" if self._num_dropped else ""
-        return CommandResult(gap.join(parts), exit_code, duration_s, timed_out)
+        parts = [self._head + bytes(self._tail)]
+        if self._num_dropped:
+            parts = [self._head, bytes(self._tail)]
+        gap = f"\n[{self._num_dropped:,} bytes left out]\n"
+        output = gap.join(part.decode(errors="replace") for part in parts)
+        return CommandResult(output, exit_code, duration_s, timed_out)
 
     def _shorten(self) -> None:
         if not self._head:

@@ -18,15 +18,14 @@ START, KILL = "start", "kill"
 CHECK_EVERY_S = 0.5
 """How often memory is added up; a process alone is limited by the kernel."""
 FORK_ATTEMPTS = 100
-_OWN_MEMORY = ("RssAnon:", "RssShmem:")
+_OWN_MEMORY = ("RssAnon:", "VmSwap:")
 CONTROL = 3
 """The socket's descriptor."""
 
 
 def serve(*, memory_bytes: int) -> None:
     """Serve requests until the socket is closed, and kill all if they use too much memory."""
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `poll`, so that nothing stays a zombie
-    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would end this process
     control = socket.socket(fileno=CONTROL)
     control.set_inheritable(False)
     poller = select.poll()
@@ -38,7 +37,10 @@ def serve(*, memory_bytes: int) -> None:
             line, fds, _, _ = socket.recv_fds(control, 1 << 17, 3)
             if not line:
                 os._exit(0)
-            _handle(json.loads(line), fds)
+            with suppress(ValueError):  # too long a line
+                _handle(json.loads(line), fds)
+            for fd in fds:
+                os.close(fd)
         elif _used_bytes() > memory_bytes:
             _kill_all()
 
@@ -51,7 +53,7 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
             os.setsid()
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             arguments, environment = request["arguments"], request["environment"]
             os.closerange(len(fds), 256)
             os.execvpe(arguments[0], arguments, environment)  # type: ignore[index,arg-type]
@@ -59,8 +61,6 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(127)
-    for fd in fds:
-        os.close(fd)
 
 
 def _fork() -> int:
@@ -88,10 +88,7 @@ def _reap() -> None:
 
 
 def _used_bytes() -> int:
-    """Return the resident memory of all processes, but for files; 0 without /proc.
-
-    What processes share, without a file, counts for each of them.
-    """
+    """Return the memory of all processes, but for files; 0 without /proc."""
     total_kb = 0
     with suppress(FileNotFoundError):
         for pid in filter(str.isdigit, os.listdir("/proc")):

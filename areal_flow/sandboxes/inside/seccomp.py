@@ -2,8 +2,10 @@
 
 No new process, no exec, no socket but a private pair, no signal to another process, no change of
 file attributes. Commands in a sandbox of their own may do these, too (`_COMMANDS`), but neither
-mount, trace, or make namespaces, nor have memory that belongs to no process (memfd, System V), nor
-use other sockets than those of Unix and the internet. Any other call fails with EPERM.
+mount, trace, or make namespaces; nor have memory that outlives its mapping (shared without a file,
+memfd, System V, attributes of files); nor watch files or change priorities, which other sandboxes
+would notice; nor use other sockets than those of Unix and the internet. Any other call fails with
+EPERM.
 """
 
 from __future__ import annotations
@@ -59,30 +61,25 @@ _COMMANDS = {
     "execve": (59, 221), "execveat": (322, 281), "fork": (57, -1), "vfork": (58, -1),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
-    "setpgid": (109, 154), "setsid": (112, 157), "prctl": (157, 167), "prlimit64": (302, 261),
-    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
-    "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151),
-    "setfsgid": (123, 152), "setgroups": (116, 159), "capget": (125, 90),
-    "setpriority": (141, 140), "ioprio_get": (252, 31), "sched_setaffinity": (203, 122),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
-    "creat": (85, -1), "truncate": (76, 45), "link": (86, -1), "linkat": (265, 37),
-    "mknod": (133, -1), "mknodat": (259, 33), "openat2": (437, 437), "chmod": (90, -1),
-    "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
-    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1),
-    "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "getxattr": (191, 8),
-    "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
-    "flistxattr": (196, 13), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "fadvise64": (221, 223), "fallocate": (285, 47), "readahead": (187, 213), "sync": (162, 81),
-    "syncfs": (306, 267), "sync_file_range": (277, 84), "splice": (275, 76), "tee": (276, 77),
-    "vmsplice": (278, 75), "inotify_init": (253, -1), "inotify_init1": (294, 26),
-    "inotify_add_watch": (254, 27), "inotify_rm_watch": (255, 28),
-    "signalfd": (282, -1), "signalfd4": (289, 74), "mincore": (27, 232), "mlock": (149, 228),
-    "munlock": (150, 229), "ioctl": (16, 29), "fcntl": (72, 25), "connect": (42, 203),
-    "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
-    "sendto": (44, 206), "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269),
-    "recvmmsg": (299, 243), "setsockopt": (54, 208),
+    "setpgid": (109, 154), "setsid": (112, 157), "prctl": (157, 167), "setuid": (105, 146),
+    "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143), "setresuid": (117, 147),
+    "setresgid": (119, 149), "setfsuid": (122, 151), "setfsgid": (123, 152),
+    "setgroups": (116, 159), "capget": (125, 90), "ioprio_get": (252, 31),
+    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126), "creat": (85, -1),
+    "truncate": (76, 45), "link": (86, -1), "linkat": (265, 37), "mknod": (133, -1),
+    "mknodat": (259, 33), "openat2": (437, 437), "chmod": (90, -1), "fchmod": (91, 52),
+    "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1), "fchown": (93, 55),
+    "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
+    "futimesat": (261, -1), "utimensat": (280, 88), "getxattr": (191, 8), "lgetxattr": (192, 9),
+    "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
+    "flistxattr": (196, 13), "fadvise64": (221, 223), "fallocate": (285, 47),
+    "readahead": (187, 213), "sync": (162, 81), "syncfs": (306, 267), "sync_file_range": (277, 84),
+    "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "signalfd": (282, -1),
+    "signalfd4": (289, 74), "mincore": (27, 232), "mlock": (149, 228), "munlock": (150, 229),
+    "ioctl": (16, 29), "fcntl": (72, 25), "connect": (42, 203), "bind": (49, 200),
+    "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "sendto": (44, 206),
+    "sendmsg": (46, 211), "recvmsg": (47, 212), "sendmmsg": (307, 269), "recvmmsg": (299, 243),
+    "setsockopt": (54, 208),
 }  # fmt: skip
 _OPEN, _OPENAT = (2, -1), (257, 56)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
@@ -98,6 +95,7 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no owner, no signal."""
 _PRCTLS = (15, 16)
 """PR_SET_NAME, PR_GET_NAME."""
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS = (9, 222), 0x01, 0x20
 _NAMESPACE_FLAGS = tuple(1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
 """Of `clone`: CLONE_NEWNS, CLONE_NEWCGROUP to CLONE_NEWNET."""
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
@@ -148,10 +146,13 @@ def filter_of_commands() -> bytes:
         _OPEN: [_returns(_ALLOW)],
         _OPENAT: [_returns(_ALLOW)],
         _CLONE: _unless_bits(0, _NAMESPACE_FLAGS),
+        _MMAP: _unless_all(3, (_MAP_SHARED, _MAP_ANONYMOUS)),
+        _PRLIMIT: _if_argument(0, [0]),
         _SOCKET: _if_argument(0, families),
         _SOCKETPAIR: _if_argument(0, families),
     }
-    return _filter({**_ALLOWED, **_COMMANDS}, conditional)
+    allowed = {**_ALLOWED, **_COMMANDS}
+    return _filter({n: v for n, v in allowed.items() if v not in conditional}, conditional)
 
 
 def _filter(
@@ -189,6 +190,12 @@ def _if_argument(index: int, values: Sequence[int]) -> list[Instruction]:
 def _unless_bits(index: int, bits: Sequence[int]) -> list[Instruction]:
     checks = [step for bit in bits for step in ((_ANY_BIT, 0, 1, bit), _returns(_ERRNO | _EPERM))]
     return [_load(_ARGUMENTS_AT + 8 * index), *checks, _returns(_ALLOW)]
+
+
+def _unless_all(index: int, bits: Sequence[int]) -> list[Instruction]:
+    """Allow a call unless an argument has all of these bits."""
+    checks = [step for bit in bits for step in ((_ANY_BIT, 1, 0, bit), _returns(_ALLOW))]
+    return [_load(_ARGUMENTS_AT + 8 * index), *checks, _returns(_ERRNO | _EPERM)]
 
 
 def _if_null(index: int) -> list[Instruction]:

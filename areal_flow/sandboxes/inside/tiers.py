@@ -78,8 +78,8 @@ class Namespaces:
         pid namespace in /proc, if the kernel allows that: not where the machine hides a part of it.
         """
         kernel.unshare(kernel.CLONE_NEWNS)
-        places = (*self.readable, *self.devices)
-        trees = {path: _tree_of(path) for path in places if path != PROC}
+        places = {*self.readable, *self.devices} - {PROC, "/dev/zero"}  # whose memory is no one's
+        trees = {path: _tree_of(path) for path in places}
         options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes >> 13)},mode=0755"
         kernel.mount("none", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.mkdir(SCRATCH + PROC)

@@ -36,6 +36,7 @@ TASKS: dict[str, Callable[[], Any]] = {
 }
 COMMANDS = "commands"
 """The mode of a sandbox that runs commands, for as long as its owner wants."""
+NO_RUN = -1
 MAX_DESCRIPTORS = 16
 NOBODY_BASE = 1_000_000_000
 """Without namespaces a run started by root gets its own user: this plus its process id."""
@@ -77,7 +78,7 @@ class Zygote:
                     self._reap(fd)
                 elif (pidfd := self._next_run()) is None:
                     return
-                else:
+                elif pidfd != NO_RUN:
                     poller.register(pidfd, select.POLLIN)
 
     def _next_run(self) -> int | None:
@@ -85,12 +86,18 @@ class Zygote:
         if not line:
             return None
         request, reply = json.loads(line), socket.socket(fileno=fds[0])
-        if self._namespaces:
-            self._namespaces.prepare_fork()
-        if (pid := os.fork()) == 0:
-            self._become(request, fds)
-        for fd in fds[1:]:
-            os.close(fd)
+        try:
+            if self._namespaces:
+                self._namespaces.prepare_fork()
+            if (pid := os.fork()) == 0:
+                self._become(request, fds)
+        except OSError as error:  # too many processes; others go on
+            os.write(fds[3], f"{type(error).__name__}: {error}".encode())
+            reply.close()
+            return NO_RUN
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
         pidfd = os.pidfd_open(pid)
         self._runs[pidfd] = pid, reply
         _send(reply, b"{}", [pidfd])

@@ -130,15 +130,17 @@ class LocalSandbox(ShellSandbox):
             _ZYGOTE.get().request(zygote.COMMANDS, fds, limits)
             report.close()
             reports.settimeout(START_TIMEOUT_S)
-            message, pidfd = b"", -1
-            while message != b"confined":
+            pidfd, is_confined = -1, False
+            while pidfd < 0 or not is_confined:  # the process may report before its zygote
                 try:
                     message, pidfds, _, _ = socket.recv_fds(reports, 1024, 1)
                 except TimeoutError:
                     message, pidfds = b"", []
                 if pidfds:
                     (pidfd,) = pidfds
-                elif message != b"confined":
+                elif message == b"confined":
+                    is_confined = True
+                else:
                     if pidfd >= 0:
                         os.close(pidfd)
                     reason = os.pread(stderr.fileno(), 4096, 0).decode(errors="replace")

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -39,22 +40,27 @@ def skip_without(provider: str) -> None:
         pytest.skip("needs podman and AREAL_FLOW_TEST_IMAGE: nox -s tests_podman")
 
 
+@asynccontextmanager
+async def opened(provider: str) -> AsyncIterator[Sandbox]:
+    skip_without(provider)
+    made = make_sandbox(PROVIDERS[provider])
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
 @pytest.fixture(params=PROVIDERS)
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    skip_without(request.param)
-    made = make_sandbox(PROVIDERS[request.param])
-    await made.start()
-    yield made
-    await made.close()
+    async with opened(request.param) as made:
+        yield made
 
 
 @pytest.fixture(params=CONFINED)
 async def confined(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    skip_without(request.param)
-    made = make_sandbox(PROVIDERS[request.param])
-    await made.start()
-    yield made
-    await made.close()
+    async with opened(request.param) as made:
+        yield made
 
 
 async def bash(sandbox: Sandbox, command: str, timeout_s: float = 30.0) -> CommandResult:
@@ -173,36 +179,32 @@ own = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 async def test_memory_of_all_processes_together_is_limited() -> None:
-    sandbox = make_sandbox(PROVIDERS["local"])
-    await sandbox.start()
-    result = await bash(sandbox, f"python3 -c '{TOGETHER}'", 30.0)
-    assert (result.exit_code, result.timed_out) == (KILLED, False)
-    hidden = await sandbox.run(NO_ONES, timeout_s=30, interpreter="python")
-    assert (hidden.output, hidden.exit_code) == ("refused\n" * 2, 0)
-    await sandbox.close()
+    async with opened("local") as sandbox:
+        result = await bash(sandbox, f"python3 -c '{TOGETHER}'", 30.0)
+        assert (result.exit_code, result.timed_out) == (KILLED, False)
+        hidden = await sandbox.run(NO_ONES, timeout_s=30, interpreter="python")
+        assert (hidden.output, hidden.exit_code) == ("refused\n" * 2, 0)
 
 
 async def test_a_policy_cannot_break_its_sandbox() -> None:
     """Else it could do without a reward where it expects a bad one."""
-    sandbox = make_sandbox(PROVIDERS["local"])
-    await sandbox.start()
     attacks = (
         *("kill -INT 1", "kill -9 -1", "prlimit --pid 1 --nofile=3:3", "kill -STOP $$"),
         *("exec >/dev/null", "exec 3<&-", "read() { sleep 60; }; printf() { sleep 60; }"),
         r"builtin printf '\0%s %s\0' $__mark $(yes 1 | head -9000 | tr -d '\n')",
         *("(exit 137)", "kill -9 $$", "mkfifo pipe; break", "echo 'x = 1' > ast.py"),
     )
-    for attack in attacks:
-        await bash(sandbox, attack, 1.0)
-        assert (await bash(sandbox, "echo next", 30.0)).output == "next\n", attack
-        for _ in range(2):  # the first one may still find an interpreter that is being killed
-            answered = await sandbox.run("6 * 7", timeout_s=30, interpreter="python")
-        assert answered.output == "42\n", attack
-    for path in ("x" * 200_000, "a\0b", "é" * 3000):
-        with pytest.raises(FileNotFoundError):
-            await sandbox.read_file(path)
-    assert (await bash(sandbox, "echo next", 30.0)).output == "next\n"
-    await sandbox.close()
+    async with opened("local") as sandbox:
+        for attack in attacks:
+            await bash(sandbox, attack, 1.0)
+            assert (await bash(sandbox, "echo next", 30.0)).output == "next\n", attack
+            for _ in range(2):  # the first one may still find an interpreter that is being killed
+                answered = await sandbox.run("6 * 7", timeout_s=30, interpreter="python")
+            assert answered.output == "42\n", attack
+        for path in ("x" * 200_000, "a\0b", "é" * 3000):
+            with pytest.raises(FileNotFoundError):
+                await sandbox.read_file(path)
+        assert (await bash(sandbox, "echo next", 30.0)).output == "next\n"
 
 
 async def test_what_is_started_in_vain_leaves_nothing() -> None:

@@ -26,6 +26,7 @@ from areal_flow.core.errors import ArealFlowError, ConfigError
 from areal_flow.sandboxes.protocol import CommandResult, Interpreter
 from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
+from areal_flow.sandboxes.shell import FILE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ MAX_LIVE = 64
 """Sandboxes that a reward worker has at once."""
 GRACE_S = 60.0
 """How long an answer may take beyond a command's time limit."""
-FILE_TIMEOUT_S = 60.0
 _RAISED = {kind.__name__: kind for kind in (ConfigError, FileNotFoundError)}
 """What an episode gets as it was raised; any other error is a `SandboxError` there."""
 

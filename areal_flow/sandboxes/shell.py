@@ -127,7 +127,10 @@ class ShellSandbox(ABC):
             began, mark = monotonic(), token_hex(16).encode()
             output = _Output(mark)
             process = self._interpreters.get(interpreter)
-            if process is None or process.stdout.at_eof():  # it was killed meanwhile
+            if process and process.stdout.at_eof():  # it was killed meanwhile
+                process.close()
+                process = None
+            if process is None:
                 process = await self._start_process(_ARGUMENTS[interpreter])
                 self._interpreters[interpreter] = process
             try:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -41,17 +43,19 @@ VERIFIERS = "tests.integration.verifiers"
 FAILS_FOR_SOME = "tests.integration.workflows:FailsForSome"
 
 
+async def kill_in_turn(layout: RunLayout, roles: Mapping[int, str]) -> None:
+    """Kill a worker of each role once its step is reached."""
+    for step, role in roles.items():
+        await step_reached(layout, step)
+        os.kill(await worker_pid(role), signal.SIGKILL)
+        await asyncio.sleep(0.5)
+
+
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     """A run of branching conversations whose workers were killed during some of them."""
     root = tmp_path_factory.mktemp("runs") / "conversations"
     layout = RunLayout(root.resolve())
-
-    async def kill_in_turn() -> None:
-        for step, role in ((1, "generator"), (3, "reward")):
-            await step_reached(layout, step)
-            os.kill(await worker_pid(role), signal.SIGKILL)
-            await asyncio.sleep(0.5)
 
     recipe = small_recipe(
         num_steps=6,
@@ -63,7 +67,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
             {"verifier": "numeric", "weight": 0.5},
         ],
     )
-    return run_small(root, recipe, kill_in_turn)
+    return run_small(root, recipe, partial(kill_in_turn, layout, {1: "generator", 3: "reward"}))
 
 
 @pytest.mark.slow
@@ -153,12 +157,6 @@ def test_episodes_in_sandboxes_whose_workers_are_killed_are_trained_audited_and_
 ) -> None:
     layout = RunLayout((tmp_path / "sandboxes").resolve())
 
-    async def kill_in_turn() -> None:
-        for step, role in ((1, "reward"), (2, "generator"), (3, "reward")):
-            await step_reached(layout, step)
-            os.kill(await worker_pid(role), signal.SIGKILL)
-            await asyncio.sleep(0.5)
-
     recipe = small_recipe(
         num_steps=5,
         prompts={"num_held_out": 8},
@@ -168,7 +166,11 @@ def test_episodes_in_sandboxes_whose_workers_are_killed_are_trained_audited_and_
             "path": "tests.integration.workflows:CountsInItsSandbox",
         },
     )
-    run_small(layout.root, recipe, kill_in_turn)
+    run_small(
+        layout.root,
+        recipe,
+        partial(kill_in_turn, layout, {1: "reward", 2: "generator", 3: "reward"}),
+    )
     check_accounting(layout)
     replay = replay_step(layout, step=4, from_checkpoint=0)
     assert all(compared.equal for compared in (*replay.before, replay.compared))

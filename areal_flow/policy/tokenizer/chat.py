@@ -262,12 +262,12 @@ def _check_results(results: Sequence[Message], text: str) -> None:
             raise ValueError(f"the chat template does not show the tool's result {content!r:.60}")
 
 
-def tool_schema(name: str, description: str, *, argument: str = INPUT) -> Tool:
+def tool_schema(name: str, description: str) -> Tool:
     """Return the schema of a tool that takes a text."""
     parameters = {
         "type": "object",
-        "properties": {argument: {"type": "string", "description": description}},
-        "required": [argument],
+        "properties": {INPUT: {"type": "string", "description": description}},
+        "required": [INPUT],
     }
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}

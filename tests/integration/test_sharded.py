@@ -258,6 +258,7 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     assert all(c.tolerance and c.within_tolerance for c in (*replay.before, replay.compared))
 
 
+@pytest.mark.timeout(600)
 def test_run_of_two_copies_survives_ranks_that_are_lost_hang_or_fail_but_waits_for_slow_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from areal_flow.sandboxes.pool import SandboxPool
 from areal_flow.sandboxes.run import Limits
 from tests.sandbox.corpus import Case
 
-LIMITS = Limits(cpu_s=0.4, memory_bytes=640 * 2**20)
+LIMITS = Limits(cpu_s=0.4, memory_bytes=640 * 2**20, wall_per_cpu=6.0)
 ASSERTS = """
 import math
 def check(candidate):

@@ -500,7 +500,7 @@ def test_tools_may_be_functions(
     workflow = load_workflow(recipe.workflow, layout.rewards)
     paths = tools_by_name(workflow.tools)
     assert [*paths] == (names or ["calculator", "weather"])
-    assert tool_result(paths["weather"], "Rome", 5, 100) == "sunny in Rome"
+    assert tool_result(paths["weather"], {"city": "Rome"}, 5, 100) == "sunny in Rome"
     assert "sunny" in next(layout.rewards.glob("weather@*.py")).read_text()
     announced = what_is_executed(recipe.function_paths)
     assert re.search(r"came with the run directory: rewards/weather@\w+\.py$", announced)
@@ -533,4 +533,4 @@ def test_changed_shipped_tool_is_refused(started: list[Any]) -> None:
     pickled.write_bytes(pickled.read_bytes() + b".")
     (path,) = tools_by_name(load_workflow(recipe.workflow, layout.rewards).tools).values()
     with pytest.raises(ArealFlowError, match="expected the function that was shipped"):
-        tool_result(path, "Rome", 5, 100)
+        tool_result(path, {"city": "Rome"}, 5, 100)

@@ -8,6 +8,7 @@ import pytest
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.errors import ConfigError, PromptError
+from areal_flow.policy.tokenizer.chat import ToolCall
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.tool_use import ToolUse, marked_call
@@ -54,7 +55,7 @@ def test_demonstrated_call_is_the_workflows() -> None:
     call_text, shown, answer = called("347*86")
     call = marked_call(call_text, start=workflow.call_start, end=workflow.call_end)
     assert call is not None
-    assert (call.name, call.text) == ("calculator", "347*86")
+    assert call == ToolCall("calculator", {"input": "347*86"})
     assert shown == workflow.result_template.replace("{result}", "29842")
     assert answer == " #### 29842"
 

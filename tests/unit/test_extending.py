@@ -98,8 +98,8 @@ def test_every_block_of_python_is_a_file_that_is_run_here(
 @pytest.mark.usefixtures("my_project")
 def test_tool_answers_and_explains_its_refusals() -> None:
     tool = tools_by_name(("my_project.capitals:capital",))["capital"]
-    assert tool_result(tool, "France", 10, 100) == "Paris"
-    assert tool_result(tool, "Utopia", 10, 100).startswith(
+    assert tool_result(tool, {"country": "France"}, 10, 100) == "Paris"
+    assert tool_result(tool, {"country": "Utopia"}, 10, 100).startswith(
         "Error: LookupError: expected one of france"
     )
 

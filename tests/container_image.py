@@ -1,6 +1,6 @@
 """Make an image for containers from this Debian's or Ubuntu's own packages.
 
-`python tests/container_image.py NAME`; it has bash, coreutils, grep and Python.
+`python tests/container_image.py NAME`; it has bash, coreutils, grep, tar and Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGES = (
     "base-files", "bash", "coreutils", "grep", "libacl1", "libattr1", "libbz2-1.0", "libc6",
     "libcrypt1", "libexpat1", "libffi8", "libgmp10", "liblzma5", "libpcre2-8-0", "libselinux1",
-    "libsqlite3-0", "libtinfo6", "libuuid1", "python3-minimal", "zlib1g",
+    "libsqlite3-0", "libtinfo6", "libuuid1", "python3-minimal", "tar", "zlib1g",
 )  # fmt: skip
 PYTHON = ("python3.{}-minimal", "libpython3.{}-minimal", "libpython3.{}-stdlib")
 

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from areal_flow.sandboxes.protocol import SandboxLimits
 from areal_flow.sandboxes.run import SandboxError
@@ -15,8 +16,8 @@ from areal_flow.sandboxes.shell import Process, ShellSandbox
 
 
 class HostSandbox(ShellSandbox):
-    def __init__(self, limits: SandboxLimits, *, image: str = "") -> None:
-        super().__init__()
+    def __init__(self, limits: SandboxLimits, *, image: str = "", **inside: Any) -> None:
+        super().__init__(**inside)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[asyncio.subprocess.Process] = []
 
@@ -36,7 +37,8 @@ class HostSandbox(ShellSandbox):
         pipe, out = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         process = await asyncio.create_subprocess_exec(
             *arguments, stdin=pipe, stdout=pipe, stderr=out,
-            cwd=self._folder.name, start_new_session=True,
+            cwd=self._workdir or self._folder.name, env={**os.environ, **self._variables},
+            start_new_session=True,
         )  # fmt: skip
         self._processes.append(process)
         assert process.stdin is not None

@@ -136,6 +136,9 @@ class RemoteSandbox:
         request = {"command": command, "timeout_s": timeout_s, "interpreter": interpreter}
         return CommandResult(**await self._ask("run", timeout_s + GRACE_S, request))
 
+    async def stop_processes(self) -> None:
+        await self._ask("stop_processes", GRACE_S, {})
+
     async def read_file(self, path: str) -> bytes:
         return bytes(await self._ask("read_file", FILE_TIMEOUT_S + GRACE_S, {"path": path}))
 

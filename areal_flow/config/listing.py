@@ -59,7 +59,7 @@ def _sections(
         models: the schema of the section, or those of its alternatives (algorithms, workflows).
     """
     settings: dict[str, dict[str, Setting]] = {}
-    subsections: list[tuple[str, Any, list[Any]]] = []
+    subsections: dict[str, tuple[str, Any, list[Any]]] = {}
     for model in models:
         owner = model["properties"].get("name", {}).get("const", "")
         for key, field in model["properties"].items():
@@ -67,7 +67,7 @@ def _sections(
             parts = (field, *field.get("oneOf", ()), field.get("items", {}))
             references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
             if submodels := [definitions[reference] for reference in references]:
-                subsections.append((dotted, {**submodels[0], **field}, submodels))
+                subsections.setdefault(dotted, (dotted, {**submodels[0], **field}, submodels))
             if not submodels or "items" in field:
                 settings.setdefault(dotted, {})[owner] = _setting(dotted, field)
     heading = f"[[{name}]]" if "items" in section else name
@@ -76,7 +76,7 @@ def _sections(
         " ".join(section["description"].split()),
         [_merged(by_owner, len(models)) for by_owner in settings.values()],
     )
-    for subsection in subsections:
+    for subsection in subsections.values():
         yield from _sections(*subsection, definitions)
 
 

@@ -25,8 +25,9 @@ from areal_flow.rollout.prompts.settings import (
     SourceSettings,
 )
 from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.episode import TimedWorkflow
 from areal_flow.rollout.workflows.registry import WorkflowSettings
-from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.tool_use import WithTools
 from areal_flow.rollout.workflows.turns import SingleTurn
 from areal_flow.training.settings import RankSettings, SftSettings, TrainerSettings
 
@@ -189,7 +190,7 @@ class Recipe(Settings):
     """A workflow and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
     """Each `[[rewards]]` table, or name of a verifier, is one; a completion's reward is their
-    weighted sum. None by default where an agent gives the rewards."""
+    weighted sum. None by default where the workflow gives the rewards."""
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -236,29 +237,33 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _without_idle_reward(self) -> Recipe:
-        """Drop the default reward where an agent gives the rewards; refuse any other."""
-        if not self._is_rewarded_by_agent:
+        """Drop the default reward where the workflow gives the rewards; refuse any other."""
+        if not self.workflow_gives_rewards:
             return self
         if self.rewards == (RewardSettings(),):
             object.__setattr__(self, "rewards", ())
         require(
             not self.rewards,
             f"rewards: nothing asks {[reward.verifier for reward in self.rewards]}, since the "
-            "agent gives the rewards; set rewards = [], or workflow.missing_reward = 'score' to "
-            "have them score what the agent leaves",
+            f"{self.workflow.name} gives the rewards; set rewards = []"
+            + (
+                ", or workflow.missing_reward = 'score' to have them score what the agent leaves"
+                if isinstance(self.workflow, Agent)
+                else ""
+            ),
         )
         return self
 
     @property
-    def _is_rewarded_by_agent(self) -> bool:
-        return isinstance(self.workflow, Agent) and self.workflow.missing_reward != "score"
+    def workflow_gives_rewards(self) -> bool:
+        return isinstance(self.workflow, TimedWorkflow) and self.workflow.gives_rewards
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         require(
-            bool(self.rewards) or self._is_rewarded_by_agent,
-            "rewards: expected at least one, found none; name one, or take an agent as the "
-            "workflow, which gives rewards of its own",
+            bool(self.rewards) or self.workflow_gives_rewards,
+            "rewards: expected at least one, found none; name one, or take a workflow that gives "
+            "rewards of its own, such as an agent",
         )
         rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
         repeated = [each[0] for place, each in enumerate(rewards) if each in rewards[:place]]
@@ -332,10 +337,10 @@ class Recipe(Settings):
 
     def _check_workflow(self) -> None:
         require(
-            not isinstance(self.workflow, ToolUse)
+            not isinstance(self.workflow, WithTools)
             or self.prompts.chat_template
             or self.workflow.call_end in self.generation.stop.strings,
-            f"workflow.name = 'tool_use' needs generation.stop.strings = "
+            f"workflow.name = {self.workflow.name!r} needs generation.stop.strings = "
             f'["{getattr(self.workflow, "call_end", "")}"]: what ends a call must end a completion',
         )
         require(
@@ -428,7 +433,7 @@ class Recipe(Settings):
     @property
     def function_paths(self) -> tuple[str, ...]:
         """The names and import paths of verifiers, an agent and tools."""
-        tools = self.workflow.tools if isinstance(self.workflow, ToolUse) else ()
+        tools = self.workflow.tools if isinstance(self.workflow, WithTools) else ()
         return (*(each.verifier for each in self.rewards), self.rewarding_agent, *tools)
 
     def prompt_plan(self) -> PromptPlan:

@@ -179,8 +179,8 @@ class WeightedRewards:
             identity, source = _identity_of_agent(agent, directory)
             identities.insert(0, f"agent:{identity}")
             files.insert(0, source)
-        self.identity = " + ".join(identities)
-        """Name and code hash of the agent and of each reward."""
+        self.identity = " + ".join(identities) or "workflow"
+        """Name and code hash of the agent and of each reward; without any, the workflow itself."""
         self.files = tuple(dict.fromkeys(filter(None, files)))
         """The files of their code."""
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 
 from areal_flow.core.errors import ConfigError
 from areal_flow.sandboxes.protocol import SandboxLimits
 from areal_flow.sandboxes.run import SandboxError
-from areal_flow.sandboxes.shell import ENVIRONMENT, Process, ShellSandbox
+from areal_flow.sandboxes.shell import Process, ShellSandbox
 
 PROGRAMS = ("docker", "podman")
 START_TIMEOUT_S = 600.0
 """Of a container, whose image may have to be fetched."""
 END_TIMEOUT_S = 30.0
+_IMAGES: dict[tuple[str, str], str] = {}
+"""Built by this process, by program and folder."""
 _READY = b"ready\n"
 _FIRST_PROCESS = "echo ready; while read -r _; do kill -9 -1; echo ready; done"
 """Kills the others for each line: there may be too many for another to start."""
@@ -38,6 +42,8 @@ class ContainerSandbox(ShellSandbox):
         limits: SandboxLimits,
         *,
         image: str = "",
+        workdir: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
         program: str = "",
         arguments: Sequence[str] = (),
     ) -> None:
@@ -47,9 +53,11 @@ class ContainerSandbox(ShellSandbox):
             program: by default the one of `PROGRAMS` that is installed.
             arguments: further ones of its command `run`, `--network=bridge` for example.
         """
-        super().__init__()
+        super().__init__(workdir=workdir, variables=variables)
         if not image:
             raise ConfigError("sandbox.image: the provider 'docker' needs an image that has bash")
+        if Path(image).is_absolute() and not Path(image, "Dockerfile").is_file():
+            raise ConfigError(f"sandbox.image = {image!r}: expected a folder with a Dockerfile")
         self._limits, self._image, self._arguments = limits, image, arguments
         self._name = f"areal-flow-{token_hex(8)}"
         self._program = program or next(filter(shutil.which, PROGRAMS), "")
@@ -61,6 +69,8 @@ class ContainerSandbox(ShellSandbox):
                 f"the provider 'docker' needs one of {', '.join(PROGRAMS)}, found neither: install "
                 "one on the reward workers, or use 'local'"
             )
+        if Path(self._image).is_absolute():
+            self._image = await self._built(self._image)
         pipe = asyncio.subprocess.PIPE
         self._container = await self._command(*self._run_arguments(), stderr=pipe)
         await self._wait_until_ready(START_TIMEOUT_S)
@@ -80,6 +90,28 @@ class ContainerSandbox(ShellSandbox):
             with suppress(ProcessLookupError):
                 container.kill()
 
+    async def _built(self, folder: str) -> str:
+        """Return the image of a folder's Dockerfile, built once by each process."""
+        key = self._program, folder
+        if key not in _IMAGES:
+            pipe = asyncio.subprocess.PIPE
+            build = await self._command("build", "--quiet", folder, stderr=pipe)
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    output, errors = await build.communicate()
+            except BaseException as error:
+                with suppress(ProcessLookupError):
+                    build.kill()
+                if not isinstance(error, TimeoutError):
+                    raise
+                reason = f"not done within {START_TIMEOUT_S:g} s"
+                raise SandboxError(f"{self._program} build {folder}: {reason}") from None
+            if build.returncode:
+                reason = errors.decode(errors="replace").strip()[-2000:]
+                raise SandboxError(f"{self._program} build {folder}: {reason}")
+            _IMAGES[key] = output.decode().split()[-1]
+        return _IMAGES[key]
+
     def _run_arguments(self) -> list[str]:
         limits = self._limits
         has_network = any(each.startswith("--network") for each in self._arguments)
@@ -89,12 +121,13 @@ class ContainerSandbox(ShellSandbox):
             *("--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)),
             *("--pids-limit", str(limits.num_processes)),
             *("--ulimit", f"fsize={limits.disk_bytes}", "--security-opt", "no-new-privileges"),
+            *([f"--workdir={self._workdir}"] if self._workdir else []),
             *self._arguments,
             *("--entrypoint", "bash", self._image, "-c", _FIRST_PROCESS),
         ]
 
     async def _start_process(self, arguments: Sequence[str]) -> Process:
-        variables = [f"--env={name}={value}" for name, value in ENVIRONMENT.items()]
+        variables = [f"--env={name}={value}" for name, value in self._variables.items()]
         process = await self._command("exec", "--interactive", *variables, self._name, *arguments)
         assert process.stdin is not None
         assert process.stdout is not None

@@ -17,13 +17,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 
 from areal_flow.core.errors import ConfigError
 from areal_flow.core.machine import system_name
 from areal_flow.sandboxes.inside import first, tiers, zygote
 from areal_flow.sandboxes.protocol import SandboxLimits
 from areal_flow.sandboxes.run import SandboxError, ZygoteClient, available_tiers
-from areal_flow.sandboxes.shell import ENVIRONMENT, Process, ShellSandbox
+from areal_flow.sandboxes.shell import Process, ShellSandbox
 
 START_TIMEOUT_S = 10.0
 _PROGRAMS = (
@@ -78,8 +79,16 @@ _ZYGOTE = _Zygote()
 class LocalSandbox(ShellSandbox):
     """A sandbox of this machine."""
 
-    def __init__(self, limits: SandboxLimits, *, image: str = "") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        limits: SandboxLimits,
+        *,
+        image: str = "",
+        workdir: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        path = os.pathsep.join((f"{sys.base_prefix}/bin", *_PATH))
+        super().__init__(workdir=workdir, variables={**_USER, "PATH": path, **variables})
         if image:
             raise ConfigError(f"sandbox.image = {image!r}: the provider 'local' has none")
         self._limits = limits
@@ -148,11 +157,11 @@ class LocalSandbox(ShellSandbox):
             return pidfd
 
     async def _start_process(self, arguments: Sequence[str]) -> Process:
-        path = os.pathsep.join((f"{sys.base_prefix}/bin", *_PATH))
         request = {
             "do": first.START,
             "arguments": [*arguments],
-            "environment": {**ENVIRONMENT, **_USER, "PATH": path},
+            "environment": self._variables,
+            "workdir": self._workdir,
         }
         try:
             reading, writing = os.pipe2(os.O_CLOEXEC)

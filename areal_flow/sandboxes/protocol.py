@@ -54,6 +54,9 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def stop_processes(self) -> None:
+        """End all processes, so that the next command starts anew; files stay."""
+
     async def read_file(self, path: str) -> bytes:
         """Return a file's content.
 

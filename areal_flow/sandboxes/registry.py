@@ -24,9 +24,14 @@ class SandboxSettings(SandboxLimits):
     provider: str = "local"
     """`none`, as without this table; `local`: namespaces of the reward worker's machine;
     `docker`: a container, by Docker or Podman; or the import path of a class that is a `Sandbox`,
-    which gets the limits and `image`."""
+    which gets the limits, `image`, `workdir` and `variables`."""
     image: str = ""
-    """Of a container."""
+    """Of a container: a name, or the absolute path of a folder with a Dockerfile, which is built
+    when it is first used."""
+    workdir: str = ""
+    """Where commands begin, by default in the image's own or `/home/agent`."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Of the environment of commands."""
     provider_settings: dict[str, Any] = Field(default_factory=dict)
     """Other keyword arguments of the provider; of `docker` `arguments`, a list for its `run`."""
 
@@ -43,7 +48,13 @@ def make_sandbox(settings: SandboxSettings) -> Sandbox:
     )
     limits = SandboxLimits(**{key: getattr(settings, key) for key in SandboxLimits.model_fields})
     try:
-        sandbox: Sandbox = make(limits, image=settings.image, **settings.provider_settings)
+        sandbox: Sandbox = make(
+            limits,
+            image=settings.image,
+            workdir=settings.workdir,
+            variables=settings.variables,
+            **settings.provider_settings,
+        )
     except TypeError as error:
         raise ConfigError(f"sandbox.provider = {name!r}: {error}") from error
     return sandbox

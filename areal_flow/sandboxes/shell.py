@@ -96,7 +96,8 @@ class Process:
 class ShellSandbox(ABC):
     """A `Sandbox`, of a provider that can start processes in it and kill them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, workdir: str, variables: Mapping[str, str]) -> None:
+        self._workdir, self._variables = workdir, {**ENVIRONMENT, **variables}
         self._interpreters: dict[Interpreter, Process] = {}
         self._lock = asyncio.Lock()
 
@@ -154,6 +155,11 @@ class ShellSandbox(ABC):
             elif output.is_last:
                 self._interpreters.pop(interpreter).close()
             return output.result(monotonic() - began)
+
+    async def stop_processes(self) -> None:
+        async with self._lock:
+            self._drop_all()
+            await self._kill_all()
 
     async def read_file(self, path: str) -> bytes:
         async with self._lock:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from areal_flow.core.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given, Prices, report_settings
-from pipelines.console.tables import Report
+from pipelines.console.tables import Report, Table
 from pipelines.models import chosen_step
 
 DEFAULT_LIMIT = 20
@@ -293,31 +294,62 @@ def settings(section: str | None = None, /) -> Report:
 
 def verify(
     *,
-    kind: Annotated[str, Parameter(metavar="NAME|MODULE:FUNCTION")],
+    kind: Annotated[str | None, Parameter(metavar="NAME|MODULE:FUNCTION")] = None,
+    source: Annotated[str | None, Parameter(metavar="harbor:FOLDER")] = None,
     settings: Annotated[str, Parameter(metavar="JSON")] = "{}",
-) -> int:
-    """Score JSONL rows from standard input; write one verdict per line, in order.
+) -> int | Report:
+    """Score JSONL rows from standard input, one verdict per line; or try tasks with tests.
 
     A row has id, completion and what its verifier needs: reference; for code: mode, tests
     and entry_point. The exit code is 1 if a row got no score.
 
+    Of each task, the solution must get the reward 1, and doing nothing 0; else the exit code is 1.
+
     Args:
         kind: Verifier: math, code, numeric, exact, regex, format, judge, reward_model,
             reasoning_gym, or your own.
-        settings: Keyword arguments of the verifier, as in a recipe: '{"pattern": "Answer: (.+)"}'.
+        source: Tasks to try, instead of rows.
+        settings: Keyword arguments of the verifier, as in a recipe: '{"pattern": "Answer: (.+)"}';
+            of tasks those of workflow.sandbox: '{"provider": "docker"}'.
     """
     from pipelines.jobs.verify import read_lines, verify_lines
 
+    if (kind is None) == (source is None):
+        raise ConfigError("verify needs --kind NAME for rows, or --source harbor:FOLDER for tasks")
     try:
         chosen = TypeAdapter(dict[str, Any]).validate_json(settings)
     except ValidationError:
         raise ConfigError(f"--settings {settings!r}: expected a JSON object") from None
+    if kind is None:
+        return _tried_tasks(str(source), chosen)
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     are_scored = True
     for verdict in verify_lines(kind, read_lines(sys.stdin), settings=chosen):
         print(json.dumps(verdict), flush=True)
         are_scored &= verdict["score"] is not None
     return 0 if are_scored else 1
+
+
+def _tried_tasks(source: str, settings: dict[str, Any]) -> Report:
+    from areal_flow.sandboxes.registry import SandboxSettings
+    from pipelines.jobs.verify_tasks import try_tasks
+
+    name, _, folder = source.partition(":")
+    if name != "harbor" or not folder:
+        raise ConfigError(f"--source {source!r}: expected harbor:FOLDER")
+    try:
+        sandbox = SandboxSettings.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(f"--settings {settings}: {error}") from None
+    trials = asyncio.run(try_tasks(Path(folder).expanduser(), sandbox))
+    rows = [{**asdict(trial), "seconds": round(trial.seconds, 2)} for trial in trials]
+    num_bad = sum(bool(trial.problem) for trial in trials)
+    last = (
+        f"{len(trials)} tasks: {num_bad} may not be trained on"
+        if num_bad
+        else (f"{len(trials)} tasks: their solutions get 1, doing nothing 0")
+    )
+    return Report(rows, [Table(rows, prose=("problem",)), last], code=int(num_bad > 0))
 
 
 COMMANDS = (

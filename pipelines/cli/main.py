@@ -75,7 +75,7 @@ def launch(
     """Run one command; shared options may stand before or after its name."""
     began = monotonic()
     command, bound, ignored = _parsed(tokens)
-    if json and command.__annotations__.get("return") != Report.__name__:
+    if json and Report.__name__ not in command.__annotations__.get("return", ""):
         raise ConfigError(f"`{' '.join(tokens[:1])}` prints no report: it takes no --json")
     if command.__name__ in IMPORT_USER_CODE:
         search_here_last()

@@ -28,6 +28,8 @@ from areal_flow.policy.tokenizer.directory import (
 from areal_flow.rewards.reasoning_gym import scorer_of
 from areal_flow.rollout.prompts.formats import hub_dataset, is_saved_dataset
 from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
+from areal_flow.rollout.workflows.sandbox_task import TASK, TASKS, SandboxTask
+from areal_flow.sandboxes.harbor import HarborTask, ship_task, task_folders
 from areal_flow.training.supervised import OBJECTIVES
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
 from pipelines.tiny_jobs.sentences import make_sentences
@@ -42,9 +44,9 @@ from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 Row = Mapping[str, Any]
 Rows = list[dict[str, Any]]
-Fetch = Callable[[str, Recipe, Mapping[str, Any]], tuple[Iterable[Row], Rows]]
-"""Takes the text after the colon, the recipe of the source and the source's settings; returns
-training rows and held-out rows, or none of these, to hold out a part of the training rows."""
+Fetch = Callable[[str, Recipe, Mapping[str, Any], RunLayout], tuple[Iterable[Row], Rows]]
+"""Takes the text after the colon, the recipe of the source, the source's settings and where the run
+is; returns training rows and held-out rows, or none of these, to hold out a part of the others."""
 
 
 def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
@@ -58,7 +60,7 @@ def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
 
 
 def reasoning_gym_rows(
-    task: str, recipe: Recipe, settings: Mapping[str, Any]
+    task: str, recipe: Recipe, settings: Mapping[str, Any], _: RunLayout
 ) -> tuple[Iterable[Row], Rows]:
     """Return entries of a task: question, answer, and metadata for the task's own scorer."""
     try:
@@ -79,7 +81,7 @@ def reasoning_gym_rows(
 
 
 def dataset_rows(
-    name: str, recipe: Recipe, settings: Mapping[str, Any]
+    name: str, recipe: Recipe, settings: Mapping[str, Any], _: RunLayout
 ) -> tuple[Iterable[Row], Rows]:
     """Return the rows of a Hugging Face dataset, from the hub or a directory.
 
@@ -142,7 +144,7 @@ def fetched(path: Path, target: Path, *, split: str = "train") -> Path:
 
 
 def verifiers_rows(
-    environment: str, recipe: Recipe, settings: Mapping[str, Any]
+    environment: str, recipe: Recipe, settings: Mapping[str, Any], _: RunLayout
 ) -> tuple[Iterable[Row], Rows]:
     """Return the first tasks of an environment, for an agent."""
     if settings:
@@ -152,6 +154,25 @@ def verifiers_rows(
     except ImportError:
         raise _missing("verifiers", "verifiers") from None
     return rows(environment, recipe.prompts.num_prompts + recipe.prompts.num_held_out), []
+
+
+def harbor_rows(
+    folder: str, recipe: Recipe, settings: Mapping[str, Any], layout: RunLayout
+) -> tuple[Iterable[Row], Rows]:
+    """Return the instructions of a folder's tasks, and copy the tasks to the run."""
+    if settings:
+        raise ConfigError(f"source 'harbor:{folder}' takes no settings, found {settings}")
+    if not isinstance(recipe.workflow, SandboxTask):
+        raise ConfigError(
+            f"source 'harbor:{folder}' needs workflow.name = 'sandbox', found "
+            f"{recipe.workflow.name!r}: a task's own tests give its reward"
+        )
+    rows = []
+    for task in map(HarborTask, task_folders(Path(folder).expanduser())):
+        task.settings(recipe.workflow.sandbox)
+        name = ship_task(task, layout.rewards / TASKS)
+        rows.append({"question": task.instruction, TASK: name})
+    return rows, []
 
 
 def _missing(package: str, extra: str) -> ConfigError:
@@ -164,6 +185,7 @@ FETCHED: dict[str, Fetch] = {
     "reasoning_gym": reasoning_gym_rows,
     "datasets": dataset_rows,
     "verifiers": verifiers_rows,
+    "harbor": harbor_rows,
 }
 """By the text before the colon of a source's name."""
 
@@ -321,7 +343,7 @@ def _with_made_rows(
     if prompts.source == "file":
         return recipe
     if takes_settings:
-        train, held_out = FETCHED[kind](argument, recipe, settings)
+        train, held_out = FETCHED[kind](argument, recipe, settings, layout)
     elif prompts.source in SOURCES:
         train, held_out = SOURCES[prompts.source](recipe)
         recipe = changed(recipe, "prompts", question_field="question", answer_field="answer")

@@ -34,7 +34,7 @@ from areal_flow.rollout.prompts.rendering import messages_asked
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import ImportedWorkflow
-from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.tool_use import WithTools
 from areal_flow.sandboxes.pool import LOST, choose_tier
 from areal_flow.sandboxes.registry import make_sandbox
 from areal_flow.tracking.registry import require_sinks
@@ -162,7 +162,7 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     """
     lines, workflow = [], recipe.workflow
     has_python = False
-    if isinstance(workflow, ToolUse):
+    if isinstance(workflow, WithTools):
         has_python = "python" in workflow.tools and not workflow.has_sandbox
         if workflow.has_sandbox:
             make_sandbox(workflow.sandbox)

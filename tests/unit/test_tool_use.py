@@ -20,9 +20,10 @@ from areal_flow.policy.tokenizer.chat import ToolCall
 from areal_flow.rollout.prompts.rendering import _tool_schemas, renderer
 from areal_flow.rollout.tools import calculate
 from areal_flow.rollout.workflows.episode import RolledOutGroup, run_group
+from areal_flow.rollout.workflows.sandbox_task import SandboxTask
+from areal_flow.rollout.workflows.sandbox_tools import files_of
 from areal_flow.rollout.workflows.tool_use import (
     ToolUse,
-    files_of,
     marked_call,
     tool_result,
 )
@@ -30,6 +31,7 @@ from areal_flow.sandboxes.protocol import Sandbox
 from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
 from tests.episodes import PROMPT, FakeServices, episode_of
+from tests.harbor_tasks import write_task
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,8 @@ def test_failure_of_the_infrastructure_is_raised() -> None:
 WORDS = [
     *("<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"),
     *("bash ", "cd inner; x=$(cat a)", "echo $x; exit 3"),
+    *("edit ", '{"path": "a", "old": "b", "new": "c"}', "lines_of ", '{"path": "a", "first": 1}'),
+    *('python3 sums.py < "$NUMBERS" > answer.txt',),
 ]
 CALL, UNKNOWN, ANSWER = [1, 2, 5, 6], [1, 4, 5, 6], [7, 0]
 
@@ -252,6 +256,67 @@ def test_calls_of_an_episode_share_a_sandbox_that_has_the_prompts_files() -> Non
         asyncio.run(services.sandbox.run("true", timeout_s=1))
 
 
+def test_edits_replace_a_text_that_is_there_once() -> None:
+    edit = [1, 12, 13, 6]
+    services = ScriptedServices(edit, edit, [1, 12, 5, 6], ANSWER, max_model_len=600)
+    prompt = replace(PROMPT, metadata={"files": {"a": "abc\n"}})
+    workflow = ToolUse.model_validate({"tools": ["edit"], "sandbox": {}, "max_calls": 3})
+    asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
+    changed, again, no_json = services.shown
+    assert changed == "<result>a was changed</result>"
+    assert again == "<result>Error: expected the old text once in a, found it 0 times</result>"
+    assert no_json.startswith("<result>Error: ")
+    (schema,) = _tool_schemas(workflow, Path())
+    assert [*schema["function"]["parameters"]["properties"]] == ["path", "old", "new"]
+
+
+def test_functions_may_run_in_the_sandbox() -> None:
+    services = ScriptedServices([1, 14, 15, 6], ANSWER, max_model_len=400)
+    prompt = replace(PROMPT, metadata={"files": {"a": "first\nsecond\n"}})
+    workflow = ToolUse.model_validate(
+        {"tools": ["tests.unit.sandboxed:lines_of"], "sandbox": {}, "functions_in_sandbox": True}
+    )
+    group = asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
+    ((_, draft),) = group.drafts
+    (call,) = draft.tool_calls
+    assert (call.result, call.exit_code) == ("first", 0)
+    assert not services.tool_calls
+    with pytest.raises(ValueError, match=r"functions_in_sandbox needs a workflow\.sandbox"):
+        ToolUse.model_validate({"functions_in_sandbox": True})
+
+
+def test_the_tests_of_a_task_reward_what_was_done_in_its_sandbox(tmp_path: Path) -> None:
+    write_task(tmp_path / "sum")
+    solve = [1, 9, 16, 6]
+    workflow = SandboxTask(tasks=str(tmp_path))
+    prompt = replace(PROMPT, metadata={"task": "sum"})
+    rewards = []
+    for script in ([solve, ANSWER], [BASH, ANSWER], [ANSWER]):
+        services = ScriptedServices(*script, max_model_len=400)
+        group = asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
+        ((_, draft),) = group.drafts
+        assert draft.score is not None
+        rewards.append(draft.score.reward)
+        assert not services.scored
+    assert rewards == [1, 0, 0]
+    assert draft.score.message == "the answer is , expected 42"
+    assert [part.name for part in draft.score.parts] == ["reward", "tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [({}, "it has no column 'task'"), ({"task": "gone"}, "it has no task.toml")],
+)
+def test_a_row_without_its_task_fails(
+    tmp_path: Path, metadata: dict[str, str], message: str
+) -> None:
+    workflow, prompt = SandboxTask(tasks=str(tmp_path)), replace(PROMPT, metadata=metadata)
+    services = ScriptedServices(ANSWER, max_model_len=400)
+    group = asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
+    assert group.has_failed
+    assert message in group.errors[0]
+
+
 def test_files_that_are_no_text_by_path_are_refused() -> None:
     for files in ("[1]", "{", {"a": 1}):
         with pytest.raises(PromptError, match="prompt p: expected in column 'files' text by path"):
@@ -296,8 +361,8 @@ def test_failure_of_the_infrastructure_is_the_members() -> None:
 @pytest.mark.parametrize(
     ("workflow", "rule"),
     [
-        ({"tools": ["abacus"]}, "expected bash, calculator, python or an import path"),
-        ({"tools": ["bash"]}, "the tool 'bash' needs a workflow.sandbox.provider"),
+        ({"tools": ["abacus"]}, "expected one of calculator, python, bash, edit, or an import path"),
+        ({"tools": ["bash"]}, "workflow.tools: bash needs a workflow.sandbox.provider"),
         ({"tools": ["calculator", "mine:calculator"]}, "two tools are called 'calculator'"),
         ({"result_template": "none"}, "must contain {result}"),
         ({"call_end": "</call>"}, r'needs generation.stop.strings = \["</call>"\]'),

@@ -17,7 +17,7 @@ from areal_flow.rollout.prompts.rows import messages_in, question_field
 from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.registry import WorkflowSettings
-from areal_flow.rollout.workflows.tool_use import ToolUse, takes_text, tools_by_name
+from areal_flow.rollout.workflows.tool_use import WithTools, takes_text, tools_by_name
 from areal_flow.rollout.workflows.turns import MultiTurn
 
 Render = Callable[[Sequence[Message]], str]
@@ -63,7 +63,7 @@ def required_chat_template(
         chat.render([*_system_message(settings.system_prompt), {"role": "user", "content": "?"}])
         if isinstance(plan.workflow, MultiTurn) and plan.workflow.max_turns > 1:
             chat.next_turn("?", ended_by="\n")
-        if isinstance(plan.workflow, ToolUse):
+        if isinstance(plan.workflow, WithTools):
             chat.calls_in("")
             chat.next_turn("?", ended_by="\n", role="tool")
     except ValueError as error:
@@ -114,19 +114,20 @@ def messages_asked(prompt: Prompt, plan: PromptPlan) -> list[Message]:
 
 
 def _tool_schemas(workflow: WorkflowSettings, functions: Path) -> list[Tool]:
-    if not isinstance(workflow, ToolUse):
+    if not isinstance(workflow, WithTools):
         return []
     schemas = []
     for name, path in tools_by_name(workflow.tools).items():
-        description = workflow.sandbox_tools.get(name)
-        if description is None:
-            path = located(path, functions)
-            tool = load_function(path, setting="workflow.tools", error=ConfigError)
-            if not takes_text(tool):
-                schemas.append(_schema_of_arguments(name, tool))
-                continue
-            description = (inspect.getdoc(tool) or name).partition("\n")[0]
-        schemas.append(tool_schema(name, description))
+        if schema := workflow.schema_in_sandbox(name):
+            schemas.append(schema)
+            continue
+        path = located(path, functions)
+        tool = load_function(path, setting="workflow.tools", error=ConfigError)
+        description = (inspect.getdoc(tool) or name).partition("\n")[0]
+        is_text = takes_text(tool)
+        schemas.append(
+            tool_schema(name, description) if is_text else _schema_of_arguments(name, tool)
+        )
     return schemas
 
 

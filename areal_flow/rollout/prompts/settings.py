@@ -103,7 +103,8 @@ class PromptSettings(Settings):
     source: str = "arithmetic"
     """`file`; generated prompts: `arithmetic`, `calculator`, `one_liners`, `sentences`,
     `reasoning_gym:TASK`;
-    `datasets:NAME` (Hugging Face); or `verifiers:ENVIRONMENT`."""
+    `datasets:NAME` (Hugging Face); `verifiers:ENVIRONMENT`; or `harbor:FOLDER` (tasks with
+    tests)."""
     path: Path | None = Field(None, strict=False)
     """One prompt per row: a JSONL, Parquet, CSV or Arrow file, a folder of `datasets.save_to_disk`,
     a Lance dataset, or a dataset of the hub, `owner/name:config@split` (split `train` by default).

@@ -52,6 +52,10 @@ class Agent(TimedWorkflow):
     """Conversations without a reward are discarded, scored by the recipe's rewards, or get this
     number."""
 
+    @property
+    def gives_rewards(self) -> bool:
+        return self.missing_reward != "score"
+
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent.
 

@@ -161,6 +161,11 @@ class TimedWorkflow(Settings):
     episode_timeout_s: float = Field(600.0, gt=0)
     """Time limit of an episode, after which it ends with what it has."""
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether it scores its trajectories itself, so that no `[[rewards]]` are asked."""
+        return False
+
     def time_limit(self, context: EpisodeContext) -> str:
         """Return the limit that ends an episode before its next turn; empty if none."""
         is_late = context.elapsed_s() >= self.episode_timeout_s

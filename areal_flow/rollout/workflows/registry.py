@@ -12,7 +12,8 @@ from areal_flow.core.settings import Settings, import_function, unnamed_is
 from areal_flow.rewards.shipping import load_function, located
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import Workflow
-from areal_flow.rollout.workflows.tool_use import ToolUse
+from areal_flow.rollout.workflows.sandbox_task import TASKS, SandboxTask
+from areal_flow.rollout.workflows.tool_use import ToolUse, WithTools
 from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 
 
@@ -27,7 +28,7 @@ class ImportedWorkflow(Settings):
     """Keyword arguments."""
 
 
-AnyWorkflow = SingleTurn | MultiTurn | ToolUse | Agent | ImportedWorkflow
+AnyWorkflow = SingleTurn | MultiTurn | ToolUse | SandboxTask | Agent | ImportedWorkflow
 
 WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_is("single_turn")]
 """What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""
@@ -38,9 +39,11 @@ def load_workflow(settings: WorkflowSettings, functions: Path) -> Workflow:
     if isinstance(settings, Agent):
         settings = settings.model_copy(update={"path": located(settings.path, functions)})
         load_function(settings.path, setting="workflow.path", error=ConfigError)
-    if isinstance(settings, ToolUse):
+    if isinstance(settings, WithTools):
         tools = tuple(located(tool, functions) for tool in settings.tools)
         settings = settings.model_copy(update={"tools": tools})
+    if isinstance(settings, SandboxTask) and not settings.tasks:
+        settings = settings.model_copy(update={"tasks": str(functions / TASKS)})
     if not isinstance(settings, ImportedWorkflow):
         return settings
     make = import_function(settings.path, setting="workflow.path", error=ConfigError)

@@ -8,10 +8,9 @@ message, is context, which the loss mask leaves out. The rewards judge the last 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -19,36 +18,36 @@ from functools import partial
 from inspect import Parameter
 from itertools import count
 from time import monotonic
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_flow.core.concurrency import all_of
-from areal_flow.core.errors import ArealFlowError, PromptError, RewardError
+from areal_flow.core.errors import ArealFlowError, RewardError
 from areal_flow.core.failures import in_own_thread
 from areal_flow.core.settings import require
 from areal_flow.core.types import Prompt, RewardPart, Score, Tokens, ToolRecord
-from areal_flow.policy.tokenizer.chat import INPUT, ToolCall
+from areal_flow.policy.tokenizer.chat import INPUT, Tool, ToolCall, tool_schema
 from areal_flow.rewards.shipping import function_name, load_function
 from areal_flow.rollout.workflows.episode import (
     EpisodeContext,
     TimedWorkflow,
     TrajectoryDraft,
 )
-from areal_flow.sandboxes.protocol import CommandResult, Interpreter, Sandbox
+from areal_flow.rollout.workflows.sandbox_tools import (
+    EDIT,
+    EDIT_SCHEMA,
+    INTERPRETERS,
+    SANDBOX_TOOLS,
+    EpisodeSandbox,
+)
+from areal_flow.sandboxes.protocol import CommandResult
 from areal_flow.sandboxes.registry import NO_SANDBOX, SandboxSettings
 
 TOOLS: dict[str, str] = {
     "calculator": "areal_flow.rollout.tools:calculate",
     "python": "areal_flow.rollout.tools:run_python",
 }
-INTERPRETERS: Mapping[str, str] = {
-    "bash": "Run a bash command; the working directory, variables and files stay for the next one.",
-    "python": "Run Python code and print the value of its last line; names stay for the next call.",
-}
-"""Descriptions of the tools that run in the episode's sandbox, if it has one."""
-FILES = "files"
-"""The column of prompts with the files of the sandbox: text by path, or the same as JSON."""
 CALL_TOOL = f"{__name__}:tool_result"
 """Runs on a reward worker, and calls the tool there."""
 
@@ -57,10 +56,10 @@ def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
     """Return the import path of each tool by the name of its function."""
     tools: dict[str, str] = {}
     for tool in names:
-        if tool not in TOOLS.keys() | INTERPRETERS.keys() and ":" not in tool:
+        if tool not in {*TOOLS, *SANDBOX_TOOLS} and ":" not in tool:
             raise ValueError(
-                f"workflow.tools: expected bash, {', '.join(TOOLS)} or an import path such as "
-                f"'my_package.my_module:my_tool', found {tool!r}"
+                f"workflow.tools: expected one of {', '.join({**TOOLS, **INTERPRETERS})}, {EDIT}, "
+                f"or an import path such as 'my_package.my_module:my_tool', found {tool!r}"
             )
         name = function_name(tool)
         if name in tools:
@@ -96,13 +95,29 @@ def text_of(arguments: Mapping[str, Any]) -> str:
     return "".join(map(str, arguments.values()))
 
 
-def _call(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Call a tool; outside a chat its arguments are JSON in a text."""
+def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name: outside a chat they are JSON in a text.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
+    named = json.loads(text_of(arguments)) if arguments.keys() == {INPUT} else arguments
+    if not isinstance(named, Mapping):
+        raise ValueError(f"expected a JSON object of arguments, found {named!r:.80}")
+    return dict(named)
+
+
+def given_to(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str] | dict[str, Any]:
+    """Return a call's arguments as a tool takes them, by place or by name."""
     if takes_text(tool):
-        return str(tool(text_of(arguments)))
-    if arguments.keys() == {INPUT} and INPUT not in inspect.signature(tool).parameters:
-        arguments = json.loads(text_of(arguments))
-    return str(tool(**arguments))
+        return [text_of(arguments)]
+    has_input = INPUT in inspect.signature(tool).parameters
+    return dict(arguments) if has_input else by_name(arguments)
+
+
+def _call(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    given = given_to(tool, arguments)
+    return str(tool(*given) if isinstance(given, list) else tool(**given))
 
 
 def tool_result(
@@ -134,65 +149,18 @@ def shortened(message: str, max_characters: int) -> str:
     return message
 
 
-class EpisodeSandbox:
-    """The sandbox of an episode, started for its first call, with the files of its prompt."""
-
-    def __init__(
-        self,
-        settings: SandboxSettings,
-        context: EpisodeContext,
-        prompt: Prompt,
-        stack: AsyncExitStack,
-    ) -> None:
-        self._settings, self._context, self._prompt, self._stack = settings, context, prompt, stack
-        self._starting = asyncio.Lock()
-        self._sandbox: Sandbox | None = None
-
-    async def run(self, command: str, timeout_s: float, interpreter: str) -> CommandResult:
-        async with self._starting:
-            if self._sandbox is None:
-                self._sandbox = await self._started()
-        return await self._sandbox.run(
-            command, timeout_s=timeout_s, interpreter=cast("Interpreter", interpreter)
-        )
-
-    async def _started(self) -> Sandbox:
-        sandbox = await self._stack.enter_async_context(self._context.sandbox(self._settings))
-        for path, text in files_of(self._prompt).items():
-            await sandbox.write_file(path, text.encode())
-        return sandbox
-
-
-def files_of(prompt: Prompt) -> Mapping[str, str]:
-    """Return the files that a prompt's sandbox starts with.
-
-    Raises:
-        PromptError: its column `files` is something else.
-    """
-    files = prompt.metadata.get(FILES) or {}
-    if isinstance(files, str):
-        try:
-            files = json.loads(files)
-        except ValueError:
-            files = None
-    if not isinstance(files, Mapping) or not all(isinstance(t, str) for t in files.values()):
-        raise PromptError(
-            f"prompt {prompt.prompt_id}: expected in column {FILES!r} text by path, or JSON of it"
-        )
-    return files
-
-
-class ToolUse(TimedWorkflow):
+class WithTools(TimedWorkflow):
     """One conversation with tools, up to `max_calls` calls."""
 
-    name: Literal["tool_use"] = "tool_use"
-    """What an episode is; each workflow has its own settings."""
     tools: tuple[str, ...] = Field(("calculator",), min_length=1, strict=False)
-    """`calculator`, `python` (in a sandbox), `bash` (needs `sandbox`), or the import path of a
-    function of a text, or of arguments that its annotations and docstring describe."""
+    """`calculator`, `python` (in a sandbox), `bash` and `edit` (need `sandbox`), or the import path
+    of a function of a text, or of arguments that its annotations and docstring describe."""
     sandbox: SandboxSettings = SandboxSettings(provider=NO_SANDBOX)
-    """The sandbox of each episode, in which the calls of `bash` and `python` share a shell, an
-    interpreter and files; without it, each call of `python` has its own."""
+    """The sandbox of each episode, in which the calls of `bash`, `python` and `edit` share a shell,
+    an interpreter and files; without it, each call of `python` has its own."""
+    functions_in_sandbox: bool = False
+    """Run functions of your own in the episode's sandbox, by the source of their module, instead of
+    on the reward worker; they can import what is installed in it."""
     call_start: str = Field("<tool>", min_length=1)
     """Text before a call: the tool's name and its input."""
     call_end: str = Field("</tool>", min_length=1)
@@ -222,9 +190,11 @@ class ToolUse(TimedWorkflow):
 
     @model_validator(mode="after")
     def _has_a_sandbox(self) -> Self:
-        has_bash = "bash" in self.tools
+        needing = [name for name in ("bash", EDIT) if name in self.tools]
+        needing += ["functions_in_sandbox"] * self.functions_in_sandbox
         require(
-            not has_bash or self.has_sandbox, "the tool 'bash' needs a workflow.sandbox.provider"
+            not needing or self.has_sandbox,
+            f"workflow.tools: {', '.join(needing)} needs a workflow.sandbox.provider",
         )
         return self
 
@@ -232,23 +202,20 @@ class ToolUse(TimedWorkflow):
     def has_sandbox(self) -> bool:
         return self.sandbox.provider != NO_SANDBOX
 
-    @property
-    def sandbox_tools(self) -> Mapping[str, str]:
-        """The descriptions of the tools that run in the episode's sandbox, by name."""
-        names = self.tools if self.has_sandbox else ()
-        return {name: INTERPRETERS[name] for name in names if name in INTERPRETERS}
+    def schema_in_sandbox(self, name: str) -> Tool | None:
+        """Return the schema of a tool that is not a function but a part of the sandbox."""
+        if not self.has_sandbox or name not in SANDBOX_TOOLS:
+            return None
+        return EDIT_SCHEMA if name == EDIT else tool_schema(name, INTERPRETERS[name])
 
-    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory, scored by its last completion."""
-        async with AsyncExitStack() as stack:
-            sandbox = None
-            if self.has_sandbox:
-                sandbox = EpisodeSandbox(self.sandbox, context, prompt, stack)
-            return [await self._episode(prompt, context, sandbox)]
-
-    async def _episode(
-        self, prompt: Prompt, context: EpisodeContext, sandbox: EpisodeSandbox | None
+    async def episode(
+        self,
+        prompt: Prompt,
+        context: EpisodeContext,
+        sandbox: EpisodeSandbox | None,
+        judge: Callable[[Tokens], Awaitable[Score]],
     ) -> TrajectoryDraft:
+        """Return the conversation, scored by `judge`, which gets its last completion."""
         draft, num_calls, limit = TrajectoryDraft(prompt.tokens), 0, ""
         for turn in count():
             completion = await context.generate(draft.tokens, turn)
@@ -270,7 +237,7 @@ class ToolUse(TimedWorkflow):
                 limit = "generation.max_model_len"
                 break
             draft = extended
-        score = self._with_calls(await context.score(completion.tokens), num_calls)
+        score = self._with_calls(await judge(completion.tokens), num_calls)
         draft = draft.scored(score)
         return draft.cut_by(limit) if limit else draft
 
@@ -291,29 +258,43 @@ class ToolUse(TimedWorkflow):
     async def _record(
         self, call: ToolCall, turn: int, context: EpisodeContext, sandbox: EpisodeSandbox | None
     ) -> ToolRecord:
-        """Call a tool; a command's seconds are its own, a function's include the way there."""
-        began, exit_code = monotonic(), None
-        if sandbox and call.name in self.sandbox_tools:
-            result, exit_code, duration_s = await self._run(call, sandbox)
-        else:
-            result = await self._result(call, context)
-            duration_s = monotonic() - began
+        """Call a tool; a command's seconds are its own, another's include the way there."""
+        began, ran = monotonic(), None
+        if sandbox and self._is_in_sandbox(call.name):
+            try:
+                ran = await self._in_sandbox(call, sandbox)
+            except (FileNotFoundError, TypeError, ValueError) as error:
+                ran = f"Error: {error}"
+        result = await self._result(call, context) if ran is None else self._shown(ran)
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         arguments = arguments.encode(errors="replace").decode()
-        return ToolRecord(turn, call.name, arguments, result, exit_code, duration_s)
+        if isinstance(ran, CommandResult):
+            return ToolRecord(turn, call.name, arguments, result, ran.exit_code, ran.duration_s)
+        return ToolRecord(turn, call.name, arguments, result, None, monotonic() - began)
 
-    async def _run(self, call: ToolCall, sandbox: EpisodeSandbox) -> tuple[str, int | None, float]:
-        try:
-            command = text_of(call.arguments)
-        except ValueError as error:
-            return f"Error: {error}", None, 0.0
-        result = await sandbox.run(command, self.timeout_s, call.name)
-        failure = f"Error: exit code {result.exit_code}" if result.exit_code else ""
-        if result.timed_out:
+    def _is_in_sandbox(self, name: str) -> bool:
+        path = tools_by_name(self.tools).get(name, "")
+        is_own = path not in {"", *TOOLS.values(), *SANDBOX_TOOLS}
+        return (name in SANDBOX_TOOLS and path != "") or (is_own and self.functions_in_sandbox)
+
+    async def _in_sandbox(self, call: ToolCall, sandbox: EpisodeSandbox) -> CommandResult | str:
+        """Raise a ValueError, TypeError or FileNotFoundError for a bad call."""
+        if call.name == EDIT:
+            return await sandbox.edit(**{k: str(v) for k, v in by_name(call.arguments).items()})
+        if call.name in INTERPRETERS:
+            return await sandbox.run(text_of(call.arguments), self.timeout_s, call.name)
+        path = tools_by_name(self.tools)[call.name]
+        function = load_function(path, setting="workflow.tools", error=ArealFlowError)
+        return await sandbox.call(path, given_to(function, call.arguments), self.timeout_s)
+
+    def _shown(self, ran: CommandResult | str) -> str:
+        """Return what ran in the sandbox as the policy reads it."""
+        if isinstance(ran, str):
+            return shortened(ran, self.max_result_characters)
+        failure = f"Error: exit code {ran.exit_code}" if ran.exit_code else ""
+        if ran.timed_out:
             failure = f"Error: no result within {self.timeout_s:g} s"
-        shown = f"{result.output.rstrip()}\n{failure}".strip()
-        shown = shortened(shown, self.max_result_characters)
-        return shown, result.exit_code, result.duration_s
+        return shortened(f"{ran.output.rstrip()}\n{failure}".strip(), self.max_result_characters)
 
     async def _result(self, call: ToolCall, context: EpisodeContext) -> str:
         paths = tools_by_name(self.tools)
@@ -327,3 +308,18 @@ class ToolUse(TimedWorkflow):
         parts = (*score.parts, RewardPart("tool_calls", float(num_calls)))
         reward = score.reward if score.reward is None else score.reward - self.call_cost * num_calls
         return replace(score, reward=reward, parts=parts)
+
+
+class ToolUse(WithTools):
+    """A conversation with tools, whose last completion the rewards judge."""
+
+    name: Literal["tool_use"] = "tool_use"
+    """What an episode is; each workflow has its own settings."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory, scored by its last completion."""
+        async with AsyncExitStack() as stack:
+            sandbox = None
+            if self.has_sandbox:
+                sandbox = EpisodeSandbox(self.sandbox, context, prompt, stack)
+            return [await self.episode(prompt, context, sandbox, context.score)]

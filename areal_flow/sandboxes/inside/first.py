@@ -55,6 +55,9 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
                 os.dup2(fd, number)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             arguments, environment = request["arguments"], request["environment"]
+            if workdir := str(request["workdir"]):
+                os.makedirs(workdir, exist_ok=True)
+                os.chdir(workdir)
             os.closerange(len(fds), 256)
             os.execvpe(arguments[0], arguments, environment)  # type: ignore[index,arg-type]
         except BaseException as error:  # noqa: BLE001 - nothing above could handle it

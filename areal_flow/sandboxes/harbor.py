@@ -1,0 +1,373 @@
+"""Tasks in Harbor's format: a folder with an instruction, an environment, and tests that reward.
+
+    task.toml        limits, and an image
+    instruction.md   what is asked
+    environment/     a Dockerfile, and the files that it copies
+    tests/test.sh    copied to /tests at the end; writes /logs/verifier/reward.txt or reward.json
+    solution/        copied to /solution by a trial of the task: solve.sh
+
+Format: https://www.harborframework.com/docs/tasks. What is not supported is refused by its name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import tarfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from areal_flow.core.digests import row_hash
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.sandboxes.protocol import CommandResult, Sandbox
+from areal_flow.sandboxes.registry import SandboxSettings
+from areal_flow.sandboxes.run import SandboxError
+
+CONFIG, INSTRUCTION = "task.toml", "instruction.md"
+ENVIRONMENT, TESTS, SOLUTION = "environment", "tests", "solution"
+DOCKERFILE = "Dockerfile"
+_TEST, _SOLVE = "test.sh", "solve.sh"
+_REWARDS = "/logs/verifier"
+_ARCHIVE = "/tmp/.archive.tar"
+COPY_TIMEOUT_S = 60.0
+SOLUTION_TIMEOUT_S = 600.0
+MAX_SHOWN = 500
+"""Characters of what tests print that are kept."""
+MB = 2**20
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+_REFUSED = {
+    "steps": "several steps",
+    "environment.mcp_servers": "MCP servers",
+    "environment.healthcheck": "a health check",
+    "environment.gpus": "GPUs",
+    "environment.tpu": "TPUs",
+    "environment.skills_dir": "skills",
+    "agent.user": "a user of its own",
+    "verifier.user": "a user of its own",
+    "verifier.environment": "a verifier of its own",
+    "verifier.collect": "artifacts of services",
+}
+"""What a task may ask for, and has no counterpart here, by its place in `task.toml`."""
+
+
+class TaskError(ArealFlowError):
+    """A task cannot be read, or gives no reward."""
+
+
+class _Environment(BaseModel):
+    docker_image: str | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    workdir: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class _Agent(BaseModel):
+    timeout_sec: float | None = None
+
+
+class _Verifier(BaseModel):
+    timeout_sec: float = 600.0
+    env: dict[str, str] = Field(default_factory=dict)
+    environment_mode: str | None = None
+
+
+class _Solution(BaseModel):
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class _Config(BaseModel):
+    environment: _Environment = _Environment()
+    agent: _Agent = _Agent()
+    verifier: _Verifier = _Verifier()
+    solution: _Solution = _Solution()
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """What a task's tests say."""
+
+    __test__ = False
+
+    reward: float
+    rewards: Mapping[str, float]
+    """All numbers of `reward.json`."""
+    output: str
+    """What the tests printed, or why they gave no reward."""
+
+    def shown(self) -> str:
+        """Return the end of the output."""
+        return self.output.strip()[-MAX_SHOWN:]
+
+
+class HarborTask:
+    """A task of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read a task.
+
+        Raises:
+            TaskError: it is incomplete, or asks for what is not supported.
+        """
+        self.folder = folder
+        try:
+            table = tomllib.loads(self._text(CONFIG))
+            self._config = _Config.model_validate(table)
+        except (tomllib.TOMLDecodeError, ValidationError) as error:
+            raise TaskError(f"{folder / CONFIG}: {error}") from None
+        self.instruction = self._text(INSTRUCTION).strip()
+        self._refuse(table)
+
+    @property
+    def agent_timeout_s(self) -> float | None:
+        return self._config.agent.timeout_sec
+
+    @property
+    def has_solution(self) -> bool:
+        return (self.folder / SOLUTION / _SOLVE).is_file()
+
+    def settings(self, base: SandboxSettings) -> SandboxSettings:
+        """Return the settings of the task's sandbox: its own where it has them.
+
+        Raises:
+            TaskError: its environment needs a container, and `base` is of this machine.
+        """
+        asked = self._config.environment
+        update: dict[str, Any] = {"variables": {**base.variables, **_resolved(asked.env)}}
+        if asked.memory_mb:
+            update["memory_bytes"] = asked.memory_mb * MB
+        if asked.storage_mb:
+            update["disk_bytes"] = asked.storage_mb * MB
+        if asked.workdir:
+            update["workdir"] = asked.workdir
+        if base.provider == "local":
+            built = self._dockerfile()
+            update["variables"] = {**built.variables, **update["variables"]}
+            update |= {"workdir": asked.workdir or built.workdir}
+        elif asked.docker_image:
+            update["image"] = asked.docker_image
+        elif (self.folder / ENVIRONMENT / DOCKERFILE).is_file():
+            update["image"] = str((self.folder / ENVIRONMENT).resolve())
+        return base.model_copy(update=update)
+
+    async def furnish(self, sandbox: Sandbox, provider: str) -> None:
+        """Copy the environment's files, unless they are a part of its image."""
+        if provider == "local" and (files := self._dockerfile().files):
+            await _copy(sandbox, files)
+
+    async def solve(self, sandbox: Sandbox) -> CommandResult:
+        """Run the task's own solution."""
+        await _copy(sandbox, _files(self.folder / SOLUTION, "/solution"))
+        script = _script(f"/solution/{_SOLVE}", self._config.solution.env)
+        return await sandbox.run(script, timeout_s=self.agent_timeout_s or SOLUTION_TIMEOUT_S)
+
+    async def judge(self, sandbox: Sandbox) -> TestResult:
+        """Run the task's tests on what was done; whatever still runs is ended first.
+
+        Tests that take too long, or leave no reward, were kept from it: the reward is 0.
+
+        Raises:
+            SandboxError: there is no result, for reasons of the infrastructure.
+        """
+        await sandbox.stop_processes()
+        prepare = f"rm -rf /{TESTS} {_REWARDS} && mkdir -p /{TESTS} {_REWARDS}"
+        await _checked(sandbox, prepare)
+        await _copy(sandbox, _files(self.folder / TESTS, f"/{TESTS}"))
+        limit_s = self._config.verifier.timeout_sec
+        script = _script(f"/{TESTS}/{_TEST}", self._config.verifier.env)
+        result = await sandbox.run(script, timeout_s=limit_s)
+        if result.timed_out:
+            return TestResult(0.0, {}, f"the tests were not done within {limit_s:g} s")
+        try:
+            rewards = await _rewards(sandbox)
+        except (ValueError, FileNotFoundError) as error:
+            return TestResult(0.0, {}, f"the tests left no reward: {error}; {result.output}")
+        return TestResult(_reward_of(rewards), rewards, result.output)
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"{self.folder}: it has no {name}: {error}") from None
+
+    def _refuse(self, table: Mapping[str, Any]) -> None:
+        for place, what in _REFUSED.items():
+            section, _, name = place.rpartition(".")
+            asked = (table.get(section) or {} if section else table).get(name)
+            if asked and asked != "root":
+                raise TaskError(f"{self.folder / CONFIG}: {place}: {what} are not supported")
+        asked = table.get("environment") or {}
+        if asked.get("os", "linux") != "linux":
+            raise TaskError(f"{self.folder / CONFIG}: environment.os: only linux is supported")
+        if (self._config.verifier.environment_mode or "shared") != "shared":
+            raise TaskError(
+                f"{self.folder / CONFIG}: verifier.environment_mode: only 'shared' is supported"
+            )
+        for name in _COMPOSE:
+            if (self.folder / ENVIRONMENT / name).exists():
+                raise TaskError(f"{self.folder / ENVIRONMENT / name}: services are not supported")
+        if not (self.folder / TESTS / _TEST).is_file():
+            raise TaskError(f"{self.folder}: it has no {TESTS}/{_TEST}, which gives the reward")
+
+    def _dockerfile(self) -> _Dockerfile:
+        file = self.folder / ENVIRONMENT / DOCKERFILE
+        if file.is_file():
+            return _Dockerfile(file)
+        if self._config.environment.docker_image:
+            raise TaskError(_NEEDS_CONTAINER.format(file=self.folder / CONFIG, what="docker_image"))
+        return _Dockerfile(None)
+
+
+_NEEDS_CONTAINER = (
+    "{file}: {what} needs a container: set workflow.sandbox.provider = 'docker' "
+    '(of a trial: --settings \'{{"provider": "docker"}}\')'
+)
+
+
+class _Dockerfile:
+    """What a sandbox of this machine can do of a Dockerfile: WORKDIR, COPY and ENV."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Read a file; `FROM` is taken to be this machine.
+
+        Raises:
+            TaskError: it does more.
+        """
+        self.workdir = ""
+        self.files: dict[str, Path] = {}
+        self.variables: dict[str, str] = {}
+        lines = re.sub(r"\\\n", " ", file.read_text()).splitlines() if file else []
+        for line in filter(None, map(str.strip, lines)):
+            word, _, rest = line.partition(" ")
+            instruction, words = word.upper(), shlex.split(rest)
+            assert file is not None
+            if instruction == "WORKDIR":
+                self.workdir = str(PurePosixPath(self.workdir or "/", rest.strip()))
+            elif instruction == "ENV" and all("=" in each for each in words):
+                self.variables |= dict(each.split("=", 1) for each in words)
+            elif instruction == "COPY" and len(words) > 1 and not rest.startswith(("-", "[")):
+                self._copy(file.parent, words[:-1], words[-1])
+            elif instruction not in ("FROM", "CMD", "LABEL") and not word.startswith("#"):
+                raise TaskError(_NEEDS_CONTAINER.format(file=file, what=instruction))
+
+    def _copy(self, folder: Path, sources: Sequence[str], target: str) -> None:
+        place = PurePosixPath(self.workdir or "/", target)
+        for source in (found for each in sources for found in _matching(folder, each)):
+            if source.is_dir():
+                copied = _files(source, str(place))
+                own = folder / DOCKERFILE
+                self.files |= {path: file for path, file in copied.items() if file != own}
+            else:
+                is_folder = target.endswith(("/", ".")) or len(sources) > 1
+                self.files[str(place / source.name if is_folder else place)] = source
+
+
+def task_folders(folder: Path) -> list[Path]:
+    """Return the tasks of a folder in order, or the one that it is.
+
+    Raises:
+        TaskError: there is none.
+    """
+    folders = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
+    if not (tasks := [each for each in folders if (each / CONFIG).is_file()]):
+        raise TaskError(f"{folder}: expected folders with {CONFIG} each, found none")
+    return tasks
+
+
+def ship_task(task: HarborTask, directory: Path) -> str:
+    """Copy a task without its solution; return its name there, with a hash of its content."""
+    folder = task.folder.resolve()
+    files = [path for part in (ENVIRONMENT, TESTS) for path in sorted((folder / part).rglob("*"))]
+    files = [folder / CONFIG, folder / INSTRUCTION, *filter(Path.is_file, files)]
+    contents = ((str(file.relative_to(folder)).encode(), file.read_bytes()) for file in files)
+    name = f"{folder.name}@{row_hash(chain.from_iterable(contents))[:12]}"
+    for file in files:
+        target = directory / name / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target)
+    return name
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    pattern = pattern.lstrip("/") or "."
+    paths = [folder] if PurePosixPath(pattern) == PurePosixPath() else sorted(folder.glob(pattern))
+    inside = [path for path in paths if path.resolve().is_relative_to(folder.resolve())]
+    if not inside:
+        raise TaskError(f"{folder / DOCKERFILE}: COPY {pattern}: there is no such file")
+    return inside
+
+
+def _files(folder: Path, target: str) -> dict[str, Path]:
+    """Return the files below a folder by their paths in a sandbox."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {f"{target}/{path.relative_to(folder).as_posix()}": path for path in files}
+
+
+async def _copy(sandbox: Sandbox, files: Mapping[str, Path]) -> None:
+    """Copy files with their modes, in one archive."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, file in files.items():
+            entry = tarfile.TarInfo(path.lstrip("/"))
+            entry.size, entry.mode = file.stat().st_size, file.stat().st_mode & 0o755 | 0o644
+            entry.mtime = int(file.stat().st_mtime)
+            with file.open("rb") as content:
+                archive.addfile(entry, content)
+    await sandbox.write_file(_ARCHIVE, buffer.getvalue())
+    await _checked(sandbox, f"tar -xf {_ARCHIVE} -C / --no-same-owner && rm -f {_ARCHIVE}")
+
+
+async def _checked(sandbox: Sandbox, command: str) -> None:
+    result = await sandbox.run(command, timeout_s=COPY_TIMEOUT_S)
+    if result.exit_code:
+        raise SandboxError(f"{command} ended with {result.exit_code}: {result.output[-500:]}")
+
+
+def _script(path: str, variables: Mapping[str, str]) -> str:
+    chosen = [f"{name}={shlex.quote(text)}" for name, text in _resolved(variables).items()]
+    return f"chmod +x {path} && {' '.join(['env', *chosen, path])}"
+
+
+def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
+    """Fill in `${NAME}` and `${NAME:-default}` from this process's environment."""
+
+    def value(match: re.Match[str]) -> str:
+        text = os.environ.get(match[1], match[2])
+        if text is None:
+            raise TaskError(f"a task needs the environment variable {match[1]}, which is not set")
+        return text
+
+    pattern = re.compile(r"\$\{(\w+)(?::-(.*?))?\}")
+    return {name: pattern.sub(value, text) for name, text in variables.items()}
+
+
+async def _rewards(sandbox: Sandbox) -> dict[str, float]:
+    """Return what tests wrote: `reward.json`, or else `reward.txt`."""
+    try:
+        content = json.loads(await sandbox.read_file(f"{_REWARDS}/reward.json"))
+    except FileNotFoundError:
+        content = float(await sandbox.read_file(f"{_REWARDS}/reward.txt"))
+    rewards = content if isinstance(content, dict) else {"reward": content}
+    numbers = {
+        str(name): float(each) for name, each in rewards.items() if isinstance(each, int | float)
+    }
+    if not numbers or len(numbers) < len(rewards) or not all(map(isfinite, numbers.values())):
+        raise ValueError(f"expected finite numbers, found {content!r:.200}")
+    if "reward" not in numbers and len(numbers) > 1:
+        raise ValueError(f"expected 'reward' among {', '.join(numbers)}")
+    return numbers
+
+
+def _reward_of(rewards: Mapping[str, float]) -> float:
+    return rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))

@@ -1,0 +1,81 @@
+"""Try the tasks of a folder before a run: their solutions must be rewarded, doing nothing not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from areal_flow.core.errors import ArealFlowError
+from areal_flow.sandboxes.harbor import HarborTask, TestResult, task_folders
+from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
+
+SOLVED, UNTOUCHED = 1.0, 0.0
+
+
+@dataclass
+class Trial:
+    """What the tests of a task give its solution, and an untouched sandbox."""
+
+    task: str
+    solution: float | None = None
+    nothing: float | None = None
+    seconds: float = 0.0
+    problem: str = ""
+    """Why the task should not be trained on; empty if it may be."""
+
+
+async def try_tasks(folder: Path, settings: SandboxSettings) -> Sequence[Trial]:
+    """Try every task of a folder, as many at once as there are processors.
+
+    Raises:
+        TaskError: there is no task.
+    """
+    turns = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def try_one(task: Path) -> Trial:
+        async with turns:
+            return await _tried(task, settings)
+
+    return await asyncio.gather(*map(try_one, task_folders(folder)))
+
+
+async def _tried(folder: Path, settings: SandboxSettings) -> Trial:
+    trial, began = Trial(folder.resolve().name), perf_counter()
+    try:
+        task = HarborTask(folder)
+        untouched = await _judged(task, settings, solve=False)
+        trial.nothing = untouched.reward
+        solved = await _judged(task, settings, solve=True) if task.has_solution else None
+        trial.solution = solved.reward if solved else None
+        trial.problem = _problem(solved, untouched)
+    except ArealFlowError as error:
+        trial.problem = str(error)
+    trial.seconds = perf_counter() - began
+    return trial
+
+
+async def _judged(task: HarborTask, base: SandboxSettings, *, solve: bool) -> TestResult:
+    settings = task.settings(base)
+    sandbox = make_sandbox(settings)
+    await sandbox.start()
+    try:
+        await task.furnish(sandbox, settings.provider)
+        if solve:
+            await task.solve(sandbox)
+        return await task.judge(sandbox)
+    finally:
+        await sandbox.close()
+
+
+def _problem(solved: TestResult | None, untouched: TestResult) -> str:
+    if solved is None:
+        return "it has no solution/solve.sh, so that nothing says whether its tests can pass"
+    if solved.reward < SOLVED:
+        return f"its solution gets {solved.reward:g}, expected {SOLVED:g}: {solved.shown()}"
+    if untouched.reward > UNTOUCHED:
+        return f"doing nothing gets {untouched.reward:g}, expected {UNTOUCHED:g}"
+    return ""

@@ -103,7 +103,8 @@ def tests_podman(session: nox.Session) -> None:
     """Hold containers to the contract of sandboxes, in an image of this Debian's own packages."""
     session.env["AREAL_FLOW_TEST_IMAGE"] = image = "localhost/areal-flow-test:1"
     run(session, "python", "tests/container_image.py", image)
-    chosen = ("-k", "podman", "-rs", "tests/contracts/test_sandboxes.py")
+    files = ("tests/contracts/test_sandboxes.py", "tests/unit/test_harbor.py")
+    chosen = ("-k", "podman or image", "-rs", *files)
     run(session, "python", "-m", "pytest", *chosen, *session.posargs)
 
 

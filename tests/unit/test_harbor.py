@@ -191,8 +191,8 @@ def test_trial_of_tasks_names_those_that_may_not_be_trained_on(
 def test_an_image_is_built_of_the_dockerfile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dockerfile = f"FROM {IMAGE}\nWORKDIR /app\nENV NUMBERS=n.txt\nCOPY numbers.txt lib/ /app/\n"
-    write_task(tmp_path / "built", dockerfile=f"{dockerfile}RUN mv numbers.txt n.txt\n")
+    adding = "ENV NUMBERS=n.txt\nADD numbers.txt n.txt\nCOPY lib/ /app/\n"
+    write_task(tmp_path / "built", dockerfile=f"FROM {IMAGE}\nWORKDIR /app\n{adding}")
     settings = json.dumps(PODMAN)
     code = main(["verify", "--source", f"harbor:{tmp_path}", "--settings", settings, "--json"])
     (row,) = json.loads(capsys.readouterr().out)

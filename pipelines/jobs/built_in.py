@@ -31,6 +31,7 @@ from areal_flow.rollout.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.rollout.workflows.sandbox_task import TASK, TASKS, SandboxTask
 from areal_flow.sandboxes.harbor import HarborTask, ship_task, task_folders
 from areal_flow.training.supervised import OBJECTIVES
+from pipelines.tiny_jobs.lookups import look_ups, lookup_tokenizer, make_lookups
 from pipelines.tiny_jobs.one_liners import coder_tokenizer, formulas_then_look_ups, make_one_liners
 from pipelines.tiny_jobs.sentences import make_sentences
 from pipelines.tiny_jobs.sums import (
@@ -193,11 +194,13 @@ FETCHED: dict[str, Fetch] = {
 MODELS: dict[str, Callable[..., None]] = {
     "tiny": write_tiny_model,
     "tiny_calculator": partial(write_tiny_model, make_tokenizer=calculator_tokenizer),
+    "tiny_lookup": partial(write_tiny_model, make_tokenizer=lookup_tokenizer),
     "tiny_coder": partial(write_tiny_model, make_tokenizer=coder_tokenizer),
 }
 SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "arithmetic": make_arithmetic,
     "calculator": make_calculator,
+    "lookups": make_lookups,
     "one_liners": make_one_liners,
     "sentences": make_sentences,
 }
@@ -205,6 +208,7 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
     ("tiny", "arithmetic"): curriculum,
     ("tiny_calculator", "calculator"): demonstrations,
+    ("tiny_lookup", "lookups"): look_ups,
     ("tiny_coder", "one_liners"): formulas_then_look_ups,
 }
 """Functions that make rows for supervised fine-tuning, by model and source."""

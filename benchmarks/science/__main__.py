@@ -26,6 +26,7 @@ EXPERIMENTS = (
     "batch",
     "corrections",
     "age",
+    "lookup",
 )
 BEGIN, END = "<!-- written by the script: begin -->", "<!-- written by the script: end -->"
 SHARED: dict[str, Any] = {"processes": 2, "quick": False, "to": harness.ROOT / "docs" / "science"}

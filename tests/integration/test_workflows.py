@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from areal_flow.log.browse import GroupSelection, select_groups, show_group
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from pipelines.planning import lengths_of_run
 from tests.chat_templates import CHATML, give_chat_template
+from tests.harbor_tasks import write_task
 from tests.integration.runs import (
     check_accounting,
     check_costs,
@@ -187,6 +189,39 @@ def test_episodes_in_sandboxes_whose_workers_are_killed_are_trained_audited_and_
             assert 0 <= first <= second
     commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [command for command in commands if "inside.zygote" in " ".join(command)]
+
+
+@pytest.mark.slow
+def test_tasks_reward_by_their_tests_though_reward_workers_are_killed(tmp_path: Path) -> None:
+    test = "#!/bin/bash\necho 0.$((RANDOM % 10)) > /logs/verifier/reward.txt\n"
+    for number in range(20):
+        folder = write_task(tmp_path / "tasks" / f"t{number}", expected=number + 30, test=test)
+        (folder / "instruction.md").write_text(f"Add {number} and 30 =\n")
+    recipe = small_recipe(
+        num_steps=4,
+        sft={"num_steps": 0},
+        prompts={"source": f"harbor:{tmp_path / 'tasks'}", "num_held_out": 4},
+        generation={
+            "max_new_tokens": 6,
+            "max_model_len": 128,
+            "max_num_seqs": 16,
+            "stop": {"strings": ["</tool>"]},
+        },
+        workflow={"name": "sandbox"},
+        rewards=[],
+    )
+    layout = RunLayout((tmp_path / "tested").resolve())
+    run_small(layout.root, recipe, partial(kill_in_turn, layout, {1: "reward", 2: "reward"}))
+    shutil.rmtree(tmp_path / "tasks")  # the run has its own
+    check_accounting(layout)
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert all(compared.equal for compared in (*replay.before, replay.compared))
+    rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
+    rewards = {row["reward"] for row in rows if row["finish_reason"] != "error"}
+    assert len(rewards) > 3
+    assert rewards <= {round(number / 10, 1) for number in range(10)}
+    assert {row["verifier"] for row in rows} == {"workflow"}
+    assert len([*(layout.rewards / "tasks").iterdir()]) == 20
 
 
 @pytest.mark.slow

@@ -361,7 +361,10 @@ def test_failure_of_the_infrastructure_is_the_members() -> None:
 @pytest.mark.parametrize(
     ("workflow", "rule"),
     [
-        ({"tools": ["abacus"]}, "expected one of calculator, python, bash, edit, or an import path"),
+        (
+            {"tools": ["abacus"]},
+            "expected one of calculator, python, bash, edit, or an import path",
+        ),
         ({"tools": ["bash"]}, "workflow.tools: bash needs a workflow.sandbox.provider"),
         ({"tools": ["calculator", "mine:calculator"]}, "two tools are called 'calculator'"),
         ({"result_template": "none"}, "must contain {result}"),

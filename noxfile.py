@@ -5,6 +5,7 @@ nox -s tests [-- ARGS]     unit, contract and integration tests
 nox -s tests_slow          what else protects users: every recovery, every architecture
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
+nox -s tests_harbor        tasks as Harbor's own package reads them; not in CI
 nox -s tests_slurm         workers as jobs of a real Slurm on this machine; not in CI
 nox -s real_model          every part with the weights of SmolLM2-135M; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
@@ -88,6 +89,16 @@ def tests_verifiers(session: nox.Session) -> None:
     tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "hypothesis>=6.170")
     session.install("--no-compile", *tools, "torch==2.13.0", "-e", ".[verifiers]")
     session.run("python", "-m", "pytest", "tests/verifiers_env", *session.posargs)
+
+
+@nox.session(python="3.12", venv_backend="venv", reuse_venv=True)
+def tests_harbor(session: nox.Session) -> None:
+    """Hold the reader of Harbor's tasks to its own package, which needs Python 3.12."""
+    ours = ("pydantic>=2.13", "psutil")
+    session.install("--no-compile", "harbor==0.26.0", "pytest>=9", *ours)
+    settings = ("-c", os.devnull, "-p", "no:cacheprovider", "--noconftest", f"--rootdir={ROOT}")
+    session.env["PYTHONPATH"] = str(ROOT)
+    session.run("python", "-m", "pytest", *settings, "tests/harbor_env", *session.posargs)
 
 
 @nox.session

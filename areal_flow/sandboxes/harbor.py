@@ -21,12 +21,12 @@ import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, dropwhile
 from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from areal_flow.core.digests import row_hash
 from areal_flow.core.errors import ArealFlowError
@@ -61,6 +61,10 @@ _REFUSED = {
 """What a task may ask for, and has no counterpart here, by its place in `task.toml`."""
 
 
+_CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
+"""A line that marks data of benchmarks, which no policy is shown."""
+
+
 class TaskError(ArealFlowError):
     """A task cannot be read, or gives no reward."""
 
@@ -71,6 +75,15 @@ class _Environment(BaseModel):
     storage_mb: int | None = None
     workdir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_sizes(cls, table: Any) -> Any:
+        """Accept the sizes of older tasks, such as `memory = "2G"`."""
+        if not isinstance(table, Mapping):
+            return table
+        old = {f"{name}_mb": table[name] for name in ("memory", "storage") if name in table}
+        return {**{name: _megabytes(size) for name, size in old.items()}, **table}
 
 
 class _Agent(BaseModel):
@@ -126,12 +139,18 @@ class HarborTask:
             self._config = _Config.model_validate(table)
         except (tomllib.TOMLDecodeError, ValidationError) as error:
             raise TaskError(f"{folder / CONFIG}: {error}") from None
-        self.instruction = self._text(INSTRUCTION).strip()
+        lines = self._text(INSTRUCTION).strip().splitlines()
+        asked = dropwhile(lambda line: not line.strip() or _CANARY.fullmatch(line), lines)
+        self.instruction = "\n".join(asked)
         self._refuse(table)
 
     @property
     def agent_timeout_s(self) -> float | None:
         return self._config.agent.timeout_sec
+
+    @property
+    def test_timeout_s(self) -> float:
+        return self._config.verifier.timeout_sec
 
     @property
     def has_solution(self) -> bool:
@@ -184,7 +203,7 @@ class HarborTask:
         prepare = f"rm -rf /{TESTS} {_REWARDS} && mkdir -p /{TESTS} {_REWARDS}"
         await _checked(sandbox, prepare)
         await _copy(sandbox, _files(self.folder / TESTS, f"/{TESTS}"))
-        limit_s = self._config.verifier.timeout_sec
+        limit_s = self.test_timeout_s
         script = _script(f"/{TESTS}/{_TEST}", self._config.verifier.env)
         result = await sandbox.run(script, timeout_s=limit_s)
         if result.timed_out:
@@ -271,6 +290,13 @@ class _Dockerfile:
             else:
                 is_folder = target.endswith(("/", ".")) or len(sources) > 1
                 self.files[str(place / source.name if is_folder else place)] = source
+
+
+def _megabytes(size: Any) -> int:
+    units = {"K": 1 / 1024, "M": 1, "G": 1024}
+    if not (match := re.fullmatch(r"\s*([\d.]+)([KMG])\s*", str(size).upper())):
+        raise ValueError(f"expected a size such as '2G', found {size!r}")
+    return int(float(match[1]) * units[match[2]])
 
 
 def task_folders(folder: Path) -> list[Path]:

@@ -21,7 +21,8 @@ import pytest
 
 from areal_flow.core.errors import ArealFlowError, EngineError
 from areal_flow.core.types import Completion, GroupRequest, Prompt, Score, Tokens, as_tokens
-from areal_flow.rollout.workflows.agent import Agent, ContentStream, answer_message
+from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.agent_messages import ContentStream, answer_message
 from areal_flow.rollout.workflows.episode import FAILURES, TrajectoryDraft, contexts_of, run_group
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.fakes import BigramEngine

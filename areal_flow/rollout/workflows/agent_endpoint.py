@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from areal_flow.core.errors import EngineError, WeightsError
-from areal_flow.rollout.workflows.agent import Answer, CallRefused, Session
+from areal_flow.rollout.workflows.agent_messages import CallRefused
+from areal_flow.rollout.workflows.agent_session import Answer, Session
 
 HOST = "127.0.0.1"
 MODEL = "policy"

@@ -31,7 +31,8 @@ class Agent(TimedWorkflow):
     """`package.module:function`, `async` or not. It may take `base_url`, `api_key`, `prompt`,
     `answer`, `metadata` and columns of the row, and returns a reward, or None if it posts one."""
     max_calls: int = Field(16, ge=1)
-    """Calls of an episode; more are refused, and its trajectories count as cut."""
+    """Calls of an episode, each choice of a call being one; more are refused, and its trajectories
+    count as cut."""
     missing_reward: Literal["discard", "score"] | FiniteFloat = "discard"
     """Conversations without a reward are discarded, scored by the recipe's rewards, or get this
     number."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from areal_flow.core.errors import ArealFlowError
 from areal_flow.policy.tokenizer.chat import Message, arguments_of, blank_reasoning
-from areal_flow.rollout.workflows.episode import EpisodeContext
+
+Decode = Callable[[Sequence[int]], str]
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -76,39 +77,62 @@ def _normal_call(call: Any) -> dict[str, Any]:
         raise CallRefused(f"expected a call of a function, found {call!r:.80}") from error
 
 
-class ContentStream:
-    """Receives tokens one by one, and passes on complete characters.
+class TokenTexts:
+    """Splits text by tokens; a character of several tokens belongs to the last of them."""
 
-    With tools it passes on neither calls nor the white space before them.
-    """
-
-    def __init__(
-        self, context: EpisodeContext, on_text: Callable[[str], None], *, has_tools: bool
-    ) -> None:
-        self._context, self._on_text, self._has_tools = context, on_text, has_tools
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
         self._tokens: list[int] = []
         self._num_shown = self._num_read = 0
         """Number of tokens before the last piece, and with it: text depends on earlier tokens."""
+
+    def text_of(self, token: int) -> str:
+        self._tokens.append(token)
+        recent = self._tokens[self._num_shown :]
+        before = self._decode(recent[: self._num_read - self._num_shown])
+        text = self._decode(recent)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") or len(text) <= len(before):
+            return ""
+        self._num_shown, self._num_read = self._num_read, len(self._tokens)
+        return text[len(before) :]
+
+
+class ContentStream:
+    """Receives tokens one by one, and passes on complete characters.
+
+    It stops before a stop string. With tools it passes on neither calls nor the white space before
+    them.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        on_text: Callable[[str], None],
+        *,
+        has_tools: bool,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._texts, self._on_text, self._has_tools = TokenTexts(decode), on_text, has_tools
+        self._marks = [*stop, *([CALL_START] if has_tools else [])]
         self._held = ""
 
     def __call__(self, token: int) -> None:
-        self._tokens.append(token)
-        recent, decode = self._tokens[self._num_shown :], self._context.decode
-        before = decode(recent[: self._num_read - self._num_shown])
-        text = decode(recent)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") or len(text) <= len(before):
-            return
-        self._num_shown, self._num_read = self._num_read, len(self._tokens)
-        self._pass_on(self._held + text[len(before) :])
-
-    def _pass_on(self, text: str) -> None:
-        certain = len(text)
+        text = self._held + self._texts.text_of(token)
+        certain = min((_start_of(mark, text) for mark in self._marks), default=len(text))
         if self._has_tools:
-            certain = text.find(CALL_START)
-            if certain < 0:
-                lengths = range(len(CALL_START), -1, -1)
-                certain = len(text) - next(n for n in lengths if text.endswith(CALL_START[:n]))
             certain = len(text[:certain].rstrip())
         self._held = text[certain:]
         if certain:
             self._on_text(text[:certain])
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of some stop strings."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=None)]
+
+
+def _start_of(mark: str, text: str) -> int:
+    """Return where a text has a mark or, at its end, the beginning of one; else its length."""
+    if (place := text.find(mark)) >= 0:
+        return place
+    return len(text) - next(n for n in range(len(mark), -1, -1) if text.endswith(mark[:n]))

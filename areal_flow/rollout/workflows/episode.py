@@ -173,6 +173,7 @@ class EpisodeServices(Protocol):
     sampling: Sampling
     max_model_len: int
     """Size of the policy's context, in tokens."""
+    vocab_size: int
     is_chat: bool
     """Whether turns are rendered by a chat template."""
 
@@ -292,6 +293,7 @@ class EpisodeContext:
     ) -> None:
         self._services = services
         self.sampling, self.is_chat = services.sampling, services.is_chat
+        self.vocab_size = services.vocab_size
         self.chat, self.chat_calls = services.chat, services.chat_calls
         self.encode = services.encode
         self._completions = completions

@@ -41,6 +41,7 @@ class FakeServices:
     """`EpisodeServices` over a bigram engine whose version may grow while it decodes."""
 
     is_chat = False
+    vocab_size = len(LOGITS)
 
     def __init__(
         self,

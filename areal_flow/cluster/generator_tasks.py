@@ -43,7 +43,7 @@ from areal_flow.core.types import (
 from areal_flow.log.codec import RolloutRows, rollout_rows
 from areal_flow.policy.checkpoints import checkpoint_path
 from areal_flow.policy.tokenizer.chat import PROMPT_END, Message, ToolCall, begins_reasoning
-from areal_flow.policy.tokenizer.directory import stop_token_ids
+from areal_flow.policy.tokenizer.directory import stop_token_ids, vocab_size_of
 from areal_flow.policy.weights.shared_memory import ChosenChannel
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine, engine_factory
@@ -64,14 +64,16 @@ class GeneratorRole:
         if isinstance(self.workflow, Agent):
             checked_rewards(context)
         self.max_model_len = generation.max_model_len
+        model = context.layout.model
+        self.vocab_size = vocab_size_of(model) or context.tokenizer.get_vocab_size()
         self.sampling = Sampling(
             max_new_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
-            stop_token_ids=stop_token_ids(context.layout.model) + generation.stop.token_ids,
+            stop_token_ids=stop_token_ids(model) + generation.stop.token_ids,
             stop_strings=generation.stop.strings,
         )
         plan = context.recipe.prompt_plan()
-        self._chat = required_chat_template(plan, plan.rows.prompts, context.layout.model)
+        self._chat = required_chat_template(plan, plan.rows.prompts, model)
         self.is_chat = self._chat is not None
         self._context = context
         root = context.layout.weights_of(context.writer_epoch)

@@ -38,7 +38,7 @@ from areal_flow.core.types import (
 )
 from areal_flow.rewards.trial import trial_completion
 from areal_flow.rollout.prompts.table import PromptTable
-from areal_flow.rollout.workflows.agent import CallRefused
+from areal_flow.rollout.workflows.agent_messages import CallRefused
 from areal_flow.rollout.workflows.episode import contexts_of
 
 LIMIT_S = 60.0

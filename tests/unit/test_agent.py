@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -20,63 +20,24 @@ import openai
 import pytest
 
 from areal_flow.core.errors import ArealFlowError, EngineError
-from areal_flow.core.types import Completion, GroupRequest, Prompt, Score, Tokens, as_tokens
-from areal_flow.rollout.workflows.agent import Agent, ContentStream, answer_message
-from areal_flow.rollout.workflows.episode import FAILURES, TrajectoryDraft, contexts_of, run_group
+from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, as_tokens
+from areal_flow.rollout.workflows.agent_messages import ContentStream, answer_message
+from areal_flow.rollout.workflows.episode import FAILURES, contexts_of, run_group
+from tests.agents import (
+    HI,
+    TOO_LONG,
+    TOOLS,
+    Create,
+    answer,
+    run,
+    run_talk,
+    settled,
+    talking,
+    user_messages,
+)
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.fakes import BigramEngine
 from tests.plain import plain
-
-Create = Callable[..., Awaitable[Any]]
-"""Has the policy complete a chat."""
-Talk = Callable[[Create], Awaitable[Any]]
-
-
-def user_messages(*contents: str) -> list[Any]:
-    return [{"role": "user", "content": content} for content in contents]
-
-
-HI, TOO_LONG = user_messages("hi"), user_messages(*["abc"] * 40)
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-
-
-def answer(completion: Any) -> dict[str, Any]:
-    return dict(completion.choices[0].message.model_dump())
-
-
-def settled(function: Callable[..., Any], **settings: Any) -> Agent:
-    globals()["the_agent"] = function
-    return Agent(path=f"{__name__}:the_agent", **settings)
-
-
-def run(
-    function: Callable[..., Any],
-    services: FakeServices | None = None,
-    *,
-    prompt: Prompt = PROMPT,
-    **settings: Any,
-) -> Any:
-    """Return the trajectories of one member."""
-
-    async def go() -> list[TrajectoryDraft]:
-        (context,) = contexts_of(episode_of(1), services or FakeServices())
-        return list(await settled(function, **settings).run(prompt, context))
-
-    return asyncio.run(go())
-
-
-def talking(talk: Talk) -> Callable[..., Any]:
-    """Return an agent that uses the SDK's client."""
-
-    async def agent(base_url: str, api_key: str) -> Any:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            return await talk(partial(client.chat.completions.create, model="m"))
-
-    return agent
-
-
-def run_talk(talk: Talk, services: FakeServices | None = None, **settings: Any) -> Any:
-    return run(talking(talk), services, **settings)
 
 
 async def asks_once(create: Create) -> float:
@@ -353,7 +314,7 @@ def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
     (context,) = contexts_of(episode_of(1), Bytes())
     for has_tools, expected in ((False, text), (True, " Été 🙂 then")):
         pieces: list[str] = []
-        stream = ContentStream(context, pieces.append, has_tools=has_tools)
+        stream = ContentStream(context.decode, pieces.append, has_tools=has_tools)
         for byte in text.encode():
             stream(byte)
         assert "".join(pieces) == expected
@@ -365,18 +326,20 @@ def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n": 2}, "unsupported n 2"),
-        ({"stop": ["x"]}, "set generation.stop.strings in the recipe"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 17}, "n: expected a number from 1 to 16, found 17"),
+        ({"n": 2, "stream": True}, "unsupported n 2 with stream"),
+        ({"stop": [*"abcde"]}, "stop: expected up to 4 strings"),
+        ({"stop": ["a", ""]}, "stop: expected up to 4 strings, none empty"),
+        ({"logprobs": True, "top_logprobs": 2}, "only sampled tokens have log-probabilities"),
+        ({"response_format": {"type": "json_object"}}, "bias the trainer's importance weights"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (
             {"tools": TOOLS, "tool_choice": "required"},
-            "unsupported tool_choice 'required': use 'auto' or 'none'",
+            "unsupported tool_choice 'required': .* use 'auto' or 'none'",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"functions": [{"name": "add"}]}, "give them as tools"),
+        ({"functions": [{"name": "add"}]}, "use tools"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +125,17 @@ def test_conversation_that_is_late_is_cut_and_says_so_only_where_it_would_go_on(
 
 
 @dataclass
+class StopsAt:
+    """A user's workflow: its completion has a stop string of its own."""
+
+    string: str
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        completion = await context.generate(prompt.tokens, 0, stop_strings=(self.string,))
+        return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
+
+
+@dataclass
 class BoundBySeed:
     """A user's workflow: each member's completion has its own limit."""
 
@@ -137,6 +148,27 @@ class BoundBySeed:
         self.bounds.append(bound)
         completion = await context.generate(prompt.tokens, 0, max_new_tokens=bound)
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
+
+
+@pytest.mark.parametrize("of_evaluation", [{}, {"stop_strings": ("of an evaluation",)}])
+def test_stop_strings_of_a_completion_are_added_to_those_that_hold_anyway(
+    of_evaluation: dict[str, tuple[str, ...]],
+) -> None:
+    class Recording(FakeServices):
+        async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+            without = replace(request.sampling, stop_strings=())
+            completions = await super().generate(replace(request, sampling=without))
+            self.requests[-1] = request
+            return completions
+
+    services = Recording()
+    services.sampling = replace(services.sampling, stop_strings=("of the recipe",))
+    episode = replace(episode_of(), sampling=of_evaluation)
+    group = asyncio.run(run_group(StopsAt("its own"), episode, services))
+    assert not group.errors
+    (request,) = services.requests
+    (earlier,) = of_evaluation.get("stop_strings", ("of the recipe",))
+    assert request.sampling.stop_strings == (earlier, "its own")
 
 
 def test_a_completion_is_as_long_as_its_workflow_and_the_recipe_allow() -> None:

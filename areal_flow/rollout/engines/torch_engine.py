@@ -397,5 +397,5 @@ def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader)
     # New versions are copied into these tensors, which must not be the reader's.
     copies = {name: tensor.to(settings.device, copy=True) for name, tensor in weights}
     policy = policy_with(model, copies, dtype=settings.dtype).to(settings.device)
-    tokenizer = tokenizer_of(model) if settings.stop.strings else None
+    tokenizer = tokenizer_of(model)  # a call may have stop strings of its own
     return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

@@ -1,7 +1,9 @@
 """An OpenAI-compatible endpoint on loopback, one per process, which listens while agents run.
 
-    POST /sessions/ID/v1/chat/completions   an answer of the policy, streamed on request
-    GET  /sessions/ID/v1/models             the only model
+    POST /sessions/ID/v1/chat/completions   answers of the policy, streamed on request
+    POST /sessions/ID/v1/completions        the text that follows a prompt
+    POST /sessions/ID/v1/responses          as chat completions, in OpenAI's newer form
+    GET  /sessions/ID/v1/models[/policy]    the only model
     POST /sessions/ID/reward                {"reward": x}: the reward of the episode
 
 The key of a session is its bearer token. A stream sends text as it is sampled, and tool calls when
@@ -13,49 +15,21 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from areal_flow.core.errors import EngineError, WeightsError
-from areal_flow.rollout.workflows.agent import Answer, CallRefused, Session
+from areal_flow.rollout.workflows.agent_messages import CallRefused
+from areal_flow.rollout.workflows.agent_session import Answer, Session
+from areal_flow.rollout.workflows.openai_api import APIS, MODEL, Api
 
 HOST = "127.0.0.1"
-MODEL = "policy"
-_USED = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-_SET_BY_RECIPE = {"model", "temperature", "top_p", "top_k", "min_p", "seed"}
-_WITHOUT_EFFECT = {
-    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
-}
-"""Accepted: they do not change an answer."""
-_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "function_call": ("auto", "none"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "stop": ([],),
-    "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
-}
-"""Accepted values of other parameters, besides null."""
-_ADVICE = {
-    "functions": ": give them as tools",
-    "stop": ": set generation.stop.strings in the recipe",
-    "tool_choice": ": use 'auto' or 'none'",
-}
 
 
 @dataclass
@@ -74,8 +48,10 @@ class Endpoint:
                 return
             app = web.Application(client_max_size=64 << 20)
             session = "/sessions/{session}"
-            app.router.add_post(f"{session}/v1/chat/completions", self._complete)
+            for path, api in APIS.items():
+                app.router.add_post(f"{session}/v1/{path}", partial(self._complete, api))
             app.router.add_get(f"{session}/v1/models", self._models)
+            app.router.add_get(f"{session}/v1/models/{MODEL}", self._models)
             app.router.add_post(f"{session}/reward", self._reward)
             # With `handler_cancellation`, a client that disconnects cancels its request.
             runner = web.AppRunner(
@@ -107,17 +83,13 @@ class Endpoint:
             raise CallRefused("wrong API key for this session", status=401, code="invalid_api_key")
         return session
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, api: type[Api], request: web.Request) -> web.StreamResponse:
         try:
-            session = self._session(request)
-            body = await _body(request)
-            _check_parameters(body)
-            limit = body.get("max_completion_tokens") or body.get("max_tokens")
-            tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
-            complete = partial(session.complete, body["messages"], tools, limit)
+            session, body = self._session(request), await _body(request)
+            parsed = api(body, session)
             if body.get("stream"):
-                return await _streamed(request, body, complete)
-            return _completed(await complete())
+                return await _streamed(request, parsed, partial(session.complete, parsed.call))
+            return web.json_response(parsed.reply(await session.complete(parsed.call)))
         except CallRefused as refused:
             return _refusal(refused)
         except (EngineError, WeightsError) as error:
@@ -129,7 +101,8 @@ class Endpoint:
         except CallRefused as refused:
             return _refusal(refused)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-flow"}
-        return web.json_response({"object": "list", "data": [model]})
+        is_list = request.path.endswith("/models")
+        return web.json_response({"object": "list", "data": [model]} if is_list else model)
 
     async def _reward(self, request: web.Request) -> web.Response:
         try:
@@ -167,20 +140,6 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _check_parameters(body: Mapping[str, Any]) -> None:
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise CallRefused("expected messages, a list with role and content each")
-    for name, value in body.items():
-        if name in _USED | _SET_BY_RECIPE | _WITHOUT_EFFECT or value is None:
-            continue
-        if value not in _ACCEPTED.get(name, ()):
-            advice = _ADVICE.get(name, "")
-            raise CallRefused(f"unsupported {name} {value!r:.80}{advice}")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise CallRefused(f"max_tokens: expected a number of 1 or more, found {limit!r:.80}")
-
-
 def _refusal(refused: CallRefused) -> web.Response:
     headers = {"x-should-retry": "false"}  # to the SDK
     return web.json_response(_error(refused), status=refused.status, headers=headers)
@@ -191,29 +150,10 @@ def _error(refused: CallRefused) -> dict[str, Any]:
     return {"error": error}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": answer.num_completion_tokens,
-        "total_tokens": answer.num_prompt_tokens + answer.num_completion_tokens,
-    }
-
-
-def _header(kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": kind, "created": int(time()), "model": MODEL}
-
-
-def _completed(answer: Answer) -> web.Response:
-    choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
-    header = _header("chat.completion")
-    return web.json_response({**header, "choices": [choice], "usage": _usage(answer)})
-
-
 async def _streamed(
     request: web.Request,
-    body: Mapping[str, Any],
-    complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, Answer]],
+    parsed: Api,
+    complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, list[Answer]]],
 ) -> web.StreamResponse:
     """Send an answer while it is sampled; a refusal before its first piece is raised."""
     pieces: asyncio.Queue[str] = asyncio.Queue()
@@ -223,47 +163,38 @@ async def _streamed(
         piece = await pieces.get()
         if not piece:
             await answering
-        return await _sent(request, body, pieces, piece, answering)
+        return await _sent(request, parsed, pieces, piece, answering)
     finally:
         answering.cancel()
 
 
 async def _sent(
     request: web.Request,
-    body: Mapping[str, Any],
+    parsed: Api,
     pieces: asyncio.Queue[str],
     piece: str,
-    answering: asyncio.Task[Answer],
+    answering: asyncio.Task[list[Answer]],
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    header = _header("chat.completion.chunk")
 
-    async def write(chunk: Mapping[str, Any]) -> None:
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    async def send(events: Iterable[Mapping[str, Any]]) -> None:
+        for event in events:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
-    async def send(delta: Mapping[str, Any], finish_reason: str | None = None) -> None:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        await write({**header, "choices": [choice]})
-
-    await send({"role": "assistant", "content": ""})
+    await send(parsed.begin())
     num_sent = 0
     while piece:
-        await send({"content": piece})
+        await send(parsed.piece(piece))
         num_sent += len(piece)
         piece = await pieces.get()
     try:
-        answer = await answering
+        (answer,) = await answering
     except (EngineError, WeightsError) as error:
-        await write(_error(CallRefused(str(error), code="engine")))
+        await send([_error(CallRefused(str(error), code="engine"))])
         return response
-    rest: dict[str, Any] = {"content": (answer.message["content"] or "")[num_sent:]}
-    if calls := answer.message.get("tool_calls"):
-        rest["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    await send(rest)
-    await send({}, answer.finish_reason)
-    if (body.get("stream_options") or {}).get("include_usage"):
-        await write({**header, "choices": [], "usage": _usage(answer)})
-    await response.write(b"data: [DONE]\n\n")
+    await send(parsed.end(answer, (answer.message["content"] or "")[num_sent:]))
+    await response.write(parsed.end_of_stream)
     await response.write_eof()
     return response

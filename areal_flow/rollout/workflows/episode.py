@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,6 +178,7 @@ class EpisodeServices(Protocol):
     sampling: Sampling
     max_model_len: int
     """Size of the policy's context, in tokens."""
+    vocab_size: int
     is_chat: bool
     """Whether turns are rendered by a chat template."""
 
@@ -270,6 +271,16 @@ class Coalescer(Generic[Key, Item, Result]):
         return dict(zip(sent, await self._send(key, [*sent.values()]), strict=True))
 
 
+class RequestKey(NamedTuple):
+    """What completions must have in common to become one request."""
+
+    turn: int
+    prefix: bytes
+    """The tokens to complete."""
+    max_new_tokens: int
+    stop_strings: tuple[str, ...]
+
+
 _REQUEST_NUMBERS = count()
 """Keep requests apart: an evaluation may roll out the same submission indices as training."""
 
@@ -280,13 +291,14 @@ class EpisodeContext:
     def __init__(
         self,
         services: EpisodeServices,
-        completions: Coalescer[tuple[int, bytes, int], tuple[int, OnToken | None], Completion],
+        completions: Coalescer[RequestKey, tuple[int, OnToken | None], Completion],
         scores: Coalescer[None, Tokens, Score],
         tools: Coalescer[str, tuple[Any, ...], Any],
         seed: int,
     ) -> None:
         self._services = services
         self.sampling, self.is_chat = services.sampling, services.is_chat
+        self.vocab_size = services.vocab_size
         self.chat, self.chat_calls = services.chat, services.chat_calls
         self.encode = services.encode
         self._completions = completions
@@ -303,6 +315,7 @@ class EpisodeContext:
         *,
         branch: int = 0,
         max_new_tokens: int | None = None,
+        stop_strings: tuple[str, ...] = (),
         on_token: OnToken | None = None,
     ) -> Completion:
         """Return the policy's completion of `tokens`.
@@ -312,6 +325,7 @@ class EpisodeContext:
             turn: number of the completion in its conversation, from 0. The seed depends on turn
                 and branch: two completions of a member must differ in one of them.
             max_new_tokens: of this completion, at most `generation.max_new_tokens`.
+            stop_strings: of this completion, besides `generation.stop.strings`.
             on_token: called on the event loop with each token as it is sampled.
 
         Raises:
@@ -327,7 +341,8 @@ class EpisodeContext:
                 f"generation.max_model_len ({self._services.max_model_len})"
             )
         seed = turn_seed(self.seed, turn, branch)
-        key = (turn, as_tokens(tokens).tobytes(), min(room, max_new_tokens or room))
+        prefix = as_tokens(tokens).tobytes()
+        key = RequestKey(turn, prefix, min(room, max_new_tokens or room), stop_strings)
         return await self._completions.ask(key, (seed, on_token))
 
     async def score(self, completion: Sequence[int] | Tokens) -> Score:
@@ -394,13 +409,13 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
     """Return a context for each member of a group."""
 
     async def generate(
-        key: tuple[int, bytes, int], members: Sequence[tuple[int, OnToken | None]]
+        key: RequestKey, members: Sequence[tuple[int, OnToken | None]]
     ) -> Sequence[Completion]:
-        _, prefix, max_new_tokens = key
         seeds, listeners = zip(*members, strict=True)
-        tokens = np.frombuffer(prefix, np.int32)
-        overrides = {**episode.sampling, "max_new_tokens": max_new_tokens}
-        sampling = replace(services.sampling, **overrides)
+        tokens = np.frombuffer(key.prefix, np.int32)
+        sampling = replace(services.sampling, **episode.sampling)
+        stop_strings = sampling.stop_strings + key.stop_strings
+        sampling = replace(sampling, max_new_tokens=key.max_new_tokens, stop_strings=stop_strings)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
         on_token = _on_event_loop(listeners) if any(listeners) else None
         return await services.generate(GroupRequest(name, tokens, seeds, sampling, on_token))

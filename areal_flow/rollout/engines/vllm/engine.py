@@ -265,7 +265,7 @@ def _load_weights(
 ) -> VLLMEngine:
     began, version = perf_counter(), reader.newest()
     tensors = reader.load(version)
-    tokenizer = tokenizer_of(model) if settings.stop.strings else None
+    tokenizer = tokenizer_of(model)  # a call may have stop strings of its own
     engine = VLLMEngine(
         core, ServedTensors(model), settings, tensors, version=version, tokenizer=tokenizer
     )

@@ -475,14 +475,14 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
     assert [draft.finish_reason for draft in cut] == ["length"] * 2
     messages = {draft.score and draft.score.message for draft in cut}
     assert messages == {"ended by workflow.max_calls (2)"}
-    (late,) = run_talk(sleeps, episode_timeout_s=0.5)
+    (late,) = run_talk(sleeps, episode_timeout_s=3)
     assert (late.finish_reason, late.score.reward) == ("length", None)
     error = late.score.error
-    assert "gave no reward before it was ended by workflow.episode_timeout_s (0.5)" in error
+    assert "gave no reward before it was ended by workflow.episode_timeout_s (3)" in error
     services = FakeServices()
-    (left,) = run_talk(sleeps, services, episode_timeout_s=0.5, missing_reward="score")
+    (left,) = run_talk(sleeps, services, episode_timeout_s=3, missing_reward="score")
     assert left.score.verdict in ("correct", "incorrect"), "by the recipe's rewards"
-    assert left.score.message == "ended by workflow.episode_timeout_s (0.5)"
+    assert left.score.message == "ended by workflow.episode_timeout_s (3)"
     assert [plain(each) for each in services.scored[0]] == [plain(left.output_tokens)]
 
 

@@ -99,6 +99,9 @@ class FakeServices:
         shown = messages if after is None else messages[after[0] + 1 :]
         return self.encode("".join(f"{m['role'][0]}{m['content'][:2]}" for m in shown))
 
+    def conversation(self, prompt: Prompt) -> Sequence[Message]:
+        return [{"role": "user", "content": prompt.text}]
+
     def encode(self, text: str) -> Tokens:
         return as_tokens([ord(character) % 7 + 1 for character in text])
 

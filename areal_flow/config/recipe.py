@@ -25,6 +25,7 @@ from areal_flow.rollout.prompts.settings import (
     SourceSettings,
 )
 from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import ToolUse
 from areal_flow.rollout.workflows.turns import SingleTurn
@@ -236,27 +237,32 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _without_idle_reward(self) -> Recipe:
-        """Drop the default reward where an agent gives the rewards; refuse any other."""
-        if not self._is_rewarded_by_agent:
+        """Drop the default reward where the workflow gives the rewards; refuse any other."""
+        if not self._is_rewarded_by_workflow:
             return self
         if self.rewards == (RewardSettings(),):
             object.__setattr__(self, "rewards", ())
+        advice = "set rewards = []"
+        if not self.environment:
+            advice += (
+                ", or workflow.missing_reward = 'score' to have them score what the agent leaves"
+            )
         require(
             not self.rewards,
             f"rewards: nothing asks {[reward.verifier for reward in self.rewards]}, since the "
-            "agent gives the rewards; set rewards = [], or workflow.missing_reward = 'score' to "
-            "have them score what the agent leaves",
+            f"{self.workflow.name} gives the rewards; {advice}",
         )
         return self
 
     @property
-    def _is_rewarded_by_agent(self) -> bool:
-        return isinstance(self.workflow, Agent) and self.workflow.missing_reward != "score"
+    def _is_rewarded_by_workflow(self) -> bool:
+        is_agents = isinstance(self.workflow, Agent) and self.workflow.missing_reward != "score"
+        return is_agents or bool(self.environment)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         require(
-            bool(self.rewards) or self._is_rewarded_by_agent,
+            bool(self.rewards) or self._is_rewarded_by_workflow,
             "rewards: expected at least one, found none; name one, or take an agent as the "
             "workflow, which gives rewards of its own",
         )
@@ -342,6 +348,11 @@ class Recipe(Settings):
             not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
         )
+        has_mcp = isinstance(self.workflow, OpenEnv) and self.workflow.mcp
+        require(
+            not has_mcp or self.prompts.chat_template is not False,
+            "workflow.mcp needs prompts.chat_template = true: a chat template shows tools",
+        )
 
     def _check_served_adapter(self) -> None:
         if not self.generation.vllm.serves_adapter:
@@ -424,6 +435,11 @@ class Recipe(Settings):
     def rewarding_agent(self) -> str:
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    @property
+    def environment(self) -> str:
+        """The server of an environment, which gives the rewards; empty: no environment."""
+        return self.workflow.server if isinstance(self.workflow, OpenEnv) else ""
 
     @property
     def function_paths(self) -> tuple[str, ...]:

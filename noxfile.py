@@ -5,6 +5,7 @@ nox -s tests [-- ARGS]     unit, contract and integration tests
 nox -s tests_slow          what else protects users: every recovery, every architecture
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
+nox -s tests_openenv       environments of OpenEnv in the server of its package; not in CI
 nox -s tests_slurm         workers as jobs of a real Slurm on this machine; not in CI
 nox -s real_model          every part with the weights of SmolLM2-135M; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
@@ -88,6 +89,15 @@ def tests_verifiers(session: nox.Session) -> None:
     tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "hypothesis>=6.170")
     session.install("--no-compile", *tools, "torch==2.13.0", "-e", ".[verifiers]")
     session.run("python", "-m", "pytest", "tests/verifiers_env", *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def tests_openenv(session: nox.Session) -> None:
+    """Play environments of openenv-core, whose server runs in an environment of its own."""
+    session.install("--no-compile", "openenv-core==0.3.0")
+    python = Path(session.virtualenv.location) / BINARIES.name / "python"
+    session.env["OPENENV_PYTHON"] = str(python)
+    run(session, "python", "-m", "pytest", "-s", "tests/openenv_env", *session.posargs)
 
 
 @nox.session

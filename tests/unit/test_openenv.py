@@ -199,12 +199,12 @@ async def test_long_observation_is_cut() -> None:
     ("answer", "settings", "reason"),
     [
         ("fail", {}, "step failed: no such move"),
-        ("drop", {}, "lost at step, WebSocket code 1006"),
+        ("drop", {}, "connection lost at step, code 1006"),
         ("hang", {"timeout_s": 0.2}, "no answer to step within 0.2 s"),
         ("up", {"action_field": "text"}, "text: Extra inputs are not permitted"),
         ("up", {"observation_field": "board.picture"}, "expected a field 'picture', found"),
         ("up", {"reset_fields": ["level"]}, "no column 'level' to reset with"),
-        ("up", {"mcp": True}, "step failed"),
+        ("up", {"mcp": True, "action_field": ""}, "step failed: Invalid message type: Extra"),
     ],
 )
 async def test_failure_of_the_environment_fails_the_member_with_the_reason(

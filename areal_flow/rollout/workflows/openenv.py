@@ -74,8 +74,9 @@ class OpenEnv(TimedWorkflow):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        is_address = self.server.startswith(("http://", "https://", "ws://", "wss://"))
         require(
-            PORT in self.server or self.server.startswith(("http://", "https://")),
+            is_address or PORT in self.server,
             "workflow.server must be an address, such as http://127.0.0.1:8000, or a command with "
             "{port}",
         )
@@ -183,7 +184,7 @@ class OpenEnv(TimedWorkflow):
         if self.mcp:
             action = {"type": "call_tool", "tool_name": call.name, "arguments": action}
         try:
-            step = await environment.ask("step", action)
+            step = await environment.ask("step", action, by_policy=True)
         except ActionRefused as refusal:
             return f"Error: {refusal}", 0.0, False
         observation, reward = step["observation"], float(step["reward"] or 0.0)

@@ -85,13 +85,15 @@ class Environment:
         self._address = self._server.address if self._server else settings.server.rstrip("/")
         self._socket: ClientWebSocketResponse | None = None
 
-    async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def ask(
+        self, kind: str, data: Mapping[str, Any] | None = None, *, by_policy: bool = False
+    ) -> dict[str, Any]:
         """Send a message, with or without data, and return the data of its answer.
 
         While other episodes have all of the server's sessions, this waits for one.
 
         Raises:
-            ActionRefused: the policy's action does not fit the environment's schema.
+            ActionRefused: an action by the policy does not fit the environment's schema.
             OpenEnvError: the server cannot be reached, reports an error or was lost.
         """
         message = {"type": kind} if data is None else {"type": kind, "data": data}
@@ -107,8 +109,9 @@ class Environment:
             await asyncio.sleep(FULL_RETRY_S)
         mistakes = found.get("errors", ())
         listed = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in mistakes)
-        has_wrong_fields = any(each["type"] in WRONG_FIELDS for each in mistakes)
-        if found.get("code") == REFUSED and not (self._settings.action_field and has_wrong_fields):
+        if self._settings.action_field and any(each["type"] in WRONG_FIELDS for each in mistakes):
+            by_policy = False
+        if by_policy and found.get("code") == REFUSED:
             raise ActionRefused(listed)
         raise await self._error(f"{kind} failed: {found.get('message')} {listed}".rstrip())
 
@@ -136,7 +139,7 @@ class Environment:
         except TimeoutError:
             raise await self._error(f"no answer to {kind} within {limit_s:g} s") from None
         if received.type is not WSMsgType.TEXT:
-            raise await self._error(f"lost at {kind}, WebSocket code {self._socket.close_code}")
+            raise await self._error(f"connection lost at {kind}, code {self._socket.close_code}")
         # Receive while the policy generates, too: this answers the server's pings.
         self._next = asyncio.create_task(self._socket.receive())
         answer: dict[str, Any] = received.json()

@@ -6,6 +6,7 @@ nox -s tests_slow          what else protects users: every recovery, every archi
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
 nox -s tests_harbor        tasks as Harbor's own package reads them; not in CI
+nox -s tests_openenv       environments of OpenEnv in the server of its package; not in CI
 nox -s tests_slurm         workers as jobs of a real Slurm on this machine; not in CI
 nox -s real_model          every part with the weights of SmolLM2-135M; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
@@ -99,6 +100,15 @@ def tests_harbor(session: nox.Session) -> None:
     settings = ("-c", os.devnull, "-p", "no:cacheprovider", "--noconftest", f"--rootdir={ROOT}")
     session.env["PYTHONPATH"] = str(ROOT)
     session.run("python", "-m", "pytest", *settings, "tests/harbor_env", *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def tests_openenv(session: nox.Session) -> None:
+    """Play environments of openenv-core, whose server runs in an environment of its own."""
+    session.install("--no-compile", "openenv-core==0.3.0")
+    python = Path(session.virtualenv.location) / BINARIES.name / "python"
+    session.env["OPENENV_PYTHON"] = str(python)
+    run(session, "python", "-m", "pytest", "-s", "tests/openenv_env", *session.posargs)
 
 
 @nox.session

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+import numpy as np
 
 from areal_flow.core.types import (
     Completion,
@@ -15,6 +18,7 @@ from areal_flow.core.types import (
     Sampling,
     Score,
     Tokens,
+    VersionSpan,
     as_tokens,
 )
 from areal_flow.log.ledger_row import group_seeds
@@ -100,11 +104,60 @@ class FakeServices:
         shown = messages if after is None else messages[after[0] + 1 :]
         return self.encode("".join(f"{m['role'][0]}{m['content'][:2]}" for m in shown))
 
+    def conversation(self, prompt: Prompt) -> Sequence[Message]:
+        return [{"role": "user", "content": prompt.text}]
+
     def encode(self, text: str) -> Tokens:
         return as_tokens([ord(character) % 7 + 1 for character in text])
 
     def decode(self, tokens: Tokens) -> str:
         return " ".join(map(str, tokens))
+
+
+class TextServices(FakeServices):
+    """`EpisodeServices` of a policy that is a function of the text so far; a token is a character.
+
+    With `is_chat`, a turn is `<role>content`, and a call is JSON on a line of its own.
+    """
+
+    def __init__(
+        self, policy: Callable[[str], str], *, is_chat: bool = False, **limits: int
+    ) -> None:
+        super().__init__(**{"max_model_len": 4000, "max_new_tokens": 1000, **limits})
+        self.policy, self.is_chat = policy, is_chat
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        self.requests.append(request)
+        answer = self.policy(self.decode(request.prompt_tokens))
+        tokens = as_tokens([*map(ord, answer), STOP])
+        logprobs = np.zeros(len(tokens), np.float32)
+        completion = Completion(tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop")
+        return [completion] * len(request.seeds)
+
+    def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
+        if not self.is_chat:
+            return self.encode("".join(contents))
+        return self.encode("".join(f"<{role}>{each.strip()}" for each in contents) + "<assistant>")
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        after: tuple[int, int] | None = None,
+    ) -> Tokens:
+        shown = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self.encode(f"{json.dumps(tools) if tools else ''}{shown}<assistant>")
+
+    def chat_calls(self, prompt: Tokens, answer: Tokens) -> Sequence[ToolCall]:
+        lines = self.decode(answer).splitlines()
+        return [ToolCall(**json.loads(line)) for line in lines if line.startswith("{")]
+
+    def encode(self, text: str) -> Tokens:
+        return as_tokens([*map(ord, text)])
+
+    def decode(self, tokens: Tokens) -> str:
+        return "".join(chr(token) for token in tokens if token != STOP)
 
 
 def episode_of(group_size: int = 6, *, index: int = 4, attempt: int = 0) -> Episode:

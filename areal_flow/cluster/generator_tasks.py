@@ -47,7 +47,8 @@ from areal_flow.policy.tokenizer.directory import stop_token_ids, vocab_size_of
 from areal_flow.policy.weights.shared_memory import ChosenChannel
 from areal_flow.rollout.engines.protocol import Engine, GenerationSettings
 from areal_flow.rollout.engines.registry import choose_engine, engine_factory
-from areal_flow.rollout.prompts.rendering import required_chat_template
+from areal_flow.rollout.prompts.rendering import conversation, required_chat_template
+from areal_flow.rollout.prompts.rows import question_of
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import FAILURES, run_group
 from areal_flow.rollout.workflows.registry import load_workflow
@@ -72,7 +73,7 @@ class GeneratorRole:
             stop_token_ids=stop_token_ids(model) + generation.stop.token_ids,
             stop_strings=generation.stop.strings,
         )
-        plan = context.recipe.prompt_plan()
+        plan = self._plan = context.recipe.prompt_plan()
         self._chat = required_chat_template(plan, plan.rows.prompts, model)
         self.is_chat = self._chat is not None
         self._context = context
@@ -213,6 +214,10 @@ class GeneratorRole:
         ended = [] if last < 0 else [last]
         end = self._context.tokenizer.decode(ended, skip_special_tokens=False)
         return self.encode(self._chat.following(messages, at, ended_by=end, tools=tools))
+
+    def conversation(self, prompt: Prompt) -> Sequence[Message]:
+        settings = self._plan.rows_of(prompt.source).prompts
+        return conversation(question_of(dict(prompt.metadata), settings), settings)
 
     def encode(self, text: str) -> Tokens:
         return as_tokens(self._context.tokenizer.encode(text, add_special_tokens=False).ids)

@@ -265,6 +265,7 @@ def checked_rewards(context: WorkerContext) -> WeightedRewards:
         context.layout.rewards,
         pass_threshold=recipe.pass_threshold,
         agent=recipe.rewarding_agent,
+        environment=recipe.environment,
     )
     check_verifier(context.layout, rewards.identity)
     return rewards

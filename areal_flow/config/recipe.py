@@ -26,7 +26,9 @@ from areal_flow.rollout.prompts.settings import (
 )
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import TimedWorkflow
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.registry import WorkflowSettings
+from areal_flow.rollout.workflows.sandbox_task import SandboxTask
 from areal_flow.rollout.workflows.tool_use import WithTools
 from areal_flow.rollout.workflows.turns import SingleTurn
 from areal_flow.training.settings import RankSettings, SftSettings, TrainerSettings
@@ -242,15 +244,15 @@ class Recipe(Settings):
             return self
         if self.rewards == (RewardSettings(),):
             object.__setattr__(self, "rewards", ())
+        advice = "set rewards = []"
+        if not self.environment:
+            advice += (
+                ", or workflow.missing_reward = 'score' to have them score what the agent leaves"
+            )
         require(
             not self.rewards,
             f"rewards: nothing asks {[reward.verifier for reward in self.rewards]}, since the "
-            f"{self.workflow.name} gives the rewards; set rewards = []"
-            + (
-                ", or workflow.missing_reward = 'score' to have them score what the agent leaves"
-                if isinstance(self.workflow, Agent)
-                else ""
-            ),
+            f"{self.workflow.name} gives the rewards; {advice}",
         )
         return self
 
@@ -347,6 +349,11 @@ class Recipe(Settings):
             not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
         )
+        has_mcp = isinstance(self.workflow, OpenEnv) and self.workflow.mcp
+        require(
+            not has_mcp or self.prompts.chat_template is not False,
+            "workflow.mcp needs prompts.chat_template = true: a chat template shows tools",
+        )
 
     def _check_served_adapter(self) -> None:
         if not self.generation.vllm.serves_adapter:
@@ -429,6 +436,13 @@ class Recipe(Settings):
     def rewarding_agent(self) -> str:
         """The import path of an agent, which may give rewards itself; empty: no agent."""
         return self.workflow.path if isinstance(self.workflow, Agent) else ""
+
+    @property
+    def environment(self) -> str:
+        """What gives the rewards but an agent: a server, or tasks' own tests; empty: neither."""
+        if isinstance(self.workflow, OpenEnv):
+            return f"openenv:{self.workflow.server}"
+        return "tests" if isinstance(self.workflow, SandboxTask) else ""
 
     @property
     def function_paths(self) -> tuple[str, ...]:

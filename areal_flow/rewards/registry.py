@@ -155,8 +155,14 @@ class WeightedRewards:
         *,
         pass_threshold: float = PASS_THRESHOLD,
         agent: str = "",
+        environment: str = "",
     ) -> None:
-        """Load each reward; `agent` is the import path of an agent that returns rewards itself."""
+        """Load each reward.
+
+        Args:
+            agent: the import path of an agent that returns rewards itself.
+            environment: the name of an environment that does.
+        """
         self._parts = [
             replace(
                 load_reward(
@@ -179,8 +185,10 @@ class WeightedRewards:
             identity, source = _identity_of_agent(agent, directory)
             identities.insert(0, f"agent:{identity}")
             files.insert(0, source)
-        self.identity = " + ".join(identities) or "workflow"
-        """Name and code hash of the agent and of each reward; without any, the workflow itself."""
+        if environment:
+            identities.insert(0, environment)
+        self.identity = " + ".join(identities)
+        """Name and code hash of the agent and of each reward; an environment."""
         self.files = tuple(dict.fromkeys(filter(None, files)))
         """The files of their code."""
 

@@ -16,7 +16,6 @@ from areal_flow.core.settings import flatten
 from areal_flow.log.directory import recipe_name_of
 from areal_flow.log.inputs import read_inputs
 from areal_flow.rewards.protocol import part_names
-from areal_flow.rollout.workflows.agent import Agent
 
 TRAINED_AT_TAG = "trained_at"
 """Of a registered version: when the ledger had its step, as text that sorts by time."""
@@ -154,7 +153,7 @@ def _text(layout: RunLayout, recipe: Recipe) -> str:
             f"**{layout.name}** fine-tunes `{recipe.model}` (`{sft.objective}`): {sft.num_steps} "
             f"steps of {sft.batch_size} rows\n\n- run directory: `{layout.root}`"
         )
-    rewards = [f"`{recipe.workflow.path}`"] if isinstance(recipe.workflow, Agent) else []
+    rewards = [f"`{each}`" for each in (recipe.rewarding_agent, recipe.environment) if each]
     rewards += [
         f"`{name}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
         for reward, name in zip(recipe.rewards, part_names(recipe.rewards), strict=True)

@@ -33,6 +33,7 @@ from areal_flow.rollout.engines.registry import require_engine, require_installe
 from areal_flow.rollout.prompts.rendering import messages_asked
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.registry import ImportedWorkflow
 from areal_flow.rollout.workflows.tool_use import WithTools
 from areal_flow.sandboxes.pool import LOST, choose_tier
@@ -148,7 +149,12 @@ def _available_gpus() -> dict[str, Any]:
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    rewards = WeightedRewards(recipe.rewards, layout.rewards, agent=recipe.rewarding_agent)
+    rewards = WeightedRewards(
+        recipe.rewards,
+        layout.rewards,
+        agent=recipe.rewarding_agent,
+        environment=recipe.environment,
+    )
     return Verifier(rewards.identity, rewards.files)
 
 
@@ -211,14 +217,16 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
 
 
 def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
-    """Run one episode of a user's workflow on the first prompt row; return a line about it.
+    """Run an episode of a user's workflow or environment on the first row; describe it in a line.
 
     Every completion is the row's answer, or its prompt if it has none. An error after such a
     completion may come from it, so it is only reported.
     """
-    if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
+    if not isinstance(recipe.workflow, Agent | OpenEnv | ImportedWorkflow):
         return []
-    subject = f"workflow.path = {recipe.workflow.path!r}"
+    key = "server" if recipe.environment else "path"
+    code = getattr(recipe.workflow, key)
+    subject = f"workflow.{key} = {code!r}"
     tried, ended = _trial(
         "pipelines.jobs.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
     )
@@ -231,7 +239,7 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
         )
     num_answers, completion = outcome["num_answers"], outcome["completion"]
     line = (
-        f"Workflow {recipe.workflow.path}, tried on the first row with its {completion} as all "
+        f"Workflow {code}, tried on the first row with its {completion} as all "
         f"that the policy says: {num_answers} answer{'s' * (num_answers != 1)}, "
         f"{outcome['seconds']:.2g} s"
     )

@@ -19,11 +19,13 @@ from areal_flow.rollout.workflows.episode import (
     Workflow,
     run_group,
 )
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.registry import ImportedWorkflow, load_workflow
 from areal_flow.rollout.workflows.tool_use import ToolUse
 from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
 from schemas import TrajectoryRow, validate
 from tests.episodes import PROMPT, FakeServices, episode_of, exact_logprob
+from tests.openenv_server import COMMAND
 from tests.plain import plain
 
 
@@ -47,6 +49,7 @@ SUBJECTS: dict[str, Workflow] = {
     "multi_turn": MultiTurn(max_turns=4),
     "multi_turn, branching": MultiTurn(max_turns=3, num_branches=3),
     "tool_use": ToolUse(tools=("any:5",), call_start="3 ", call_end=" 0", max_calls=2),
+    "openenv": OpenEnv(server=COMMAND, action_field="message", max_steps=3),
     "imported": load_workflow(
         ImportedWorkflow(
             name="imported", path=f"{__name__}:AsksACalculator", settings={"mark": "#"}
@@ -115,7 +118,9 @@ def test_no_two_completions_share_a_seed(workflow: Workflow) -> None:
     assert len({request.request_id for request in services.requests}) == len(services.requests)
 
 
+@pytest.mark.parametrize("workflow", [n for n in SUBJECTS if n != "openenv"], indirect=True)
 def test_members_first_turn_is_one_request(workflow: Workflow) -> None:
+    """But for environments, which answer `reset` one by one."""
     services = FakeServices()
     roll_out(workflow, services)
     first, *later = services.requests

@@ -13,11 +13,13 @@ from areal_flow.core.errors import ConfigError, RewardError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import create_run
 from areal_flow.log.inputs import record_inputs
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.prepare import prepare_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.conftest import Typed
 from tests.integration.runs import cli, small_arguments, small_recipe
+from tests.openenv_server import COMMAND
 from tests.policies import write_model_directory
 
 VERIFIERS = """
@@ -202,9 +204,12 @@ def of_agent(name: str, **changes: Any) -> Recipe:
 
 def tried_agent(layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.syspath_prepend(str(layout.root.parents[1]))
-    settled = load_recipe(layout.config)
     settings = of_agent(name)
-    recipe = settled.model_copy(update={"workflow": settings.workflow, "rewards": settings.rewards})
+    return tried_workflow(layout, workflow=settings.workflow, rewards=settings.rewards)
+
+
+def tried_workflow(layout: RunLayout, **settings: Any) -> list[str]:
+    recipe = load_recipe(layout.config).model_copy(update=settings)
     layout.config.write_text(dump_recipe(recipe))
     record_inputs(
         layout, recipe, verifier=found_verifier(layout, recipe), model=layout.model, reference=None
@@ -255,6 +260,16 @@ def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
     with pytest.raises(ConfigError, match=f"^workflow.path = 'agents:{agent}' ") as refused:
         tried_agent(chatting, agent, monkeypatch)
     assert message in str(refused.value)
+
+
+def test_environment_is_tried_before_the_cluster_starts(chatting: RunLayout) -> None:
+    environment = OpenEnv(server=COMMAND, action_field="message", max_steps=1)
+    (line,) = tried_workflow(chatting, workflow=environment, rewards=())
+    assert line.startswith(f"Workflow {COMMAND}, tried on the first row with its answer")
+    assert re.search(r"1 answer, .* s; reward [1-9]", line)
+    broken = OpenEnv(server="echo no game; exit {port}")
+    with pytest.raises(ConfigError, match=r"^workflow.server = .* ended with exit .*: no game"):
+        tried_workflow(chatting, workflow=broken, rewards=())
 
 
 @pytest.mark.walk

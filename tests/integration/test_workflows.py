@@ -39,6 +39,7 @@ from tests.integration.runs import (
     worker_pid,
 )
 from tests.integration.workflows import asks_twice
+from tests.openenv_server import COMMAND
 from tests.policies import write_model_directory
 
 VERIFIERS = "tests.integration.verifiers"
@@ -220,7 +221,7 @@ def test_tasks_reward_by_their_tests_though_reward_workers_are_killed(tmp_path: 
     rewards = {row["reward"] for row in rows if row["finish_reason"] != "error"}
     assert len(rewards) > 3
     assert rewards <= {round(number / 10, 1) for number in range(10)}
-    assert {row["verifier"] for row in rows} == {"workflow"}
+    assert {row["verifier"] for row in rows} == {"tests"}
     assert len([*(layout.rewards / "tasks").iterdir()]) == 20
 
 
@@ -260,6 +261,50 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
     assert "<|im_start|>user\nBetter?<|im_end|>\n<|im_start|>assistant\n" in text
     replay = replay_step(layout, step=4, from_checkpoint=0)
     assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
+
+
+@pytest.mark.slow
+def test_environment_whose_generator_is_killed_is_trained_audited_and_replayed(
+    tmp_path: Path,
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    give_chat_template(model, CHATML)
+    server = f"{COMMAND} {tmp_path}"  # an argument to find its processes by
+    recipe = small_recipe(
+        model=str(model),
+        num_steps=4,
+        sft={"num_steps": 0},
+        prompts={"num_held_out": 4, "chat_template": True},
+        generation={
+            **{"max_new_tokens": 12, "max_model_len": 256, "max_num_seqs": 16},
+            "stop": {"token_ids": [*range(5, 60)]},
+        },
+        trainer={"tokens_per_micro_batch": 1024},
+        workflow={
+            **{"name": "openenv", "server": server, "max_steps": 3, "action_field": "message"},
+            "reset_fields": ["question"],
+        },
+        rewards=[],
+    )
+    layout = RunLayout((tmp_path / "environment").resolve())
+
+    async def kill_in_the_midst_of_steps() -> None:
+        await step_reached(layout, 1)
+        os.kill(await worker_pid("generator"), signal.SIGKILL)
+
+    run_small(layout.root, recipe, kill_in_the_midst_of_steps)
+    check_accounting(layout)
+    rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
+    assert {row["verifier"] for row in rows} == {f"openenv:{server}"}
+    assert sum(len(row["tool_calls"]) for row in rows) > len(rows)
+    for row in rows:
+        extra = json.loads(row["reward_detail"])["extra"]
+        assert row["reward"] == sum(extra["step_rewards"])
+        assert json.loads(extra["state"]) == {"step_count": len(row["tool_calls"])}
+    replay = replay_step(layout, step=4, from_checkpoint=0)
+    assert [compared.equal for compared in (*replay.before, replay.compared)] == [True] * 4
+    running = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info)]
+    assert not psutil.wait_procs(running, timeout=5)[1]
 
 
 @pytest.mark.slow

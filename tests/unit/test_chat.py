@@ -42,6 +42,7 @@ from tests.policies import write_model_directory
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "1 + 1 ="}
 TOOLS = {"name": "tool_use", "tools": ["calculator"]}
+GAME = {"name": "openenv", "server": "http://127.0.0.1:8000"}
 ONE_TURN_OF_TOOLS = (
     HERMES.replace(
         "{% for message in messages %}<|im_start|>",
@@ -184,6 +185,8 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
     [
         ({"prompts": {"system_prompt": "Be brief."}}, "prompts.system_prompt is a message"),
         ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
+        ({"workflow": {**GAME, "mcp": True}}, "an environment's tools are shown in messages"),
+        ({"workflow": GAME}, ""),
     ],
 )
 def test_reason_for_using_the_chat_template_is_given(given: Any, reason: str) -> None:
@@ -343,6 +346,8 @@ def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
         ("{{ messages[0].nothing.more }}", {}, "UndefinedError"),
         (FORGETS_REASONING, {"workflow": {"name": "multi_turn"}}, "rewrites earlier answers"),
         (CHATML, {"workflow": TOOLS}, "does not tell the policy of tools"),
+        (FORGETS_REASONING, {"workflow": GAME}, "rewrites earlier answers"),
+        (CHATML, {"workflow": {**GAME, "mcp": True}}, "does not tell the policy of tools"),
     ],
 )
 def test_template_that_cannot_do_what_the_recipe_asks_is_refused(

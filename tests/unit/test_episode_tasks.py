@@ -193,6 +193,25 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
         assert row["loss_mask"].count(False) == len(turn)
 
 
+def test_conversation_of_a_prompt_renders_its_tokens(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    (layout.root / "rows.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    recipe = small_recipe(
+        prompts={
+            **{"source": "file", "path": str(layout.root / "rows.jsonl"), "num_held_out": 0},
+            **{"chat_template": True, "system_prompt": "Add.", "template": "Q: {question}"},
+        },
+        generation={"max_new_tokens": 12, "max_model_len": 128},
+    )
+    layout.config.write_text(dump_recipe(recipe))
+    prepare_prompts(recipe.prompt_plan(), layout)
+    prompt = PromptTable(layout.train_prompts, seed=0).row(0)
+    policy = GeneratorRole(worker)
+    assert plain(policy.chat(policy.conversation(prompt))) == plain(prompt.tokens)
+
+
 def test_call_is_none_within_reasoning_that_the_prompt_began(
     layout: RunLayout, worker: WorkerContext
 ) -> None:

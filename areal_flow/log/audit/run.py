@@ -45,6 +45,7 @@ from areal_flow.log.index import Index, read_index
 from areal_flow.log.inputs import read_inputs
 from areal_flow.rollout.prompts.table import PromptTable
 from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 KINDS = (
@@ -261,7 +262,8 @@ class _Audit:
             num_read += len(rows)
             self.on_progress(num_read, max(num_rows, num_read))
             expected = _prompts_of(rows, prompts) if prompts else None
-            if expected and recipe and isinstance(recipe.workflow, Agent):  # it asks as it likes
+            # An agent's messages and an environment's observations are not in the prompt table.
+            if expected and recipe and isinstance(recipe.workflow, Agent | OpenEnv):
                 column = expected.schema.get_field_index("prompt_tokens")
                 expected = expected.set_column(column, "prompt_tokens", rows["prompt_tokens"])
             self.report.add(*self.database.add_trajectories(rows, expected))

@@ -16,6 +16,7 @@ from areal_flow.rollout.prompts.files import read_prompts
 from areal_flow.rollout.prompts.rows import messages_in, question_field
 from areal_flow.rollout.prompts.settings import PromptPlan, PromptSettings
 from areal_flow.rollout.workflows.agent import Agent
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.registry import WorkflowSettings
 from areal_flow.rollout.workflows.tool_use import WithTools, takes_text, tools_by_name
 from areal_flow.rollout.workflows.turns import MultiTurn
@@ -61,11 +62,14 @@ def required_chat_template(
         )
     try:
         chat.render([*_system_message(settings.system_prompt), {"role": "user", "content": "?"}])
-        if isinstance(plan.workflow, MultiTurn) and plan.workflow.max_turns > 1:
-            chat.next_turn("?", ended_by="\n")
-        if isinstance(plan.workflow, WithTools):
-            chat.calls_in("")
-            chat.next_turn("?", ended_by="\n", role="tool")
+        match plan.workflow:
+            case MultiTurn(max_turns=1):
+                pass
+            case MultiTurn() | OpenEnv(mcp=False):
+                chat.next_turn("?", ended_by="\n")
+            case WithTools() | OpenEnv():
+                chat.calls_in("")
+                chat.next_turn("?", ended_by="\n", role="tool")
     except ValueError as error:
         raise ModelError(
             f"model {plan.model!r}: {error}. Give it a chat_template.jinja that does, or change "
@@ -79,11 +83,13 @@ def why_chat_template(plan: PromptPlan) -> str:
 
     The first good row of each file counts, held-out files included.
     """
-    settings = plan.rows.prompts
+    settings, workflow = plan.rows.prompts, plan.workflow
     if settings.chat_template is not None:
         return ""
-    if isinstance(plan.workflow, Agent):
+    if isinstance(workflow, Agent):
         return "an agent asks in messages"
+    if isinstance(workflow, OpenEnv) and workflow.mcp:
+        return "an environment's tools are shown in messages"
     if settings.system_prompt:
         return "prompts.system_prompt is a message"
     for path, rows in plan.files():

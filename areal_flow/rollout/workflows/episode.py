@@ -233,6 +233,10 @@ class EpisodeServices(Protocol):
         """
         ...
 
+    def conversation(self, prompt: Prompt) -> Sequence[Message]:
+        """Return the messages that a prompt's tokens render by the chat template."""
+        ...
+
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text of the environment, which may contain special tokens."""
         ...
@@ -300,7 +304,7 @@ class EpisodeContext:
         self.sampling, self.is_chat = services.sampling, services.is_chat
         self.vocab_size = services.vocab_size
         self.chat, self.chat_calls = services.chat, services.chat_calls
-        self.encode = services.encode
+        self.conversation, self.encode = services.conversation, services.encode
         self._completions = completions
         self._scores = scores
         self._tools = tools

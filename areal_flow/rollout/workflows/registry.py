@@ -12,6 +12,7 @@ from areal_flow.core.settings import Settings, import_function, unnamed_is
 from areal_flow.rewards.shipping import load_function, located
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import Workflow
+from areal_flow.rollout.workflows.openenv import OpenEnv
 from areal_flow.rollout.workflows.sandbox_task import TASKS, SandboxTask
 from areal_flow.rollout.workflows.tool_use import ToolUse, WithTools
 from areal_flow.rollout.workflows.turns import MultiTurn, SingleTurn
@@ -28,7 +29,7 @@ class ImportedWorkflow(Settings):
     """Keyword arguments."""
 
 
-AnyWorkflow = SingleTurn | MultiTurn | ToolUse | SandboxTask | Agent | ImportedWorkflow
+AnyWorkflow = SingleTurn | MultiTurn | ToolUse | SandboxTask | Agent | OpenEnv | ImportedWorkflow
 
 WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_is("single_turn")]
 """What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""

@@ -49,7 +49,7 @@ SUBJECTS: dict[str, Workflow] = {
     "multi_turn": MultiTurn(max_turns=4),
     "multi_turn, branching": MultiTurn(max_turns=3, num_branches=3),
     "tool_use": ToolUse(tools=("any:5",), call_start="3 ", call_end=" 0", max_calls=2),
-    "openenv": OpenEnv(server=COMMAND, action_field="message", max_steps=3),
+    "openenv": OpenEnv(server=COMMAND, action_field="message", max_actions=3),
     "imported": load_workflow(
         ImportedWorkflow(
             name="imported", path=f"{__name__}:AsksACalculator", settings={"mark": "#"}

@@ -263,7 +263,7 @@ def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
 
 
 def test_environment_is_tried_before_the_cluster_starts(chatting: RunLayout) -> None:
-    environment = OpenEnv(server=COMMAND, action_field="message", max_steps=1)
+    environment = OpenEnv(server=COMMAND, action_field="message", max_actions=1)
     (line,) = tried_workflow(chatting, workflow=environment, rewards=())
     assert line.startswith(f"Workflow {COMMAND}, tried on the first row with its answer")
     assert re.search(r"1 answer, .* s; reward [1-9]", line)

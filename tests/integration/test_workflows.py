@@ -281,7 +281,7 @@ def test_environment_whose_generator_is_killed_is_trained_audited_and_replayed(
         },
         trainer={"tokens_per_micro_batch": 1024},
         workflow={
-            **{"name": "openenv", "server": server, "max_steps": 3, "action_field": "message"},
+            **{"name": "openenv", "server": server, "max_actions": 3, "action_field": "message"},
             "reset_fields": ["question"],
         },
         rewards=[],

@@ -82,7 +82,7 @@ async def test_wrong_field_fails_and_wrong_value_is_read_by_the_policy() -> None
         OpenEnv(server=server, action_field="text"), episode_of(1), TextServices(guess)
     )
     assert "number: Field required; text: Extra inputs are not permitted" in wrong.errors[0]
-    workflow = OpenEnv(server=server, action_field="number", max_steps=1)
+    workflow = OpenEnv(server=server, action_field="number", max_actions=1)
     group = await run_group(workflow, episode_of(1), TextServices(lambda _: "seven"))
     ((_, draft),) = group.drafts
     assert draft.tool_calls[0].result.startswith("Error: number: Input should be a valid integer")

@@ -87,7 +87,7 @@ async def test_observations_are_context_and_steps_are_in_the_log() -> None:
 async def test_first_observation_is_in_the_users_message_of_a_chat() -> None:
     services = TextServices(says("up", "done"), is_chat=True)
     async with served() as server:
-        draft = await played(server, services, reset_fields=["seed"], reward="last")
+        draft = await played(server, services, reset_fields=["seed"], episode_reward="last")
     shown = f"<user>{PROMPT.text}\nseed 7<assistant>"
     assert services.decode(draft.prompt_tokens) == shown
     assert services.decode(draft.output_tokens) == "up<user>you: up<assistant>done"
@@ -163,7 +163,7 @@ async def test_calls_after_the_end_and_beyond_the_limit_are_not_made() -> None:
             (calls(three, three, three), 2, 2),
         ):
             services = TextServices(says(answer), is_chat=True)
-            settings = {"mcp": True, "observation_field": "", "max_steps": limit}
+            settings = {"mcp": True, "observation_field": "", "max_actions": limit}
             draft = await played(server, services, **settings)
             assert len(draft.tool_calls) == num_calls
 
@@ -171,7 +171,7 @@ async def test_calls_after_the_end_and_beyond_the_limit_are_not_made() -> None:
 @pytest.mark.parametrize(
     ("settings", "max_model_len", "limit"),
     [
-        ({"max_steps": 1}, 200, "workflow.max_steps (1)"),
+        ({"max_actions": 1}, 200, "workflow.max_actions (1)"),
         ({"episode_timeout_s": 1e-9}, 200, "workflow.episode_timeout_s (1e-09)"),
         ({}, 12, "generation.max_model_len"),
     ],

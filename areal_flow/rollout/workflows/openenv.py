@@ -65,10 +65,10 @@ class OpenEnv(TimedWorkflow):
     """A longer observation is cut."""
     reset_fields: tuple[str, ...] = Field((), strict=False)
     """Columns of the prompt's row that `reset` gets, such as `seed`."""
-    reward: Literal["sum", "last"] = "sum"
+    episode_reward: Literal["sum", "last"] = "sum"
     """Which rewards of its steps an episode gets."""
-    max_steps: int = Field(16, ge=1)
-    """The most steps of an episode."""
+    max_actions: int = Field(16, ge=1)
+    """The most actions of an episode."""
     timeout_s: float = Field(60.0, gt=0)
     """The limit of a step, and of a server's start."""
 
@@ -111,7 +111,7 @@ class OpenEnv(TimedWorkflow):
             draft, texts = draft.with_completion(completion), list[str]()
             if not calls or completion.finish_reason != "stop":
                 break
-            for call in calls[: self.max_steps - len(rewards)]:
+            for call in calls[: self.max_actions - len(rewards)]:
                 if is_done:
                     break
                 began = monotonic()
@@ -123,8 +123,8 @@ class OpenEnv(TimedWorkflow):
                 draft = draft.with_calls([record])
             if is_done:
                 break
-            if len(rewards) == self.max_steps:
-                limit = f"workflow.max_steps ({self.max_steps})"
+            if len(rewards) == self.max_actions:
+                limit = f"workflow.max_actions ({self.max_actions})"
                 break
             if limit := self.time_limit(context):
                 break
@@ -210,7 +210,7 @@ class OpenEnv(TimedWorkflow):
         sums = {"sum": sum(rewards), "last": rewards[-1] if rewards else 0.0}
         counts = {"steps": float(len(rewards)), "errors": float(num_errors)}
         return Score(
-            sums[self.reward],
+            sums[self.episode_reward],
             parts=tuple(RewardPart(*part) for part in {**sums, **counts}.items()),
             extra={"step_rewards": list(rewards), "state": state},
         )

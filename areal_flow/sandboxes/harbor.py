@@ -14,24 +14,26 @@ from __future__ import annotations
 import io
 import json
 import os
+import posixpath
 import re
 import shlex
 import shutil
 import tarfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, dropwhile
-from math import isfinite
 from pathlib import Path, PurePosixPath
-from typing import Any
+from secrets import token_hex
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from areal_flow.core.digests import row_hash
 from areal_flow.core.errors import ArealFlowError
 from areal_flow.sandboxes.protocol import CommandResult, Sandbox
-from areal_flow.sandboxes.registry import SandboxSettings
+from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
 
 CONFIG, INSTRUCTION = "task.toml", "instruction.md"
@@ -39,13 +41,15 @@ ENVIRONMENT, TESTS, SOLUTION = "environment", "tests", "solution"
 DOCKERFILE = "Dockerfile"
 _TEST, _SOLVE = "test.sh", "solve.sh"
 _REWARDS = "/logs/verifier"
-_ARCHIVE = "/tmp/.archive.tar"
 COPY_TIMEOUT_S = 60.0
 SOLUTION_TIMEOUT_S = 600.0
 MAX_SHOWN = 500
 """Characters of what tests print that are kept."""
 MB = 2**20
-_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+MAX_REWARD_BYTES, MAX_REWARDS, MAX_REWARD = 1 << 16, 100, 1e6
+"""Of what tests write, the last for the absolute value of a number."""
+_NAME = re.compile(r"[\w./-]{1,100}")
+_NOT_OURS = ("docker-compose.yaml", "docker-compose.yml")
 _REFUSED = {
     "steps": "several steps",
     "environment.mcp_servers": "MCP servers",
@@ -69,12 +73,16 @@ class TaskError(ArealFlowError):
     """A task cannot be read, or gives no reward."""
 
 
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Variables = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str]
+
+
 class _Environment(BaseModel):
     docker_image: str | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
     workdir: str | None = None
-    env: dict[str, str] = Field(default_factory=dict)
+    env: _Variables = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -87,17 +95,17 @@ class _Environment(BaseModel):
 
 
 class _Agent(BaseModel):
-    timeout_sec: float | None = None
+    timeout_sec: _Seconds | None = None
 
 
 class _Verifier(BaseModel):
-    timeout_sec: float = 600.0
-    env: dict[str, str] = Field(default_factory=dict)
+    timeout_sec: _Seconds = 600.0
+    env: _Variables = Field(default_factory=dict)
     environment_mode: str | None = None
 
 
 class _Solution(BaseModel):
-    env: dict[str, str] = Field(default_factory=dict)
+    env: _Variables = Field(default_factory=dict)
 
 
 class _Config(BaseModel):
@@ -140,8 +148,10 @@ class HarborTask:
         except (tomllib.TOMLDecodeError, ValidationError) as error:
             raise TaskError(f"{folder / CONFIG}: {error}") from None
         lines = self._text(INSTRUCTION).strip().splitlines()
-        asked = dropwhile(lambda line: not line.strip() or _CANARY.fullmatch(line), lines)
-        self.instruction = "\n".join(asked)
+        shown = dropwhile(lambda line: not line.strip() or _CANARY.fullmatch(line), lines)
+        self.instruction = "\n".join(shown)
+        if not self.instruction:
+            raise TaskError(f"{folder / INSTRUCTION}: expected an instruction, found none")
         self._refuse(table)
 
     @property
@@ -159,34 +169,60 @@ class HarborTask:
     def settings(self, base: SandboxSettings) -> SandboxSettings:
         """Return the settings of the task's sandbox: its own where it has them.
 
+        Files of `local` are in memory, so that its `disk_bytes` is also a limit for tasks.
+
         Raises:
             TaskError: its environment needs a container, and `base` is of this machine.
         """
-        asked = self._config.environment
-        update: dict[str, Any] = {"variables": {**base.variables, **_resolved(asked.env)}}
-        if asked.memory_mb:
-            update["memory_bytes"] = asked.memory_mb * MB
-        if asked.storage_mb:
-            update["disk_bytes"] = asked.storage_mb * MB
-        if asked.workdir:
-            update["workdir"] = asked.workdir
+        of_task = self._config.environment
+        update: dict[str, Any] = {
+            "variables": {**base.variables, **_resolved(of_task.env)},
+            "workdir": of_task.workdir or base.workdir,
+            "memory_bytes": (of_task.memory_mb or 0) * MB or base.memory_bytes,
+            "disk_bytes": (of_task.storage_mb or 0) * MB or base.disk_bytes,
+        }
         if base.provider == "local":
             built = self._dockerfile()
+            update["disk_bytes"] = min(update["disk_bytes"], base.disk_bytes)
             update["variables"] = {**built.variables, **update["variables"]}
-            update |= {"workdir": asked.workdir or built.workdir}
-        elif asked.docker_image:
-            update["image"] = asked.docker_image
+            update["workdir"] = update["workdir"] or built.workdir
+        elif of_task.docker_image:
+            update["image"] = of_task.docker_image
         elif (self.folder / ENVIRONMENT / DOCKERFILE).is_file():
             update["image"] = str((self.folder / ENVIRONMENT).resolve())
-        return base.model_copy(update=update)
+        elif base.provider == "docker" and not base.image:
+            raise TaskError(f"{self.folder}: it has neither a Dockerfile nor a docker_image")
+        try:
+            return SandboxSettings.model_validate({**base.model_dump(), **update})
+        except ValidationError as error:
+            raise TaskError(f"{self.folder / CONFIG}: {error}") from None
+
+    @asynccontextmanager
+    async def opened(self, base: SandboxSettings) -> AsyncIterator[Sandbox]:
+        """Have a sandbox with the task's environment until the end of the block."""
+        settings = self.settings(base)
+        sandbox = make_sandbox(settings)
+        await sandbox.start()
+        try:
+            await self.furnish(sandbox, settings.provider)
+            yield sandbox
+        finally:
+            await sandbox.close()
 
     async def furnish(self, sandbox: Sandbox, provider: str) -> None:
         """Copy the environment's files, unless they are a part of its image."""
         if provider == "local" and (files := self._dockerfile().files):
-            await _copy(sandbox, files)
+            try:
+                await _copy(sandbox, files)
+            except OSError as error:
+                raise SandboxError(f"{self.folder}: its environment: {error}") from error
 
     async def solve(self, sandbox: Sandbox) -> CommandResult:
-        """Run the task's own solution."""
+        """Run the task's own solution.
+
+        Raises:
+            OSError: it does not fit the sandbox.
+        """
         await _copy(sandbox, _files(self.folder / SOLUTION, "/solution"))
         script = _script(f"/solution/{_SOLVE}", self._config.solution.env)
         return await sandbox.run(script, timeout_s=self.agent_timeout_s or SOLUTION_TIMEOUT_S)
@@ -194,25 +230,29 @@ class HarborTask:
     async def judge(self, sandbox: Sandbox) -> TestResult:
         """Run the task's tests on what was done; whatever still runs is ended first.
 
-        Tests that take too long, or leave no reward, were kept from it: the reward is 0.
+        If they cannot run, take too long or leave no reward, the episode kept them from it: the
+        reward is 0.
 
         Raises:
             SandboxError: there is no result, for reasons of the infrastructure.
         """
-        await sandbox.stop_processes()
-        prepare = f"rm -rf /{TESTS} {_REWARDS} && mkdir -p /{TESTS} {_REWARDS}"
-        await _checked(sandbox, prepare)
-        await _copy(sandbox, _files(self.folder / TESTS, f"/{TESTS}"))
-        limit_s = self.test_timeout_s
-        script = _script(f"/{TESTS}/{_TEST}", self._config.verifier.env)
-        result = await sandbox.run(script, timeout_s=limit_s)
-        if result.timed_out:
-            return TestResult(0.0, {}, f"the tests were not done within {limit_s:g} s")
+        limit_s, output = self.test_timeout_s, ""
+        variables = {**self._config.verifier.env, "PYTHONNOUSERSITE": "1"}
         try:
+            await sandbox.stop_processes()
+            prepare = f"rm -rf /{TESTS} {_REWARDS} && mkdir -p /{TESTS} {_REWARDS}"
+            await _checked(sandbox, prepare)
+            await _copy(sandbox, _files(self.folder / TESTS, f"/{TESTS}"))
+            script = _script(f"/{TESTS}/{_TEST}", variables)
+            result = await sandbox.run(script, timeout_s=limit_s)
+            output = result.output
+            if result.timed_out:
+                raise ValueError(f"not done within {limit_s:g} s")
+            await sandbox.stop_processes()
             rewards = await _rewards(sandbox)
-        except (ValueError, FileNotFoundError) as error:
-            return TestResult(0.0, {}, f"the tests left no reward: {error}; {result.output}")
-        return TestResult(_reward_of(rewards), rewards, result.output)
+        except (OSError, ValueError, RecursionError, OverflowError) as error:
+            return TestResult(0.0, {}, f"the tests left no reward: {error}; {output}")
+        return TestResult(_reward_of(rewards), rewards, output)
 
     def _text(self, name: str) -> str:
         try:
@@ -223,17 +263,16 @@ class HarborTask:
     def _refuse(self, table: Mapping[str, Any]) -> None:
         for place, what in _REFUSED.items():
             section, _, name = place.rpartition(".")
-            asked = (table.get(section) or {} if section else table).get(name)
-            if asked and asked != "root":
+            value = (table.get(section) or {} if section else table).get(name)
+            if value and value != "root":
                 raise TaskError(f"{self.folder / CONFIG}: {place}: {what} are not supported")
-        asked = table.get("environment") or {}
-        if asked.get("os", "linux") != "linux":
+        if (table.get("environment") or {}).get("os", "linux") != "linux":
             raise TaskError(f"{self.folder / CONFIG}: environment.os: only linux is supported")
         if (self._config.verifier.environment_mode or "shared") != "shared":
             raise TaskError(
                 f"{self.folder / CONFIG}: verifier.environment_mode: only 'shared' is supported"
             )
-        for name in _COMPOSE:
+        for name in _NOT_OURS:
             if (self.folder / ENVIRONMENT / name).exists():
                 raise TaskError(f"{self.folder / ENVIRONMENT / name}: services are not supported")
         if not (self.folder / TESTS / _TEST).is_file():
@@ -266,30 +305,55 @@ class _Dockerfile:
         self.workdir = ""
         self.files: dict[str, Path] = {}
         self.variables: dict[str, str] = {}
-        lines = re.sub(r"\\\n", " ", file.read_text()).splitlines() if file else []
-        for line in filter(None, map(str.strip, lines)):
-            word, _, rest = line.partition(" ")
-            instruction, words = word.upper(), shlex.split(rest)
-            assert file is not None
-            if instruction == "WORKDIR":
-                self.workdir = str(PurePosixPath(self.workdir or "/", rest.strip()))
-            elif instruction == "ENV" and all("=" in each for each in words):
-                self.variables |= dict(each.split("=", 1) for each in words)
-            elif instruction == "COPY" and len(words) > 1 and not rest.startswith(("-", "[")):
-                self._copy(file.parent, words[:-1], words[-1])
-            elif instruction not in ("FROM", "CMD", "LABEL") and not word.startswith("#"):
-                raise TaskError(_NEEDS_CONTAINER.format(file=file, what=instruction))
+        if file is None:
+            return
+        text = re.sub(r"(?m)^\s*#.*\n?", "", file.read_text())
+        lines = re.sub(r"\\[ \t]*\n", " ", text).splitlines()
+        steps = [line.split(maxsplit=1) for line in lines if line.strip()]
+        names = [word.upper() for word, *_ in steps]
+        if names.count("FROM") > 1 or (file.parent / ".dockerignore").exists():
+            what = "a second FROM" if names.count("FROM") > 1 else ".dockerignore"
+            raise TaskError(_NEEDS_CONTAINER.format(file=file, what=what))
+        for name, (_, *rest) in zip(names, steps, strict=True):
+            if name in ("WORKDIR", "COPY", "ENV"):
+                self._take(file, name, "".join(rest))
+            elif name not in ("FROM", "CMD", "LABEL"):
+                raise TaskError(_NEEDS_CONTAINER.format(file=file, what=name))
+
+    def _take(self, file: Path, name: str, rest: str) -> None:
+        try:
+            words = [] if "$" in rest or rest.startswith(("-", "[")) else shlex.split(rest)
+        except ValueError:
+            words = []
+        if name == "WORKDIR" and len(words) == 1:
+            self.workdir = self._path(words[0])
+        elif name == "ENV" and words and all("=" in word for word in words):
+            self.variables |= dict(word.split("=", 1) for word in words)
+        elif name == "COPY" and len(words) > 1 and not _is_read_only(self._path(words[-1])):
+            self._copy(file.parent, words[:-1], words[-1])
+        else:
+            raise TaskError(_NEEDS_CONTAINER.format(file=file, what=f"{name} {rest}"))
+
+    def _path(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.workdir or "/", path))
 
     def _copy(self, folder: Path, sources: Sequence[str], target: str) -> None:
-        place = PurePosixPath(self.workdir or "/", target)
-        for source in (found for each in sources for found in _matching(folder, each)):
+        place = self._path(target)
+        is_folder = place == self.workdir or target.endswith(("/", "/.")) or target == "."
+        is_folder |= len(sources) > 1 or any(path.startswith(f"{place}/") for path in self.files)
+        for source in (path for pattern in sources for path in _matching(folder, pattern)):
             if source.is_dir():
-                copied = _files(source, str(place))
-                own = folder / DOCKERFILE
-                self.files |= {path: file for path, file in copied.items() if file != own}
+                copied = _files(source, place)
+                dockerfile = folder / DOCKERFILE
+                self.files |= {path: file for path, file in copied.items() if file != dockerfile}
             else:
-                is_folder = target.endswith(("/", ".")) or len(sources) > 1
-                self.files[str(place / source.name if is_folder else place)] = source
+                self.files[f"{place}/{source.name}" if is_folder else place] = source
+
+
+def _is_read_only(path: str) -> bool:
+    """Return whether a path is among the programs of this machine."""
+    places = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "proc")
+    return path.split("/")[1] in places
 
 
 def _megabytes(size: Any) -> int:
@@ -335,8 +399,15 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def _files(folder: Path, target: str) -> dict[str, Path]:
-    """Return the files below a folder by their paths in a sandbox."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """Return the files below a folder by their paths in a sandbox.
+
+    Raises:
+        TaskError: a link leads out of the folder.
+    """
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in files:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise TaskError(f"{path}: a link out of {folder}: copy the file")
     return {f"{target}/{path.relative_to(folder).as_posix()}": path for path in files}
 
 
@@ -350,14 +421,20 @@ async def _copy(sandbox: Sandbox, files: Mapping[str, Path]) -> None:
             entry.mtime = int(file.stat().st_mtime)
             with file.open("rb") as content:
                 archive.addfile(entry, content)
-    await sandbox.write_file(_ARCHIVE, buffer.getvalue())
-    await _checked(sandbox, f"tar -xf {_ARCHIVE} -C / --no-same-owner && rm -f {_ARCHIVE}")
+    archived = f"/tmp/.{token_hex(8)}.tar"
+    await sandbox.write_file(archived, buffer.getvalue())
+    await _checked(sandbox, f"tar -xf {archived} -C / --no-same-owner && rm -f {archived}")
 
 
 async def _checked(sandbox: Sandbox, command: str) -> None:
+    """Run a command.
+
+    Raises:
+        OSError: it failed.
+    """
     result = await sandbox.run(command, timeout_s=COPY_TIMEOUT_S)
     if result.exit_code:
-        raise SandboxError(f"{command} ended with {result.exit_code}: {result.output[-500:]}")
+        raise OSError(f"{command} ended with {result.exit_code}: {result.output[-MAX_SHOWN:]}")
 
 
 def _script(path: str, variables: Mapping[str, str]) -> str:
@@ -379,20 +456,35 @@ def _resolved(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _rewards(sandbox: Sandbox) -> dict[str, float]:
-    """Return what tests wrote: `reward.json`, or else `reward.txt`."""
+    """Return what tests wrote: `reward.json`, or else `reward.txt`.
+
+    Raises:
+        ValueError: they wrote something else, or nothing.
+    """
     try:
-        content = json.loads(await sandbox.read_file(f"{_REWARDS}/reward.json"))
+        content = json.loads(_short(await sandbox.read_file(f"{_REWARDS}/reward.json")))
     except FileNotFoundError:
-        content = float(await sandbox.read_file(f"{_REWARDS}/reward.txt"))
+        try:
+            content = float(_short(await sandbox.read_file(f"{_REWARDS}/reward.txt")))
+        except FileNotFoundError:
+            raise ValueError(f"there is neither reward.txt nor reward.json in {_REWARDS}") from None
     rewards = content if isinstance(content, dict) else {"reward": content}
     numbers = {
-        str(name): float(each) for name, each in rewards.items() if isinstance(each, int | float)
+        name: float(number)
+        for name, number in rewards.items()
+        if isinstance(number, int | float) and abs(number) <= MAX_REWARD and _NAME.fullmatch(name)
     }
-    if not numbers or len(numbers) < len(rewards) or not all(map(isfinite, numbers.values())):
-        raise ValueError(f"expected finite numbers, found {content!r:.200}")
+    if not 0 < len(numbers) == len(rewards) <= MAX_REWARDS:
+        raise ValueError(f"expected numbers up to {MAX_REWARD:g} by name, found {content!r:.200}")
     if "reward" not in numbers and len(numbers) > 1:
         raise ValueError(f"expected 'reward' among {', '.join(numbers)}")
     return numbers
+
+
+def _short(content: bytes) -> bytes:
+    if len(content) > MAX_REWARD_BYTES:
+        raise ValueError(f"expected at most {MAX_REWARD_BYTES:,} bytes, found {len(content):,}")
+    return content
 
 
 def _reward_of(rewards: Mapping[str, float]) -> float:

@@ -191,7 +191,9 @@ class ShellSandbox(ABC):
             )
         path = path.encode(errors="replace").decode()
         mark = token_hex(16).encode()
-        process = await self._start_process(["bash", "-c", script, mark.decode(), path, *arguments])
+        # Bash reads ~/.bashrc, which commands may write, if its standard input is a socket.
+        command = ("bash", "--noprofile", "--norc", "-c", script, mark.decode(), path, *arguments)
+        process = await self._start_process(command)
         try:
             async with asyncio.timeout(FILE_TIMEOUT_S):
                 with suppress(ConnectionError):

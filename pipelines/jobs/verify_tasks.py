@@ -11,7 +11,7 @@ from time import perf_counter
 
 from areal_flow.core.errors import ArealFlowError
 from areal_flow.sandboxes.harbor import HarborTask, TestResult, task_folders
-from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
+from areal_flow.sandboxes.registry import SandboxSettings
 
 SOLVED, UNTOUCHED = 1.0, 0.0
 
@@ -52,23 +52,17 @@ async def _tried(folder: Path, settings: SandboxSettings) -> Trial:
         solved = await _judged(task, settings, solve=True) if task.has_solution else None
         trial.solution = solved.reward if solved else None
         trial.problem = _problem(solved, untouched)
-    except ArealFlowError as error:
+    except (ArealFlowError, OSError) as error:
         trial.problem = str(error)
     trial.seconds = perf_counter() - began
     return trial
 
 
 async def _judged(task: HarborTask, base: SandboxSettings, *, solve: bool) -> TestResult:
-    settings = task.settings(base)
-    sandbox = make_sandbox(settings)
-    await sandbox.start()
-    try:
-        await task.furnish(sandbox, settings.provider)
+    async with task.opened(base) as sandbox:
         if solve:
             await task.solve(sandbox)
         return await task.judge(sandbox)
-    finally:
-        await sandbox.close()
 
 
 def _problem(solved: TestResult | None, untouched: TestResult) -> str:

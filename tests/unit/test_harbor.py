@@ -12,11 +12,18 @@ from pathlib import Path
 import pytest
 
 from areal_flow.sandboxes.harbor import HarborTask, TaskError, TestResult, ship_task, task_folders
-from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
+from areal_flow.sandboxes.registry import SandboxSettings
 from pipelines.cli.main import main
 from tests.harbor_tasks import DOCKERFILE, write_task
 
 LOCAL = SandboxSettings()
+READS_ITS_REWARD = """cat > ~/.bashrc <<'E'
+case "$1" in */reward.*) printf '%s1%s' "$0" "$0"; exit; esac
+E
+"""
+"""For a bash that reads a file by its marks."""
+IN_PATH = "for p in ${PATH//:/ }; do mkdir -p $p; cp /tmp/fake $p/bash; cp /tmp/fake $p/cat; done"
+FAKE = "printf '#!/bin/sh\\necho 42\\n' > /tmp/fake; chmod +x /tmp/fake"
 IMAGE = os.environ.get("AREAL_FLOW_TEST_IMAGE", "")
 PODMAN = {
     "provider": "docker",
@@ -28,16 +35,10 @@ PODMAN = {
 
 
 async def judged(task: HarborTask, *commands: str, base: SandboxSettings = LOCAL) -> TestResult:
-    settings = task.settings(base)
-    sandbox = make_sandbox(settings)
-    await sandbox.start()
-    try:
-        await task.furnish(sandbox, settings.provider)
+    async with task.opened(base) as sandbox:
         for command in commands:
             await sandbox.run(command, timeout_s=10)
         return await task.judge(sandbox)
-    finally:
-        await sandbox.close()
 
 
 def test_task_is_read_with_its_limits_and_environment(tmp_path: Path) -> None:
@@ -72,12 +73,41 @@ async def test_tests_reward_what_was_done_in_the_environment(tmp_path: Path) -> 
         "cat() { echo 42; }; export -f cat; export EXPECTED=",
         "(while :; do echo 1 2>/dev/null > /logs/verifier/reward.json; done) >/dev/null 2>&1 &",
         "alias env=true; env() { :; }; rm() { :; }; tar() { :; }",
+        READS_ITS_REWARD,
+        f"{FAKE}; rm /bin; mkdir /bin; cp /tmp/fake /bin/bash; cp /tmp/fake /bin/cat",
+        f"{FAKE}; mv /root /root2; {IN_PATH}",
+        "echo /tmp/evil.so > /etc/ld.so.preload",
+        "mv /etc /etc2; mkdir /etc; echo x > /etc/ld.so.preload",
     ],
 )
 async def test_what_an_episode_left_behind_does_not_reward_it(tmp_path: Path, attack: str) -> None:
     result = await judged(HarborTask(write_task(tmp_path / "sum")), attack)
     assert result.reward == 0
     assert "expected 42" in result.output
+
+
+async def test_tests_do_not_import_what_an_episode_left_in_its_home(tmp_path: Path) -> None:
+    test = "#!/bin/bash\npython3 -c 'print(0)' > /logs/verifier/reward.txt\n"
+    site = "$(python3 -m site --user-site)"
+    attack = f'mkdir -p {site}; echo "print(1); import os; os._exit(0)" > {site}/usercustomize.py'
+    result = await judged(HarborTask(write_task(tmp_path / "t", test=test)), attack)
+    assert (result.reward, result.rewards) == (0, {"reward": 0})
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *("chmod 000 /", "chmod 555 /; touch /app/a", "touch /logs", "ln -s /nowhere/x /logs"),
+        *("mkdir /logs; chmod 000 /logs", "rm -rf /app; touch /app", "chmod 000 /app"),
+        *("rm -rf /tmp; touch /tmp", "chmod 000 /tmp", "yes | head -c 1G > /app/full"),
+        'echo \'{"\\ud800": 1, "reward": 1}\' > /app/r; exit 1',
+    ],
+)
+async def test_an_episode_that_harms_its_sandbox_gets_0_and_is_not_discarded(
+    tmp_path: Path, harm: str
+) -> None:
+    result = await judged(HarborTask(write_task(tmp_path / "sum")), harm)
+    assert result.reward == 0
 
 
 @pytest.mark.parametrize(
@@ -103,8 +133,12 @@ async def test_rewards_may_be_a_number_or_several(
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        ("true", "left no reward"),
-        ("echo nan > /logs/verifier/reward.txt", "expected finite numbers"),
+        ("true", "there is neither reward.txt nor reward.json"),
+        ("echo nan > /logs/verifier/reward.txt", "expected numbers up to"),
+        ("echo 1e308 > /logs/verifier/reward.txt", "expected numbers up to"),
+        ("printf '[%.0s' {1..60000} > /logs/verifier/reward.json", "recursion"),
+        ("head -c 100000 /dev/urandom > /logs/verifier/reward.txt", "at most 65,536 bytes"),
+        ('echo \'{"reward": 1, "\\ud800": 1}\' > /logs/verifier/reward.json', "by name"),
         ("echo yes > /logs/verifier/reward.txt", "could not convert"),
         ('echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json', "expected 'reward' among a, b"),
         ("sleep 60", "not done within 1 s"),
@@ -129,6 +163,7 @@ async def test_tests_without_a_result_reward_nothing(
         ({"config": 'os = "windows"\n'}, r"environment\.os: only linux is supported"),
         ({"config": '[[steps]]\nname = "a"\n'}, r"task\.toml: steps: several steps are not"),
         ({"config": "[environment]\n"}, r"task\.toml: .*environment"),
+        ({"config": "env = { 'A B' = '1' }\n"}, r"task\.toml: "),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -138,10 +173,16 @@ def test_what_is_not_supported_is_refused_by_name(
         HarborTask(write_task(tmp_path / "t", **changes))
 
 
-@pytest.mark.parametrize("line", ["RUN apt-get update", "COPY --from=base /a /b", "ADD a b"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("RUN apt-get update", "COPY --from=base /a /b", "ADD a b", "ENV PATH=/a:$PATH"),
+        *("WORKDIR $HOME", "COPY numbers.txt /etc/n", "FROM b", "ENV 'a"),
+    ],
+)
 def test_a_dockerfile_that_does_more_than_copy_needs_a_container(tmp_path: Path, line: str) -> None:
     task = HarborTask(write_task(tmp_path / "t", dockerfile=f"{DOCKERFILE}\n{line}\n"))
-    with pytest.raises(TaskError, match=r"Dockerfile: \w+ needs a container: set workflow"):
+    with pytest.raises(TaskError, match=r"Dockerfile: .* needs a container: set workflow"):
         task.settings(LOCAL)
     assert task.settings(SandboxSettings(provider="docker")).image
 

@@ -14,6 +14,8 @@ import socket
 import time
 from contextlib import suppress
 
+from . import tiers
+
 START, KILL = "start", "kill"
 CHECK_EVERY_S = 0.5
 """How often memory is added up; a process alone is limited by the kernel."""
@@ -56,8 +58,9 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             arguments, environment = request["arguments"], request["environment"]
             if workdir := str(request["workdir"]):
-                os.makedirs(workdir, exist_ok=True)
-                os.chdir(workdir)
+                with suppress(OSError):  # commands may have made it unusable
+                    os.makedirs(workdir, exist_ok=True)
+                    os.chdir(workdir)
             os.closerange(len(fds), 256)
             os.execvpe(arguments[0], arguments, environment)  # type: ignore[index,arg-type]
         except BaseException as error:  # noqa: BLE001 - nothing above could handle it
@@ -78,10 +81,13 @@ def _fork() -> int:
 
 
 def _kill_all() -> None:
-    """Kill every other process of this pid namespace."""
+    """Kill every other process of this pid namespace, and let the next ones use their folders."""
     with suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     _reap()
+    for path, mode in tiers.FOLDERS.items():
+        with suppress(OSError):
+            os.chmod(path, mode)
 
 
 def _reap() -> None:

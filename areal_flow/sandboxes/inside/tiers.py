@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,7 +28,10 @@ WORK = "/home/agent"
 USER = "agent"
 PROC = "/proc"
 """A zygote of commands has the machine's, without which the kernel mounts none for a sandbox."""
-_FOLDERS = {WORK: 0o755, "/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777}
+FOLDERS = {
+    "/": 0o755, WORK: 0o755, "/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777,
+}  # fmt: skip
+"""What commands may write first, with modes."""
 _LINKS = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0",
           "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2"}  # fmt: skip
 _NOBODY = 65534
@@ -76,18 +79,28 @@ class Namespaces:
 
         The root is in memory. It has the places of the zygote, read-only, and what belongs to this
         pid namespace in /proc, if the kernel allows that: not where the machine hides a part of it.
+        Neither programs nor what loads them can be replaced: links of the machine are mounts here,
+        folders above a mount are mounts, which cannot be renamed, and /etc is read-only.
         """
         kernel.unshare(kernel.CLONE_NEWNS)
         places = {*self.readable, *self.devices} - {PROC, "/dev/zero"}  # whose memory is no one's
-        trees = {path: _tree_of(path) for path in places}
+        trees = {path: kernel.clone_tree(path) for path in places}
         options = f"size={disk_bytes},nr_inodes={max(1024, disk_bytes >> 13)},mode=0755"
         kernel.mount("none", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.mkdir(SCRATCH + PROC)
         with suppress(OSError):
             flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
             kernel.mount("proc", SCRATCH + PROC, "proc", flags)
+        for folder in sorted({os.path.dirname(path) for path in places} - {"/"}):
+            parts = folder.split("/")
+            for end in range(2, len(parts) + 1):
+                above = SCRATCH + "/".join(parts[:end])
+                if not os.path.ismount(above):
+                    os.makedirs(above, exist_ok=True)
+                    _bind(above)
         _attach(SCRATCH, trees, self.devices)
         self._furnish(SCRATCH)
+        _bind(SCRATCH + "/etc", kernel.MOUNT_ATTR_RDONLY)
         os.chdir(SCRATCH)
         kernel.pivot_root_here()
         kernel.unshare(_OWN & ~kernel.CLONE_NEWNS | kernel.CLONE_NEWCGROUP)
@@ -99,7 +112,7 @@ class Namespaces:
 
     def _furnish(self, root: str) -> None:
         """Make the folders, links and files that commands expect."""
-        for path, mode in _FOLDERS.items():
+        for path, mode in FOLDERS.items():
             os.makedirs(root + path, exist_ok=True)
             os.chmod(root + path, mode)
         for path, target in _LINKS.items():
@@ -212,7 +225,7 @@ def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
     kernel.pivot_root_here()
 
 
-def _attach(root: str, trees: dict[str, int | str], devices: Sequence[str]) -> None:
+def _attach(root: str, trees: Mapping[str, int | str], devices: Sequence[str]) -> None:
     """Attach places below a root; only devices can be written there."""
     for path, tree in trees.items():
         target = root + path
@@ -231,6 +244,15 @@ def _attach(root: str, trees: dict[str, int | str], devices: Sequence[str]) -> N
             target, attributes | (0 if is_device else kernel.MOUNT_ATTR_NODEV)
         )
         os.close(tree)
+
+
+def _bind(folder: str, attributes: int = 0) -> None:
+    """Make a folder a mount of itself."""
+    tree = kernel.clone_tree(folder)
+    kernel.attach_tree(tree, folder)
+    os.close(tree)
+    if attributes:
+        kernel.set_mount_attributes(folder, attributes, below=False)
 
 
 def landlock_version() -> int:

@@ -215,6 +215,24 @@ def test_what_a_policy_wrote_is_escaped(run: Run, colour_by: str) -> None:
     assert "<img" not in html
 
 
+def test_calls_of_tools_are_listed_and_escaped(run: Run) -> None:
+    call = {"turn": 0, "name": "bash", "arguments": HOSTILE, "result": HOSTILE}
+    calls = [
+        {**call, "exit_code": 3, "duration_s": 0.25},
+        {**call, "exit_code": None, "duration_s": 1},
+    ]
+    member = show_group(run, 1)[0]
+    html = view.render(
+        "group.html",
+        group=[replace(member, row={**member.row, "tool_calls": calls})],
+        colour_by=view.COLOUR_BY[0],
+    )
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 4
+    assert "<td>3</td><td>0.250</td>" in html
+    assert "<td></td><td>1.000</td>" in html
+    assert "<script" not in html
+
+
 def test_masked_tokens_are_struck_through_and_equal_ones_are_one_element(run: Run) -> None:
     member = shown_member(run, token("old ", trained=False), token("new "), token("er"))
     assert [(masked, text) for *_, masked, text in view.stretches(member, "staleness", 9)] == [

@@ -63,8 +63,6 @@ _REFUSED = {
     "verifier.collect": "artifacts of services",
 }
 """What a task may ask for, and has no counterpart here, by its place in `task.toml`."""
-
-
 _CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 """A line that marks data of benchmarks, which no policy is shown."""
 
@@ -146,7 +144,7 @@ class HarborTask:
             table = tomllib.loads(self._text(CONFIG))
             self._config = _Config.model_validate(table)
         except (tomllib.TOMLDecodeError, ValidationError) as error:
-            raise TaskError(f"{folder / CONFIG}: {error}") from None
+            raise TaskError(f"{folder / CONFIG}: {_problems(error)}") from None
         lines = self._text(INSTRUCTION).strip().splitlines()
         shown = dropwhile(lambda line: not line.strip() or _CANARY.fullmatch(line), lines)
         self.instruction = "\n".join(shown)
@@ -195,7 +193,7 @@ class HarborTask:
         try:
             return SandboxSettings.model_validate({**base.model_dump(), **update})
         except ValidationError as error:
-            raise TaskError(f"{self.folder / CONFIG}: {error}") from None
+            raise TaskError(f"{self.folder / CONFIG}: {_problems(error)}") from None
 
     @asynccontextmanager
     async def opened(self, base: SandboxSettings) -> AsyncIterator[Sandbox]:
@@ -212,8 +210,9 @@ class HarborTask:
     async def furnish(self, sandbox: Sandbox, provider: str) -> None:
         """Copy the environment's files, unless they are a part of its image."""
         if provider == "local" and (files := self._dockerfile().files):
+            archive = _archive(files)
             try:
-                await _copy(sandbox, files)
+                await _unpack(sandbox, archive)
             except OSError as error:
                 raise SandboxError(f"{self.folder}: its environment: {error}") from error
 
@@ -223,7 +222,7 @@ class HarborTask:
         Raises:
             OSError: it does not fit the sandbox.
         """
-        await _copy(sandbox, _files(self.folder / SOLUTION, "/solution"))
+        await _unpack(sandbox, _archive(_files(self.folder / SOLUTION, "/solution")))
         script = _script(f"/solution/{_SOLVE}", self._config.solution.env)
         return await sandbox.run(script, timeout_s=self.agent_timeout_s or SOLUTION_TIMEOUT_S)
 
@@ -236,13 +235,14 @@ class HarborTask:
         Raises:
             SandboxError: there is no result, for reasons of the infrastructure.
         """
+        archive = _archive(_files(self.folder / TESTS, f"/{TESTS}"))
         limit_s, output = self.test_timeout_s, ""
         variables = {**self._config.verifier.env, "PYTHONNOUSERSITE": "1"}
         try:
             await sandbox.stop_processes()
             prepare = f"rm -rf /{TESTS} {_REWARDS} && mkdir -p /{TESTS} {_REWARDS}"
             await _checked(sandbox, prepare)
-            await _copy(sandbox, _files(self.folder / TESTS, f"/{TESTS}"))
+            await _unpack(sandbox, archive)
             script = _script(f"/{TESTS}/{_TEST}", variables)
             result = await sandbox.run(script, timeout_s=limit_s)
             output = result.output
@@ -411,8 +411,15 @@ def _files(folder: Path, target: str) -> dict[str, Path]:
     return {f"{target}/{path.relative_to(folder).as_posix()}": path for path in files}
 
 
-async def _copy(sandbox: Sandbox, files: Mapping[str, Path]) -> None:
-    """Copy files with their modes, in one archive."""
+def _problems(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    places = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+    return "; ".join(f"{place}: {message}" for place, message in places)
+
+
+def _archive(files: Mapping[str, Path]) -> bytes:
+    """Return files with their modes as one archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, file in files.items():
@@ -421,9 +428,18 @@ async def _copy(sandbox: Sandbox, files: Mapping[str, Path]) -> None:
             entry.mtime = int(file.stat().st_mtime)
             with file.open("rb") as content:
                 archive.addfile(entry, content)
-    archived = f"/tmp/.{token_hex(8)}.tar"
-    await sandbox.write_file(archived, buffer.getvalue())
-    await _checked(sandbox, f"tar -xf {archived} -C / --no-same-owner && rm -f {archived}")
+    return buffer.getvalue()
+
+
+async def _unpack(sandbox: Sandbox, archive: bytes) -> None:
+    """Copy an archive's files.
+
+    Raises:
+        OSError: the sandbox cannot take them.
+    """
+    path = f"/tmp/.{token_hex(8)}.tar"
+    await sandbox.write_file(path, archive)
+    await _checked(sandbox, f"tar -xf {path} -C / --no-same-owner && rm -f {path}")
 
 
 async def _checked(sandbox: Sandbox, command: str) -> None:

@@ -26,9 +26,9 @@ ENV NUMBERS=numbers.txt
 COPY numbers.txt lib/ /app/
 """
 TEST = """#!/bin/bash
-found=$(cat /app/answer.txt 2>/dev/null)
-echo "the answer is $found, expected $EXPECTED"
-if [ "$found" = "$EXPECTED" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+written=$(cat /app/answer.txt 2>/dev/null)
+echo "the answer is $written, expected $EXPECTED"
+if [ "$written" = "$EXPECTED" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
 SOLUTION = """#!/bin/bash
 python3 sums.py < "$NUMBERS" > answer.txt

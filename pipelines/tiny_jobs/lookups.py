@@ -50,15 +50,15 @@ def make_lookups(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, A
 
 
 def _rows(random: Random) -> Iterator[dict[str, Any]]:
-    asked = set[str]()
+    questions = set[str]()
     while True:
         keys = random.sample(KEYS, NUM_LINES)
         numbers = {key: str(random.choice(NUMBERS)) for key in keys}
         key, other = keys[:2]
         file, difficulty = str(random.choice(NUMBERS)), random.choice((DIRECT, REFERRED))
-        if (question := f"{key} in {file} ?") in asked:
+        if (question := f"{key} in {file} ?") in questions:
             continue
-        asked.add(question)
+        questions.add(question)
         lines = {k: f"{k} {number}" for k, number in numbers.items()}
         if difficulty == REFERRED:
             lines[key] = f"{key}{SEE}{other}"
@@ -91,13 +91,13 @@ def _calls(question: str, number: int, random: Random) -> list[str]:
     key, file = re.findall(r"\d+", question)
     other = random.choice(KEYS)
     is_direct = random.random() < 0.5
-    seen = {key: f" {number}"} if is_direct else {key: f"{SEE}{other}", str(other): f" {number}"}
+    lines = {key: f" {number}"} if is_direct else {key: f"{SEE}{other}", str(other): f" {number}"}
     return [
         turn
-        for asked, rest in seen.items()
+        for searched, rest in lines.items()
         for turn in (
-            f"{tool.call_start}bash grep ^{asked} {file}{tool.call_end}",
-            tool.result_template.replace("{result}", f"{asked}{rest}"),
+            f"{tool.call_start}bash grep ^{searched} {file}{tool.call_end}",
+            tool.result_template.replace("{result}", f"{searched}{rest}"),
         )
     ]
 

@@ -75,6 +75,6 @@ def _trained(cwd: Path, name: str, settings: dict[str, Any], seed: int, chosen: 
 
 def _curve(runs: list[Run]) -> dict[str, tuple[float, float]]:
     """Return the reward of each step, with its interval over seeds."""
-    rewards = [run.steps()["reward_mean"].tolist() for run in runs]
+    rewards = [run.steps()["reward_mean"].dropna().tolist() for run in runs]
     estimates = map(Estimate.of, zip(*rewards, strict=True))
     return {str(step): (each.mean, each.half) for step, each in enumerate(estimates, 1)}

@@ -16,7 +16,7 @@ from areal_flow.core.machine import Gpu, Gpus
 from areal_flow.rollout.engines.vllm import support
 
 AUTO = "auto"
-TINY_MODELS = ("tiny", "tiny_calculator", "tiny_coder")
+TINY_MODELS = ("tiny", "tiny_calculator", "tiny_lookup", "tiny_coder")
 """Models that are made here and compute on CPUs unless a recipe says otherwise."""
 OLDEST_CAPABILITY = (7, 5)
 """Of GPUs for which torch has kernels."""

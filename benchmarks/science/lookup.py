@@ -21,8 +21,8 @@ from benchmarks.science.findings import Estimate, Finding, conclude, difference
 
 TOOLS, NONE = "with tools", "without"
 SETTINGS = {TOOLS: {}, NONE: {"workflow.max-calls": 0}}
-OPTIONS = {"seeds": [0, 1, 2], "steps": 20, "keep": Path}
-QUICK = {"seeds": [0, 1], "steps": 2}
+OPTIONS = {"seeds": [0, 1, 2], "steps": 20, "sft_steps": 800, "held_out": 256, "keep": Path}
+QUICK = {"seeds": [0, 1], "steps": 2, "sft_steps": 20, "held_out": 16}
 
 
 def run(chosen: Any) -> Finding:
@@ -69,7 +69,13 @@ def _trained(cwd: Path, name: str, settings: dict[str, Any], seed: int, chosen: 
     name = name.replace(" ", "-")
     if RunLayout(cwd / "runs" / name).summary.is_file():
         return Run(cwd / "runs" / name)
-    given = {"seed": seed, "num-steps": chosen.steps, "prompts.num-held-out": 256, **settings}
+    given = {
+        "seed": seed,
+        "num-steps": chosen.steps,
+        "sft.num-steps": chosen.sft_steps,
+        "prompts.num-held-out": chosen.held_out,
+        **settings,
+    }
     return harness.train(cwd, name, given, recipe="lookup")
 
 

@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, dropwhile
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -180,7 +181,7 @@ class HarborTask:
             "disk_bytes": (of_task.storage_mb or 0) * MB or base.disk_bytes,
         }
         if base.provider == "local":
-            built = self._dockerfile()
+            built = self._dockerfile
             update["disk_bytes"] = min(update["disk_bytes"], base.disk_bytes)
             update["variables"] = {**built.variables, **update["variables"]}
             update["workdir"] = update["workdir"] or built.workdir
@@ -209,7 +210,7 @@ class HarborTask:
 
     async def furnish(self, sandbox: Sandbox, provider: str) -> None:
         """Copy the environment's files, unless they are a part of its image."""
-        if provider == "local" and (files := self._dockerfile().files):
+        if provider == "local" and (files := self._dockerfile.files):
             archive = _archive(files)
             try:
                 await _unpack(sandbox, archive)
@@ -278,6 +279,7 @@ class HarborTask:
         if not (self.folder / TESTS / _TEST).is_file():
             raise TaskError(f"{self.folder}: it has no {TESTS}/{_TEST}, which gives the reward")
 
+    @cached_property
     def _dockerfile(self) -> _Dockerfile:
         file = self.folder / ENVIRONMENT / DOCKERFILE
         if file.is_file():

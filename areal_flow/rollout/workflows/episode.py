@@ -163,7 +163,7 @@ class TimedWorkflow(Settings):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether it scores its trajectories itself, so that no `[[rewards]]` are asked."""
+        """Whether it scores its trajectories itself, so that no `[[rewards]]` are needed."""
         return False
 
     def time_limit(self, context: EpisodeContext) -> str:

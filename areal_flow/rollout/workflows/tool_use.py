@@ -263,7 +263,7 @@ class WithTools(TimedWorkflow):
         if sandbox and self._is_in_sandbox(call.name):
             try:
                 ran = await self._in_sandbox(call, sandbox)
-            except (FileNotFoundError, TypeError, ValueError) as error:
+            except (FileNotFoundError, RecursionError, TypeError, ValueError) as error:
                 ran = f"Error: {error}"
         result = await self._result(call, context) if ran is None else self._shown(ran)
         arguments = json.dumps(call.arguments, ensure_ascii=False)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from . import kernel
 
@@ -91,13 +92,10 @@ class Namespaces:
         with suppress(OSError):
             flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
             kernel.mount("proc", SCRATCH + PROC, "proc", flags)
-        for folder in sorted({os.path.dirname(path) for path in places} - {"/"}):
-            parts = folder.split("/")
-            for end in range(2, len(parts) + 1):
-                above = SCRATCH + "/".join(parts[:end])
-                if not os.path.ismount(above):
-                    os.makedirs(above, exist_ok=True)
-                    _bind(above)
+        above = {str(folder) for path in places for folder in PurePosixPath(path).parents} - {"/"}
+        for folder in sorted(above):
+            os.makedirs(SCRATCH + folder, exist_ok=True)
+            _bind(SCRATCH + folder)
         _attach(SCRATCH, trees, self.devices)
         self._furnish(SCRATCH)
         _bind(SCRATCH + "/etc", kernel.MOUNT_ATTR_RDONLY)

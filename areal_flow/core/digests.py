@@ -33,3 +33,8 @@ def row_hash(parts: Iterable[bytes]) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def framed_hash(parts: bytes | memoryview) -> str:
+    """Return `row_hash` of parts that stand together, each behind its length of eight bytes."""
+    return hashlib.blake2b(parts, digest_size=16).hexdigest()

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from areal_flow.core.digests import row_hash
+from areal_flow.core.digests import framed_hash
 from areal_flow.core.layout import SCHEMA_VERSION
 from areal_flow.core.types import (
     EngineStats,
@@ -47,6 +47,8 @@ CONTENT_COLUMNS = (
 
 DROPPED_COLUMNS = ("output_tokens", "behavior_logprobs")
 """What a row of an old step may lose: see `areal_flow.log.retention`."""
+
+_NOTHING = pa.scalar(b"", pa.large_binary())
 
 _TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
 """Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
@@ -191,10 +193,22 @@ def member_errors(table: pa.Table) -> tuple[str, ...]:
 def content_hashes(table: pa.Table) -> list[str]:
     """Return the `content_hash` of each row, 32 hexadecimal digits, from `CONTENT_COLUMNS`."""
     return [
-        row_hash(parts)
+        digest
         for batch in table.select(CONTENT_COLUMNS).to_batches()
-        for parts in zip(*map(_bytes_of_rows, batch.columns), strict=True)
+        for digest in _row_hashes([*map(_bytes_of_rows, batch.columns)])
     ]
+
+
+def _row_hashes(columns: Sequence[pa.LargeBinaryArray]) -> Iterator[str]:
+    """Yield the hash of each row; Arrow puts its parts behind their lengths."""
+    num_rows, parts = len(columns[0]), []
+    for column in columns:
+        lengths = [None, pc.binary_length(column).buffers()[1]]
+        frames = pa.Array.from_buffers(pa.binary(8), num_rows, lengths).cast(pa.large_binary())
+        parts += [frames, column]
+    _, offsets, content = pc.binary_join_element_wise(*parts, _NOTHING).buffers()
+    ends, rows = np.frombuffer(offsets, np.int64, num_rows + 1).tolist(), memoryview(content)
+    return (framed_hash(rows[begin:end]) for begin, end in pairwise(ends))
 
 
 def is_dropped(table: pa.Table) -> pa.ChunkedArray:
@@ -213,15 +227,16 @@ def row_arrays(column: pa.ListArray | pa.ChunkedArray) -> Iterator[NDArray[Any]]
             yield flat[begin:end]
 
 
-def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
+def _bytes_of_rows(column: pa.Array) -> pa.LargeBinaryArray:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return (text.encode() for text in column.to_pylist())
+        return column.cast(pa.large_binary())
     if not pa.types.is_nested(column.type):
-        return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
-    flat, offsets = _flat(column.flatten()), column.offsets.to_numpy()
-    content = flat.tobytes()
+        values = column.to_pylist()
+        return pa.array(["" if value is None else repr(value) for value in values], "large_binary")
+    flat, offsets = _flat(column.flatten()), column.offsets.to_numpy().astype(np.int64)
     ends = (offsets - offsets[0]) * (flat.itemsize * math.prod(flat.shape[1:]))
-    return (content[begin:end] for begin, end in pairwise(ends.tolist()))
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(np.ascontiguousarray(flat))]
+    return pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
 
 
 def _flat(values: pa.Array) -> NDArray[Any]:

@@ -119,14 +119,6 @@ def convert_relation(relation: duckdb.DuckDBPyRelation, format: TableFormat) -> 
     return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
 
 
-def consumed_table(steps: pa.Table) -> pa.Table:
-    """Return a row for each time that one of these rows of the ledger names a trajectory."""
-    with empty_database() as connection:
-        connection.register("steps", steps.select(LEDGER_COLUMNS))
-        connection.execute(read_sql("consumed"))
-        return connection.table("consumed").to_arrow_table()
-
-
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
     """Return what became of each trajectory of the log, one row each, in its order.
 

@@ -96,6 +96,7 @@ def advance(past: SettledPast, steps: pa.Table, log: pa.Table) -> SettledPast:
             FROM stored"""
         )
         connection.execute(read_sql("consumed"))
+        connection.execute("CREATE VIEW consumed AS FROM consumed_by('steps')")
         return advance_in(connection, past)
 
 

@@ -2,7 +2,8 @@
 -- `consumed_twice` has the hashes of ids that are named more than once.
 
 CREATE VIEW placed AS
-SELECT consumed.*, steps.place, steps.trajectory_watermark, steps.verifier AS step_verifier
+SELECT consumed.*, steps.place, steps.policy_version, steps.trajectory_watermark,
+       steps.verifier AS step_verifier
 FROM consumed JOIN steps USING (step);
 
 CREATE VIEW repeated AS

@@ -25,9 +25,7 @@ of_steps AS (
     SELECT step, avg(passed::INT) AS "rollout/pass_rate",
            coalesce(stddev_samp(reward), 0) AS "rollout/reward_std",
            avg(truncated::INT) AS "rollout/truncated_fraction",
-           quantile_cont(num_tokens, 0.1) AS "rollout/completion_p10_tokens",
-           quantile_cont(num_tokens, 0.5) AS "rollout/completion_p50_tokens",
-           quantile_cont(num_tokens, 0.9) AS "rollout/completion_p90_tokens"
+           quantile_cont(num_tokens, [0.1, 0.5, 0.9]) AS lengths -- at once: each keeps all values
     FROM batch GROUP BY step
 ),
 of_groups AS (
@@ -35,7 +33,14 @@ of_groups AS (
     FROM batch GROUP BY step, submission_index
 )
 SELECT step, name, value
-FROM (UNPIVOT of_steps ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value)
+FROM (
+    UNPIVOT (
+        SELECT * EXCLUDE lengths, lengths[1] AS "rollout/completion_p10_tokens",
+               lengths[2] AS "rollout/completion_p50_tokens",
+               lengths[3] AS "rollout/completion_p90_tokens"
+        FROM of_steps
+    ) ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value
+)
 UNION ALL
 SELECT step, 'rollout/zero_variance_groups_fraction', avg(is_flat::INT)
 FROM of_groups GROUP BY step

@@ -147,7 +147,9 @@ async def _serve() -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     starts: list[asyncio.Future[Any]] = []
-    with dask.config.set(worker.DASK_SETTINGS):
+    # Else every worker counts the descriptors of all of them, twice a second.
+    once_an_hour = {"distributed.admin.system-monitor.interval": "1h"}
+    with dask.config.set(worker.DASK_SETTINGS | once_an_hour):
         while line := await lines.readline():
             address = f"127.0.1.{1 + len(starts) // WORKERS_PER_HOST}"
             with patch.object(worker, "get_ip", return_value=address):

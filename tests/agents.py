@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import openai
 
-from areal_flow.core.types import Completion, GroupRequest, Prompt, Tokens, VersionSpan, as_tokens
+from areal_flow.core.types import Prompt, Tokens
 from areal_flow.policy.tokenizer.chat import Message
 from areal_flow.rollout.workflows.agent import Agent
 from areal_flow.rollout.workflows.episode import TrajectoryDraft, contexts_of
-from tests.episodes import PROMPT, STOP, FakeServices, episode_of
+from tests.episodes import PROMPT, FakeServices, TextServices, episode_of
 
 Create = Callable[..., Awaitable[Any]]
 """Has the policy complete a chat."""
@@ -68,30 +67,12 @@ def run_talk(talk: Talk, services: FakeServices | None = None, **settings: Any) 
     return run(talking(talk), services, **settings)
 
 
-class Scripted(FakeServices):
-    """A policy whose tokens are bytes, and which answers with these texts, one after the other."""
-
-    vocab_size = 256
+class Scripted(TextServices):
+    """A policy that answers with these texts, one after the other; a turn is `[role]content`."""
 
     def __init__(self, *texts: str) -> None:
-        super().__init__(max_model_len=4096, max_new_tokens=256)
-        self._texts = iter(texts)
-
-    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
-        self.requests.append(request)
-        return [self._completion(request, index) for index in range(len(request.seeds))]
-
-    def _completion(self, request: GroupRequest, index: int) -> Completion:
-        text, sampling = next(self._texts), request.sampling
-        stops = [text.find(each) + len(each) for each in sampling.stop_strings if each in text]
-        tokens = [*text[: min(stops)].encode()] if stops else [*text.encode(), STOP]
-        reason = "stop" if len(tokens) <= sampling.max_new_tokens else "length"
-        tokens = tokens[: sampling.max_new_tokens]
-        for token in tokens if request.on_token else ():
-            request.on_token(index, token)
-        logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
-        spans = (VersionSpan(0, len(tokens)),)
-        return Completion(as_tokens(tokens), logprobs, spans, reason)
+        answers = iter(texts)
+        super().__init__(lambda _: next(answers), max_model_len=4096, max_new_tokens=256)
 
     def chat(
         self,
@@ -102,12 +83,6 @@ class Scripted(FakeServices):
     ) -> Tokens:
         shown = messages if after is None else messages[after[0] + 1 :]
         return self.encode("".join(f"[{each['role']}]{each['content']}" for each in shown))
-
-    def encode(self, text: str) -> Tokens:
-        return as_tokens([*text.encode()])
-
-    def decode(self, tokens: Tokens) -> str:
-        return bytes(token for token in tokens if token != STOP).decode(errors="replace")
 
 
 def trained_text(draft: TrajectoryDraft) -> str:

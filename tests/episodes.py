@@ -115,10 +115,12 @@ class FakeServices:
 
 
 class TextServices(FakeServices):
-    """`EpisodeServices` of a policy that is a function of the text so far; a token is a character.
+    """`EpisodeServices` of a policy that is a function of the text so far; a token is a byte.
 
     With `is_chat`, a turn is `<role>content`, and a call is JSON on a line of its own.
     """
+
+    vocab_size = 256
 
     def __init__(
         self, policy: Callable[[str], str], *, is_chat: bool = False, **limits: int
@@ -128,11 +130,19 @@ class TextServices(FakeServices):
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
         self.requests.append(request)
-        answer = self.policy(self.decode(request.prompt_tokens))
-        tokens = as_tokens([*map(ord, answer), STOP])
-        logprobs = np.zeros(len(tokens), np.float32)
-        completion = Completion(tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop")
-        return [completion] * len(request.seeds)
+        return [self._completion(request, index) for index in range(len(request.seeds))]
+
+    def _completion(self, request: GroupRequest, index: int) -> Completion:
+        text, sampling = self.policy(self.decode(request.prompt_tokens)), request.sampling
+        stops = [text.find(each) + len(each) for each in sampling.stop_strings if each in text]
+        tokens = [*text[: min(stops)].encode()] if stops else [*text.encode(), STOP]
+        reason = "stop" if len(tokens) <= sampling.max_new_tokens else "length"
+        tokens = tokens[: sampling.max_new_tokens]
+        for token in tokens if request.on_token else ():
+            request.on_token(index, token)
+        logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+        spans = (VersionSpan(0, len(tokens)),)
+        return Completion(as_tokens(tokens), logprobs, spans, reason)
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         if not self.is_chat:
@@ -154,10 +164,10 @@ class TextServices(FakeServices):
         return [ToolCall(**json.loads(line)) for line in lines if line.startswith("{")]
 
     def encode(self, text: str) -> Tokens:
-        return as_tokens([*map(ord, text)])
+        return as_tokens([*text.encode()])
 
     def decode(self, tokens: Tokens) -> str:
-        return "".join(chr(token) for token in tokens if token != STOP)
+        return bytes(token for token in tokens if token != STOP).decode(errors="replace")
 
 
 def episode_of(group_size: int = 6, *, index: int = 4, attempt: int = 0) -> Episode:

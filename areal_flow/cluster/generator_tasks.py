@@ -179,13 +179,11 @@ class GeneratorRole:
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         return await on_reward_worker(call_tool, path, calls)
 
-    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
+    async def new_sandbox(self, settings: SandboxSettings) -> Sandbox:
         (address,) = await on_reward_worker(own_addresses, None, [None])
         if isinstance(address, Exception):
             raise address
-        sandbox = RemoteSandbox(get_worker(), address, settings)
-        await sandbox.start()
-        return sandbox
+        return RemoteSandbox(get_worker(), address, settings)
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
         if self._chat is None:

@@ -83,7 +83,7 @@ class SandboxService:
                     await answer(await _outcome(getattr(sandbox, request.pop("method")), request))
             finally:
                 await sandbox.close()
-        except ArealFlowError as error:  # from its settings
+        except Exception as error:  # noqa: BLE001 - of a provider's own, from its settings
             await answer(_as_message(error))
         finally:
             async with self._ended:
@@ -96,14 +96,14 @@ async def _outcome(
 ) -> dict[str, Any]:
     try:
         result = await method(**arguments or {})
-    except Exception as error:
-        if not isinstance(error, ArealFlowError | OSError):
-            logger.exception("a sandbox failed")
+    except Exception as error:  # noqa: BLE001 - the episode gets it
         return _as_message(error)
     return {"result": asdict(result) if isinstance(result, CommandResult) else result}
 
 
 def _as_message(error: Exception) -> dict[str, Any]:
+    if not isinstance(error, ArealFlowError | OSError):
+        logger.error("a sandbox failed", exc_info=error)
     return {"error": type(error).__name__, "message": str(error)}
 
 

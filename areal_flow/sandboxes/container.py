@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from asyncio.subprocess import PIPE, STDOUT
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 30.0
 _IMAGES: dict[tuple[str, str], str] = {}
 """Built by this process, by program and folder."""
+_BUILDING = defaultdict[tuple[str, str], asyncio.Lock](asyncio.Lock)
 _READY = b"ready\n"
 _FIRST_PROCESS = "echo ready; while read -r _; do kill -9 -1; echo ready; done"
 """Kills the others for each line: there may be too many for another to start."""
@@ -71,8 +74,7 @@ class ContainerSandbox(ShellSandbox):
             )
         if Path(self._image).is_absolute():
             self._image = await self._built(self._image)
-        pipe = asyncio.subprocess.PIPE
-        self._container = await self._command(*self._run_arguments(), stderr=pipe)
+        self._container = await self._command(*self._run_arguments(), stderr=PIPE)
         await self._wait_until_ready(START_TIMEOUT_S)
 
     async def close(self) -> None:
@@ -93,24 +95,24 @@ class ContainerSandbox(ShellSandbox):
     async def _built(self, folder: str) -> str:
         """Return the image of a folder's Dockerfile, built once by each process."""
         key = self._program, folder
-        if key not in _IMAGES:
-            pipe = asyncio.subprocess.PIPE
-            build = await self._command("build", "--quiet", folder, stderr=pipe)
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    output, errors = await build.communicate()
-            except BaseException as error:
-                with suppress(ProcessLookupError):
-                    build.kill()
-                if not isinstance(error, TimeoutError):
-                    raise
-                reason = f"not done within {START_TIMEOUT_S:g} s"
-                raise SandboxError(f"{self._program} build {folder}: {reason}") from None
-            if build.returncode:
-                reason = errors.decode(errors="replace").strip()[-2000:]
-                raise SandboxError(f"{self._program} build {folder}: {reason}")
-            _IMAGES[key] = output.decode().split()[-1]
+        async with _BUILDING[key]:  # by one member of a group
+            if key not in _IMAGES:
+                _IMAGES[key] = await self._build(folder)
         return _IMAGES[key]
+
+    async def _build(self, folder: str) -> str:
+        build = await self._command("build", "--quiet", folder, stderr=PIPE)
+        try:
+            output, errors = await asyncio.wait_for(build.communicate(), START_TIMEOUT_S)
+        except TimeoutError:
+            output, errors = b"", f"not done within {START_TIMEOUT_S:g} s".encode()
+        finally:
+            with suppress(ProcessLookupError):  # it goes on after a timeout or a cancellation
+                build.kill()
+        if build.returncode != 0:
+            reason = errors.decode(errors="replace").strip()[-2000:]
+            raise SandboxError(f"{self._program} build {folder}: {reason}")
+        return output.decode().split()[-1]
 
     def _run_arguments(self) -> list[str]:
         limits = self._limits
@@ -159,13 +161,10 @@ class ContainerSandbox(ShellSandbox):
                 f"{self._program}: a container of {self._image} is not ready after {timeout_s:g} s"
             ) from None
 
-    async def _command(
-        self, *arguments: str, stderr: int = asyncio.subprocess.STDOUT
-    ) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
+    async def _command(self, *arguments: str, stderr: int = STDOUT) -> asyncio.subprocess.Process:
         try:
             return await asyncio.create_subprocess_exec(
-                self._program, *arguments, stdin=pipe, stdout=pipe, stderr=stderr
+                self._program, *arguments, stdin=PIPE, stdout=PIPE, stderr=stderr
             )
         except OSError as error:
             raise SandboxError(f"{self._program} cannot be started: {error}") from error

@@ -20,8 +20,8 @@ import shlex
 import shutil
 import tarfile
 import tomllib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, dropwhile
@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from areal_flow.core.digests import row_hash
 from areal_flow.core.errors import ArealFlowError
-from areal_flow.sandboxes.protocol import CommandResult, Sandbox
+from areal_flow.sandboxes.protocol import CommandResult, Sandbox, opened
 from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
 
@@ -200,13 +200,9 @@ class HarborTask:
     async def opened(self, base: SandboxSettings) -> AsyncIterator[Sandbox]:
         """Have a sandbox with the task's environment until the end of the block."""
         settings = self.settings(base)
-        sandbox = make_sandbox(settings)
-        await sandbox.start()
-        try:
+        async with opened(make_sandbox(settings)) as sandbox:
             await self.furnish(sandbox, settings.provider)
             yield sandbox
-        finally:
-            await sandbox.close()
 
     async def furnish(self, sandbox: Sandbox, provider: str) -> None:
         """Copy the environment's files, unless they are a part of its image."""
@@ -253,7 +249,8 @@ class HarborTask:
             rewards = await _rewards(sandbox)
         except (OSError, ValueError, RecursionError, OverflowError) as error:
             return TestResult(0.0, {}, f"the tests left no reward: {error}; {output}")
-        return TestResult(_reward_of(rewards), rewards, output)
+        reward = rewards.get("reward", next(iter(rewards.values())))
+        return TestResult(reward, rewards, output)
 
     def _text(self, name: str) -> str:
         try:
@@ -479,13 +476,17 @@ async def _rewards(sandbox: Sandbox) -> dict[str, float]:
     Raises:
         ValueError: they wrote something else, or nothing.
     """
-    try:
-        content = json.loads(_short(await sandbox.read_file(f"{_REWARDS}/reward.json")))
-    except FileNotFoundError:
-        try:
-            content = float(_short(await sandbox.read_file(f"{_REWARDS}/reward.txt")))
-        except FileNotFoundError:
-            raise ValueError(f"there is neither reward.txt nor reward.json in {_REWARDS}") from None
+    parsers: Mapping[str, Callable[[bytes], Any]] = {"reward.json": json.loads, "reward.txt": float}
+    for name, parse in parsers.items():
+        with suppress(FileNotFoundError):
+            written = await sandbox.read_file(f"{_REWARDS}/{name}")
+            if len(written) > MAX_REWARD_BYTES:
+                found = f"found {len(written):,}"
+                raise ValueError(f"expected at most {MAX_REWARD_BYTES:,} bytes, {found}")
+            content = parse(written)
+            break
+    else:
+        raise ValueError(f"there is neither reward.txt nor reward.json in {_REWARDS}")
     rewards = content if isinstance(content, dict) else {"reward": content}
     numbers = {
         name: float(number)
@@ -497,13 +498,3 @@ async def _rewards(sandbox: Sandbox) -> dict[str, float]:
     if "reward" not in numbers and len(numbers) > 1:
         raise ValueError(f"expected 'reward' among {', '.join(numbers)}")
     return numbers
-
-
-def _short(content: bytes) -> bytes:
-    if len(content) > MAX_REWARD_BYTES:
-        raise ValueError(f"expected at most {MAX_REWARD_BYTES:,} bytes, found {len(content):,}")
-    return content
-
-
-def _reward_of(rewards: Mapping[str, float]) -> float:
-    return rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -69,8 +71,18 @@ class Sandbox(Protocol):
         """Write a file, and the folders it is in.
 
         Raises:
-            OSError: it cannot be written.
+            FileNotFoundError: it cannot be written.
         """
 
     async def close(self) -> None:
-        """End all processes, and remove all files; may be called again."""
+        """End all processes, and remove all files, also if it did not start."""
+
+
+@asynccontextmanager
+async def opened(sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+    """Start a sandbox, and close it at the end of the block."""
+    try:
+        await sandbox.start()
+        yield sandbox
+    finally:
+        await sandbox.close()

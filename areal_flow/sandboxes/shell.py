@@ -187,7 +187,7 @@ class ShellSandbox(ABC):
         """
         if "\0" in path or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
             raise FileNotFoundError(
-                f"expected a path of {MAX_PATH_BYTES:,} bytes, found {path!r:.80}"
+                f"expected a path of at most {MAX_PATH_BYTES:,} bytes, found {path!r:.80}"
             )
         path = path.encode(errors="replace").decode()
         mark = token_hex(16).encode()
@@ -211,7 +211,8 @@ class ShellSandbox(ABC):
         if not has_begun:
             raise SandboxError(f"a sandbox is gone: {before.decode(errors='replace').strip()}")
         if not content.endswith(mark):
-            raise FileNotFoundError(content.decode(errors="replace").strip())
+            reason = content.replace(b"%s: line 1: " % mark, b"")  # bash has it as its name
+            raise FileNotFoundError(reason.decode(errors="replace").strip())
         return content.removesuffix(mark)
 
 

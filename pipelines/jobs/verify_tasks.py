@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 from areal_flow.core.errors import ArealFlowError
+from areal_flow.core.machine import usable_cores
 from areal_flow.sandboxes.harbor import HarborTask, TestResult, task_folders
 from areal_flow.sandboxes.registry import SandboxSettings
 
@@ -34,27 +34,24 @@ async def try_tasks(folder: Path, settings: SandboxSettings) -> Sequence[Trial]:
     Raises:
         TaskError: there is no task.
     """
-    turns = asyncio.Semaphore(os.cpu_count() or 1)
-
-    async def try_one(task: Path) -> Trial:
-        async with turns:
-            return await _tried(task, settings)
-
-    return await asyncio.gather(*map(try_one, task_folders(folder)))
+    turns = asyncio.Semaphore(usable_cores())
+    return await asyncio.gather(*(_tried(each, settings, turns) for each in task_folders(folder)))
 
 
-async def _tried(folder: Path, settings: SandboxSettings) -> Trial:
-    trial, began = Trial(folder.resolve().name), perf_counter()
-    try:
-        task = HarborTask(folder)
-        untouched = await _judged(task, settings, solve=False)
-        trial.nothing = untouched.reward
-        solved = await _judged(task, settings, solve=True) if task.has_solution else None
-        trial.solution = solved.reward if solved else None
-        trial.problem = _problem(solved, untouched)
-    except (ArealFlowError, OSError) as error:
-        trial.problem = str(error)
-    trial.seconds = perf_counter() - began
+async def _tried(folder: Path, settings: SandboxSettings, turns: asyncio.Semaphore) -> Trial:
+    trial = Trial(folder.resolve().name)
+    async with turns:
+        began = perf_counter()
+        try:
+            task = HarborTask(folder)
+            untouched = await _judged(task, settings, solve=False)
+            trial.nothing = untouched.reward
+            solved = await _judged(task, settings, solve=True) if task.has_solution else None
+            trial.solution = solved.reward if solved else None
+            trial.problem = _problem(solved, untouched)
+        except (ArealFlowError, OSError) as error:
+            trial.problem = str(error)
+        trial.seconds = perf_counter() - began
     return trial
 
 

@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from areal_flow.core.errors import ConfigError
+from areal_flow.sandboxes import protocol
 from areal_flow.sandboxes.protocol import CommandResult, Sandbox
 from areal_flow.sandboxes.registry import SandboxSettings, make_sandbox
 from areal_flow.sandboxes.run import SandboxError
@@ -40,15 +41,9 @@ def skip_without(provider: str) -> None:
         pytest.skip("needs podman and AREAL_FLOW_TEST_IMAGE: nox -s tests_podman")
 
 
-@asynccontextmanager
-async def opened(provider: str) -> AsyncIterator[Sandbox]:
+def opened(provider: str) -> AbstractAsyncContextManager[Sandbox]:
     skip_without(provider)
-    made = make_sandbox(PROVIDERS[provider])
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.close()
+    return protocol.opened(make_sandbox(PROVIDERS[provider]))
 
 
 @pytest.fixture(params=PROVIDERS)
@@ -107,13 +102,16 @@ async def test_a_slow_command_is_killed_with_what_it_started(sandbox: Sandbox) -
 
 
 async def test_the_middle_of_long_output_is_left_out(sandbox: Sandbox) -> None:
-    result = await bash(
-        sandbox, "echo first; (yes x | tr -d '\\n' | head -c 500000) 2>&-; echo last"
-    )
+    result = await bash(sandbox, "echo first; yes x | tr -d '\\n' | head -c 500000; echo last")
     assert result.output.startswith("first\nxxx")
     assert result.output.endswith("xxxlast\n")
     assert MAX_OUTPUT_BYTES < len(result.output) < MAX_OUTPUT_BYTES + 100
     assert "bytes left out" in result.output
+
+
+async def test_a_writer_ends_with_its_reader(sandbox: Sandbox) -> None:
+    result = await bash(sandbox, "while :; do echo y; done | head -1; echo ${PIPESTATUS[@]}")
+    assert (result.output, result.timed_out) == ("y\n141 0\n", False)
 
 
 async def test_files_are_written_and_read_as_bytes(sandbox: Sandbox) -> None:
@@ -312,6 +310,24 @@ async def test_nothing_is_left_when_its_process_is_killed(
         async with asyncio.timeout(60):
             while _processes_with(mark):
                 await asyncio.sleep(0.05)
+
+
+async def test_members_of_a_group_share_a_build(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    program = tmp_path / "docker"
+    builds = f"sleep 0.2; echo build >>{tmp_path}/builds; echo image"
+    program.write_text(
+        f'#!/bin/bash\ncase $1 in build) {builds};; run) [[ "$*" = *" image "* ]] && echo ready; '
+        "read;; esac\n"
+    )
+    program.chmod(0o755)
+    own = {"program": str(program)}
+    settings = SandboxSettings(provider="docker", image=str(tmp_path), provider_settings=own)
+    async with AsyncExitStack() as stack:
+        await asyncio.gather(
+            *(stack.enter_async_context(protocol.opened(make_sandbox(settings))) for _ in "abc")
+        )
+    assert (tmp_path / "builds").read_text() == "build\n"
 
 
 def _processes_with(argument: str) -> list[int]:

@@ -10,3 +10,6 @@ def lines_of(path: str, first: int) -> str:
     """
     with open(path) as lines:  # noqa: PTH123 - as a user writes it
         return lines.read().splitlines()[first - 1]
+
+
+also_lines_of = lines_of

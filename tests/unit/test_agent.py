@@ -21,13 +21,19 @@ import pytest
 
 from areal_flow.core.errors import ArealFlowError, EngineError
 from areal_flow.core.types import Completion, GroupRequest, Score, Tokens, as_tokens
-from areal_flow.rollout.workflows.agent_messages import ContentStream, answer_message
+from areal_flow.rollout.workflows.agent_messages import (
+    CallRefused,
+    ContentStream,
+    answer_message,
+    normal_message,
+)
 from areal_flow.rollout.workflows.episode import FAILURES, contexts_of, run_group
 from tests.agents import (
     HI,
     TOO_LONG,
     TOOLS,
     Create,
+    Scripted,
     answer,
     run,
     run_talk,
@@ -306,21 +312,24 @@ def test_stream_that_its_client_leaves_is_cancelled() -> None:
 
 def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
     text = ' Été 🙂 then\n<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-
-    class Bytes(FakeServices):
-        def decode(self, tokens: Any) -> str:
-            return bytes(tokens.tolist()).decode(errors="replace")
-
-    (context,) = contexts_of(episode_of(1), Bytes())
     for has_tools, expected in ((False, text), (True, " Été 🙂 then")):
         pieces: list[str] = []
-        stream = ContentStream(context.decode, pieces.append, has_tools=has_tools)
+        stream = ContentStream(Scripted().decode, pieces.append, has_tools=has_tools)
         for byte in text.encode():
             stream(byte)
         assert "".join(pieces) == expected
         assert len(pieces) > 5
     tools = [{"type": "function", "function": {"name": "a"}}]
     assert answer_message(text, tools, call_number=0)["content"] == expected
+
+
+def test_calls_that_are_nested_too_deeply_are_text() -> None:
+    text = f'<tool_call>{{"name": "a", "arguments": {"[" * 10**5}}}</tool_call>'
+    message = answer_message(text, TOOLS, call_number=0)
+    assert message == {"role": "assistant", "content": text}
+    nested = {"function": {"name": "a", "arguments": "[" * 10**5}}
+    with pytest.raises(CallRefused, match="expected a call of a function"):
+        normal_message({"role": "assistant", "tool_calls": [nested]})
 
 
 @pytest.mark.parametrize(

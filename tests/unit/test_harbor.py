@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from areal_flow.sandboxes.harbor import HarborTask, TaskError, TestResult, ship_task, task_folders
 from areal_flow.sandboxes.registry import SandboxSettings
 from pipelines.cli.main import main
+from tests.contracts.test_sandboxes import IMAGE, PODMAN, skip_without
 from tests.harbor_tasks import DOCKERFILE, write_task
 
 LOCAL = SandboxSettings()
@@ -24,14 +23,6 @@ E
 """For a bash that reads a file by its marks."""
 IN_PATH = "for p in ${PATH//:/ }; do mkdir -p $p; cp /tmp/fake $p/bash; cp /tmp/fake $p/cat; done"
 FAKE = "printf '#!/bin/sh\\necho 42\\n' > /tmp/fake; chmod +x /tmp/fake"
-IMAGE = os.environ.get("AREAL_FLOW_TEST_IMAGE", "")
-PODMAN = {
-    "provider": "docker",
-    "provider_settings": {
-        "program": "podman",
-        "arguments": ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"],
-    },
-}
 
 
 async def judged(task: HarborTask, *commands: str, base: SandboxSettings = LOCAL) -> TestResult:
@@ -228,13 +219,13 @@ def test_trial_of_tasks_names_those_that_may_not_be_trained_on(
     assert "expected folders with task.toml each, found none" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not (IMAGE and shutil.which("podman")), reason="nox -s tests_podman")
 def test_an_image_is_built_of_the_dockerfile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    skip_without("podman")
     adding = "ENV NUMBERS=n.txt\nADD numbers.txt n.txt\nCOPY lib/ /app/\n"
     write_task(tmp_path / "built", dockerfile=f"FROM {IMAGE}\nWORKDIR /app\n{adding}")
-    settings = json.dumps(PODMAN)
+    settings = json.dumps({"provider": "docker", "provider_settings": PODMAN})
     code = main(["verify", "--source", f"harbor:{tmp_path}", "--settings", settings, "--json"])
     (row,) = json.loads(capsys.readouterr().out)
     assert (code, row["solution"], row["nothing"], row["problem"]) == (0, 1, 0, "")

@@ -13,6 +13,7 @@ from areal_flow.core.errors import PromptError
 from areal_flow.policy.tokenizer.chat import ToolCall
 from areal_flow.policy.tokenizer.directory import tokenizer_of
 from areal_flow.rollout.workflows.tool_use import ToolUse, marked_call
+from areal_flow.sandboxes.protocol import opened
 from areal_flow.sandboxes.registry import make_sandbox
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.job import recipe_path
@@ -53,14 +54,10 @@ async def test_demonstrated_calls_are_the_workflows_and_find_the_line() -> None:
     call_text, shown, answer = next(each for each in turns if len(each) == 3)
     call = marked_call(call_text, start=workflow.call_start, end=workflow.call_end)
     assert call == ToolCall("bash", {"input": "grep ^37 4821"})
-    sandbox = make_sandbox(workflow.sandbox)
-    await sandbox.start()
-    try:
+    async with opened(make_sandbox(workflow.sandbox)) as sandbox:
         number = answer.removeprefix(" #### ")
         await sandbox.write_file("4821", f"12 1000\n37 {number}\n".encode())
         result = (await sandbox.run(str(call.arguments["input"]), timeout_s=10)).output.rstrip()
-    finally:
-        await sandbox.close()
     assert shown == workflow.result_template.replace("{result}", result)
 
 

@@ -342,6 +342,17 @@ def test_responses_with_tools_are_one_trajectory_that_logs_their_calls(keeps_his
     assert 0 < record.duration_s < 10
 
 
+def test_a_response_continues_a_chat() -> None:
+    async def uses_both(client: openai.AsyncOpenAI) -> None:
+        chat = await client.chat.completions.create(model="m", messages=HI)
+        answer = chat.choices[0].message.content
+        history: list[Any] = [*HI, {"role": "assistant", "content": answer}, *user_messages("so")]
+        await client.responses.create(model="m", input=history)
+
+    (draft,) = run_client(uses_both, Scripted("one", "two"))
+    assert trained_text(draft) == "onetwo"
+
+
 def test_calls_of_tools_in_a_chat_are_logged() -> None:
     async def uses_tools(create: Create) -> float:
         history = HI

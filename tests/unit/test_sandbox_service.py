@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from distributed import Scheduler, Worker
 
 from areal_flow.cluster.sandbox_service import OPERATION, RemoteSandbox, SandboxService
 from areal_flow.core.errors import ConfigError
+from areal_flow.sandboxes import protocol
 from areal_flow.sandboxes.protocol import Sandbox
 from areal_flow.sandboxes.registry import SandboxSettings
 from areal_flow.sandboxes.run import SandboxError
@@ -30,16 +31,12 @@ async def workers() -> AsyncIterator[tuple[Worker, Worker]]:
         yield generator, reward
 
 
-@asynccontextmanager
-async def opened(workers: tuple[Worker, Worker], **settings: object) -> AsyncIterator[Sandbox]:
+def opened(
+    workers: tuple[Worker, Worker], **settings: object
+) -> AbstractAsyncContextManager[Sandbox]:
     generator, reward = workers
     chosen = SandboxSettings.model_validate(settings)
-    sandbox = RemoteSandbox(generator, reward.address, chosen)
-    await sandbox.start()
-    try:
-        yield sandbox
-    finally:
-        await sandbox.close()
+    return protocol.opened(RemoteSandbox(generator, reward.address, chosen))
 
 
 async def test_commands_and_files_pass_over_the_connection(workers: tuple[Worker, Worker]) -> None:
@@ -60,6 +57,36 @@ async def test_settings_are_refused_where_the_sandbox_would_be(
     with pytest.raises(ConfigError, match="the provider 'local' has none"):
         async with opened(workers, image="debian"):
             pass
+
+
+class Broken:
+    """A provider that cannot be made, or cannot be started."""
+
+    def __init__(self, limits: object, *, fails: str, **_: object) -> None:
+        self._fails = fails
+        if fails == "made":
+            raise KeyError("E2B_API_KEY")
+
+    async def start(self) -> None:
+        raise OSError("no such image")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("fails", "message"), [("made", "E2B_API_KEY"), ("started", "no such")])
+async def test_a_sandbox_that_cannot_be_had_says_why_and_takes_no_place(
+    workers: tuple[Worker, Worker], fails: str, message: str
+) -> None:
+    broken = {"provider": f"{__name__}:Broken", "provider_settings": {"fails": fails}}
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            failed = opened(workers, **broken)
+            with pytest.raises(SandboxError, match=message):
+                async with failed:
+                    pass
+        async with opened(workers) as sandbox:
+            assert (await sandbox.run("echo a", timeout_s=30)).output == "a\n"
 
 
 async def test_an_episode_waits_where_enough_sandboxes_are_in_use(

@@ -149,7 +149,7 @@ WORDS = [
     *("<eos>", "<tool>", "calculator ", "python ", "unknown ", "6*7", "</tool>", " #### 42", "?"),
     *("bash ", "cd inner; x=$(cat a)", "echo $x; exit 3"),
     *("edit ", '{"path": "a", "old": "b", "new": "c"}', "lines_of ", '{"path": "a", "first": 1}'),
-    *('python3 sums.py < "$NUMBERS" > answer.txt',),
+    *('python3 sums.py < "$NUMBERS" > answer.txt', "also_lines_of "),
 ]
 CALL, UNKNOWN, ANSWER = [1, 2, 5, 6], [1, 4, 5, 6], [7, 0]
 
@@ -175,9 +175,8 @@ class ScriptedServices(FakeServices):
         self.tool_calls += [(path, arguments) for arguments in calls]
         return [self.failure or tool_result(*arguments) for arguments in calls]
 
-    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
+    async def new_sandbox(self, settings: SandboxSettings) -> Sandbox:
         self.sandbox = make_sandbox(settings)
-        await self.sandbox.start()
         return self.sandbox
 
     def encode(self, text: str) -> Tokens:
@@ -256,6 +255,17 @@ def test_calls_of_an_episode_share_a_sandbox_that_has_the_prompts_files() -> Non
         asyncio.run(services.sandbox.run("true", timeout_s=1))
 
 
+def test_files_that_the_sandbox_cannot_have_are_an_error_of_the_prompt() -> None:
+    services = ScriptedServices(BASH, BASH, ANSWER, max_model_len=400)
+    prompt = replace(PROMPT, metadata={"files": {"/etc/motd": "x"}})
+    workflow = ToolUse.model_validate({"tools": ["bash"], "sandbox": {}})
+    group = asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
+    (error,) = group.errors
+    reason = "/etc/motd: Read-only file system"
+    assert f"prompt p: its files cannot be in the sandbox: {reason}" in error
+    assert len(services.requests) == 1
+
+
 def test_edits_replace_a_text_that_is_there_once() -> None:
     edit = [1, 12, 13, 6]
     services = ScriptedServices(edit, edit, [1, 12, 5, 6], ANSWER, max_model_len=600)
@@ -270,11 +280,12 @@ def test_edits_replace_a_text_that_is_there_once() -> None:
     assert [*schema["function"]["parameters"]["properties"]] == ["path", "old", "new"]
 
 
-def test_functions_may_run_in_the_sandbox() -> None:
-    services = ScriptedServices([1, 14, 15, 6], ANSWER, max_model_len=400)
+@pytest.mark.parametrize(("name", "token"), [("lines_of", 14), ("also_lines_of", 17)])
+def test_functions_may_run_in_the_sandbox(name: str, token: int) -> None:
+    services = ScriptedServices([1, token, 15, 6], ANSWER, max_model_len=400)
     prompt = replace(PROMPT, metadata={"files": {"a": "first\nsecond\n"}})
     workflow = ToolUse.model_validate(
-        {"tools": ["tests.unit.sandboxed:lines_of"], "sandbox": {}, "functions_in_sandbox": True}
+        {"tools": [f"tests.unit.sandboxed:{name}"], "sandbox": {}, "functions_in_sandbox": True}
     )
     group = asyncio.run(run_group(workflow, replace(episode_of(1), prompt=prompt), services))
     ((_, draft),) = group.drafts

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from areal_flow.core.errors import EngineError, WeightsError
 from areal_flow.rollout.workflows.agent_messages import CallRefused
-from areal_flow.rollout.workflows.agent_session import Answer, Session
+from areal_flow.rollout.workflows.agent_session import Session
 from areal_flow.rollout.workflows.openai_api import APIS, MODEL, Api
 
 HOST = "127.0.0.1"
@@ -46,7 +47,7 @@ class Endpoint:
         async with self.starting:
             if self.runner is not None:
                 return
-            app = web.Application(client_max_size=64 << 20)
+            app = web.Application(client_max_size=64 << 20, middlewares=[_refusing])
             session = "/sessions/{session}"
             for path, api in APIS.items():
                 app.router.add_post(f"{session}/v1/{path}", partial(self._complete, api))
@@ -84,32 +85,21 @@ class Endpoint:
         return session
 
     async def _complete(self, api: type[Api], request: web.Request) -> web.StreamResponse:
-        try:
-            session, body = self._session(request), await _body(request)
-            parsed = api(body, session)
-            if body.get("stream"):
-                return await _streamed(request, parsed, partial(session.complete, parsed.call))
-            return web.json_response(parsed.reply(await session.complete(parsed.call)))
-        except CallRefused as refused:
-            return _refusal(refused)
-        except (EngineError, WeightsError) as error:
-            return _refusal(CallRefused(str(error), status=503, code="engine"))
+        session, body = self._session(request), await _body(request)
+        parsed = api(body, session)
+        if body.get("stream"):
+            return await _streamed(request, parsed, session)
+        return web.json_response(parsed.reply(await session.complete(parsed.call)))
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._session(request)
-        except CallRefused as refused:
-            return _refusal(refused)
+        self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-flow"}
         is_list = request.path.endswith("/models")
         return web.json_response({"object": "list", "data": [model]} if is_list else model)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        try:
-            session = self._session(request)
-            session.set_reward((await _body(request)).get("reward"))
-        except CallRefused as refused:
-            return _refusal(refused)
+        session = self._session(request)
+        session.set_reward((await _body(request)).get("reward"))
         return web.json_response({"reward": session.reward})
 
 
@@ -140,7 +130,15 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _refusal(refused: CallRefused) -> web.Response:
+@web.middleware
+async def _refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what is refused, or cannot be sampled, with an error as JSON."""
+    try:
+        return await handler(request)
+    except CallRefused as error:
+        refused = error
+    except (EngineError, WeightsError) as error:
+        refused = CallRefused(str(error), status=503, code="engine")
     headers = {"x-should-retry": "false"}  # to the SDK
     return web.json_response(_error(refused), status=refused.status, headers=headers)
 
@@ -150,51 +148,36 @@ def _error(refused: CallRefused) -> dict[str, Any]:
     return {"error": error}
 
 
-async def _streamed(
-    request: web.Request,
-    parsed: Api,
-    complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, list[Answer]]],
-) -> web.StreamResponse:
+async def _streamed(request: web.Request, parsed: Api, session: Session) -> web.StreamResponse:
     """Send an answer while it is sampled; a refusal before its first piece is raised."""
     pieces: asyncio.Queue[str] = asyncio.Queue()
-    answering = asyncio.create_task(complete(pieces.put_nowait))
+    answering = asyncio.create_task(session.complete(parsed.call, pieces.put_nowait))
     answering.add_done_callback(lambda _: pieces.put_nowait(""))
-    try:
-        piece = await pieces.get()
-        if not piece:
-            await answering
-        return await _sent(request, parsed, pieces, piece, answering)
-    finally:
-        answering.cancel()
-
-
-async def _sent(
-    request: web.Request,
-    parsed: Api,
-    pieces: asyncio.Queue[str],
-    piece: str,
-    answering: asyncio.Task[list[Answer]],
-) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
 
     async def send(events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
             name = f"event: {event['type']}\n" if "type" in event else ""
             await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
-    await send(parsed.begin())
-    num_sent = 0
-    while piece:
-        await send(parsed.piece(piece))
-        num_sent += len(piece)
-        piece = await pieces.get()
     try:
-        (answer,) = await answering
-    except (EngineError, WeightsError) as error:
-        await send([_error(CallRefused(str(error), code="engine"))])
+        piece, num_sent = await pieces.get(), 0
+        if not piece:
+            await answering
+        await response.prepare(request)
+        await send(parsed.begin())
+        while piece:
+            await send(parsed.piece(piece))
+            num_sent += len(piece)
+            piece = await pieces.get()
+        try:
+            (answer,) = await answering
+        except (EngineError, WeightsError) as error:
+            await send([_error(CallRefused(str(error), code="engine"))])
+            return response
+        await send(parsed.end(answer, (answer.message["content"] or "")[num_sent:]))
+        await response.write(parsed.end_of_stream)
+        await response.write_eof()
         return response
-    await send(parsed.end(answer, (answer.message["content"] or "")[num_sent:]))
-    await response.write(parsed.end_of_stream)
-    await response.write_eof()
-    return response
+    finally:
+        answering.cancel()

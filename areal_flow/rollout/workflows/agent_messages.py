@@ -14,6 +14,8 @@ Decode = Callable[[Sequence[int]], str]
 
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading something else as a call raises; the last one if it is nested too deeply."""
 
 
 class CallRefused(ArealFlowError):
@@ -41,7 +43,7 @@ def answer_message(
         try:
             call = json.loads(match[1])
             function = {"name": str(call["name"]), "arguments": json.dumps(arguments_of(call))}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except _NO_CALL:
             continue
         name = f"call_{call_number}_{len(calls)}"
         calls.append({"id": name, "type": "function", "function": function})
@@ -73,7 +75,7 @@ def _normal_call(call: Any) -> dict[str, Any]:
         function = call["function"]
         named = {"name": function["name"], "arguments": arguments_of(function)}
         return {"id": call.get("id"), "type": "function", "function": named}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NO_CALL as error:
         raise CallRefused(f"expected a call of a function, found {call!r:.80}") from error
 
 

@@ -43,7 +43,7 @@ from areal_flow.core.types import (
     merged_spans,
 )
 from areal_flow.policy.tokenizer.chat import Message, ToolCall
-from areal_flow.sandboxes.protocol import Sandbox
+from areal_flow.sandboxes.protocol import Sandbox, opened
 from areal_flow.sandboxes.registry import SandboxSettings
 
 OnToken = Callable[[int], None]
@@ -191,8 +191,8 @@ class EpisodeServices(Protocol):
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Call a function on a reward worker; return what each call returned or raised."""
 
-    async def start_sandbox(self, settings: SandboxSettings) -> Sandbox:
-        """Return a new sandbox on a reward worker, which ends when it is closed."""
+    async def new_sandbox(self, settings: SandboxSettings) -> Sandbox:
+        """Return a sandbox on a reward worker, which is to be started."""
         ...
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:
@@ -375,11 +375,8 @@ class EpisodeContext:
         Raises:
             SandboxError: there is none, or it was lost: the member has no reward.
         """
-        sandbox = await self._services.start_sandbox(settings)
-        try:
+        async with opened(await self._services.new_sandbox(settings)) as sandbox:
             yield sandbox
-        finally:
-            await sandbox.close()
 
     def elapsed_s(self) -> float:
         return monotonic() - self._began

@@ -187,7 +187,7 @@ class Response:
         may_call = body.get("tool_choice") != "none"
         self.call = Call(
             messages=[*system, *self._messages],
-            tools=[_chat_tool(tool) for tool in tools] if may_call else [],
+            tools=[_chat_tool(tool) for tool in tools if may_call] or (),
             max_new_tokens=_number(body, "max_output_tokens"),
         )
         self._session, name = session, secrets.token_hex(8)

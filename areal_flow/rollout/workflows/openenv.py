@@ -91,10 +91,12 @@ class OpenEnv(TimedWorkflow):
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory, scored by the environment."""
         # Imported here: other workflows need no HTTP client.
-        from areal_flow.rollout.workflows.openenv_client import connected
+        from aiohttp import ClientSession
 
-        async with connected(self) as environment:
-            return [await self._episode(prompt, context, environment)]
+        from areal_flow.rollout.workflows.openenv_client import Environment
+
+        async with ClientSession() as http:  # which ends the environment
+            return [await self._episode(prompt, context, Environment(http, self))]
 
     async def _episode(
         self, prompt: Prompt, context: EpisodeContext, environment: Environment

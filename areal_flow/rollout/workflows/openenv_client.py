@@ -10,8 +10,8 @@ import asyncio
 import socket
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -67,13 +67,6 @@ def running_server(command: str) -> Server:
     if server is None or server.process.poll() is not None:
         server = _SERVERS[command] = Server(command)
     return server
-
-
-@asynccontextmanager
-async def connected(settings: OpenEnv) -> AsyncIterator[Environment]:
-    """Have an environment until the end of the block, which closes its connection."""
-    async with ClientSession() as http:
-        yield Environment(http, settings)
 
 
 class Environment:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -44,9 +43,8 @@ class SandboxTask(WithTools):
         """Return one trajectory, with the reward of the task's tests."""
         task = HarborTask(self._folder(prompt))
         settings = task.settings(self.sandbox)
-        async with AsyncExitStack() as stack:
-            furnish = partial(task.furnish, provider=settings.provider)
-            sandbox = EpisodeSandbox(settings, context, prompt, stack, furnish)
+        furnish = partial(task.furnish, provider=settings.provider)
+        async with EpisodeSandbox(settings, context, prompt, furnish) as sandbox:
 
             async def judge(_: Tokens) -> Score:
                 result = await task.judge(await sandbox.started())

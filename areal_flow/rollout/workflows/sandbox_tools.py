@@ -15,7 +15,7 @@ from typing import Any, cast
 from areal_flow.core.errors import ArealFlowError, PromptError
 from areal_flow.core.types import Prompt
 from areal_flow.policy.tokenizer.chat import Tool
-from areal_flow.rewards.shipping import SHIPPED, load_function
+from areal_flow.rewards.shipping import SHIPPED, function_name, load_function
 from areal_flow.rollout.workflows.episode import EpisodeContext
 from areal_flow.sandboxes.protocol import CommandResult, Interpreter, Sandbox
 from areal_flow.sandboxes.registry import SandboxSettings
@@ -57,34 +57,44 @@ _CALL = (
 )
 
 
-class EpisodeSandbox:
-    """The sandbox of an episode, started for its first call, with the files of its prompt."""
+class EpisodeSandbox(AsyncExitStack):
+    """The sandbox of an episode, started for its first call, with the files of its prompt.
+
+    It is closed at the end of the block that this is the context of.
+    """
 
     def __init__(
         self,
         settings: SandboxSettings,
         context: EpisodeContext,
         prompt: Prompt,
-        stack: AsyncExitStack,
         furnish: Callable[[Sandbox], Awaitable[None]] | None = None,
     ) -> None:
-        self._settings, self._context, self._prompt, self._stack = settings, context, prompt, stack
+        super().__init__()
+        self._settings, self._context, self._prompt = settings, context, prompt
         self._furnish = furnish
         self._starting = asyncio.Lock()
         self._sandbox: Sandbox | None = None
         self._functions: set[str] = set()
 
     async def started(self) -> Sandbox:
+        """Return the sandbox.
+
+        Raises:
+            PromptError: it cannot have the prompt's files.
+        """
         async with self._starting:
             if self._sandbox is None:
-                sandbox = await self._stack.enter_async_context(
-                    self._context.sandbox(self._settings)
-                )
-                if self._furnish:
-                    await self._furnish(sandbox)
-                for path, text in files_of(self._prompt).items():
-                    await sandbox.write_file(path, text.encode())
-                self._sandbox = sandbox
+                started = self._context.sandbox(self._settings)
+                self._sandbox = await self.enter_async_context(started)
+                try:
+                    if self._furnish:
+                        await self._furnish(self._sandbox)
+                    for path, text in files_of(self._prompt).items():
+                        await self._sandbox.write_file(path, text.encode())
+                except (FileNotFoundError, ValueError) as error:
+                    what = f"prompt {self._prompt.prompt_id}: its files cannot be in the sandbox"
+                    raise PromptError(f"{what}: {error}") from error
             return self._sandbox
 
     async def run(self, command: str, timeout_s: float, interpreter: str) -> CommandResult:
@@ -97,7 +107,7 @@ class EpisodeSandbox:
         """Replace a text that is in a file once, or write a new file.
 
         Raises:
-            OSError: the file cannot be read or written.
+            FileNotFoundError: the file cannot be read or written.
             ValueError: the text is not in it, or more than once.
         """
         sandbox = await self.started()
@@ -134,9 +144,9 @@ class EpisodeSandbox:
 @cache
 def _source_of(path: str) -> tuple[str, str]:
     function = load_function(path, setting="workflow.tools", error=ArealFlowError)
-    if path.startswith(SHIPPED):
-        return function.__name__, Path(f"{path.removeprefix(SHIPPED)}.py").read_text()
-    return function.__name__, Path(inspect.getfile(function)).read_text()
+    is_shipped = path.startswith(SHIPPED)
+    file = f"{path.removeprefix(SHIPPED)}.py" if is_shipped else inspect.getfile(function)
+    return function_name(path), Path(file).read_text()
 
 
 def files_of(prompt: Prompt) -> Mapping[str, str]:

@@ -12,7 +12,6 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter
@@ -212,7 +211,7 @@ class WithTools(TimedWorkflow):
         self,
         prompt: Prompt,
         context: EpisodeContext,
-        sandbox: EpisodeSandbox | None,
+        sandbox: EpisodeSandbox,
         judge: Callable[[Tokens], Awaitable[Score]],
     ) -> TrajectoryDraft:
         """Return the conversation, scored by `judge`, which gets its last completion."""
@@ -256,11 +255,11 @@ class WithTools(TimedWorkflow):
         return context.encode(self.result_template.replace("{result}", result))
 
     async def _record(
-        self, call: ToolCall, turn: int, context: EpisodeContext, sandbox: EpisodeSandbox | None
+        self, call: ToolCall, turn: int, context: EpisodeContext, sandbox: EpisodeSandbox
     ) -> ToolRecord:
         """Call a tool; a command's seconds are its own, another's include the way there."""
         began, ran = monotonic(), None
-        if sandbox and self._is_in_sandbox(call.name):
+        if self.has_sandbox and self._is_in_sandbox(call.name):
             try:
                 ran = await self._in_sandbox(call, sandbox)
             except (FileNotFoundError, RecursionError, TypeError, ValueError) as error:
@@ -318,8 +317,5 @@ class ToolUse(WithTools):
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory, scored by its last completion."""
-        async with AsyncExitStack() as stack:
-            sandbox = None
-            if self.has_sandbox:
-                sandbox = EpisodeSandbox(self.sandbox, context, prompt, stack)
+        async with EpisodeSandbox(self.sandbox, context, prompt) as sandbox:
             return [await self.episode(prompt, context, sandbox, context.score)]

@@ -55,7 +55,8 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
             os.setsid()
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+                signal.signal(ignored, signal.SIG_DFL)
             arguments, environment = request["arguments"], request["environment"]
             if workdir := str(request["workdir"]):
                 with suppress(OSError):  # commands may have made it unusable

@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -39,41 +38,24 @@ NO_NAMESPACES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The limits of each process, as the zygote reads them."""
-
-    memory_bytes: int
-    disk_bytes: int
-    num_threads: int
-    cpu_s: float = 1e6
+_STARTING = Lock()
+_ZYGOTES: list[ZygoteClient] = []
+"""The zygote of this process."""
 
 
-class _Zygote:
-    """The zygote of this process, started when it is first needed, and again if it has died."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._client: ZygoteClient | None = None
-
-    def get(self) -> ZygoteClient:
-        with self._lock:
-            if self._client is None or not self._client.is_alive:
-                self._client = self._started()
-            return self._client
-
-    @staticmethod
-    def _started() -> ZygoteClient:
-        if tiers.NAMESPACES not in available_tiers():
-            raise SandboxError(NO_NAMESPACES.format(reason=f"this is {system_name()}"))
-        prefix = () if Path(sys.base_prefix).is_relative_to("/usr") else (sys.base_prefix,)
-        try:
-            return ZygoteClient(tiers.NAMESPACES, modules=(), readable=(*_PROGRAMS, *prefix))
-        except SandboxError as error:
-            raise SandboxError(NO_NAMESPACES.format(reason=error)) from None
-
-
-_ZYGOTE = _Zygote()
+def _zygote() -> ZygoteClient:
+    """Return the zygote, started when it is first needed, and again if it has died."""
+    with _STARTING:
+        if not _ZYGOTES or not _ZYGOTES[0].is_alive:
+            if tiers.NAMESPACES not in available_tiers():
+                raise SandboxError(NO_NAMESPACES.format(reason=f"this is {system_name()}"))
+            prefix = () if Path(sys.base_prefix).is_relative_to("/usr") else (sys.base_prefix,)
+            readable = (*_PROGRAMS, *prefix)
+            try:
+                _ZYGOTES[:] = [ZygoteClient(tiers.NAMESPACES, modules=(), readable=readable)]
+            except SandboxError as error:
+                raise SandboxError(NO_NAMESPACES.format(reason=error)) from None
+        return _ZYGOTES[0]
 
 
 class LocalSandbox(ShellSandbox):
@@ -130,13 +112,10 @@ class LocalSandbox(ShellSandbox):
             stderr = opened.enter_context(os.fdopen(errors, "rb"))
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             opened.callback(os.close, null)
-            limits = _Limits(
-                memory_bytes=self._limits.memory_bytes,
-                disk_bytes=self._limits.disk_bytes,
-                num_threads=self._limits.num_processes,
-            )
+            num_threads = self._limits.num_processes
+            limits = {**dict(self._limits), "num_threads": num_threads, "cpu_s": 1e6}
             fds = [report.fileno(), null, null, errors, control.fileno()]
-            _ZYGOTE.get().request(zygote.COMMANDS, fds, limits)
+            _zygote().request(zygote.COMMANDS, fds, limits)
             report.close()
             reports.settimeout(START_TIMEOUT_S)
             pidfd, is_confined = -1, False

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
@@ -141,13 +141,11 @@ class ZygoteClient:
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def request(self, mode: str, fds: Sequence[int], limits: Any, *, imports: bool = False) -> None:
-        """Request a run: `fds` are the socket for its reports, and its descriptors from 0 on.
-
-        Args:
-            limits: a dataclass, which `inside` reads by the names of its fields.
-        """
-        message = {"mode": mode, "imports": imports, **asdict(limits)}
+    def request(
+        self, mode: str, fds: Sequence[int], limits: Mapping[str, Any], *, imports: bool = False
+    ) -> None:
+        """Request a run: `fds` are the socket for its reports, and its descriptors from 0 on."""
+        message = {"mode": mode, "imports": imports, **limits}
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], fds)
         except OSError as error:
@@ -294,7 +292,7 @@ class _Process:
                 fds.append(memory_file(descriptor) if isinstance(descriptor, bytes) else descriptor)
         self._stdout, self._stderr, *self._answers = self._outputs
         try:
-            zygote.request(program.mode, fds, limits, imports=program.imports)
+            zygote.request(program.mode, fds, asdict(limits), imports=program.imports)
         except SandboxError:
             self.close()
             raise

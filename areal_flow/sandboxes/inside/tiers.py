@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -137,9 +137,8 @@ def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
     if uid == 0:
         uid = gid = _NOBODY
         os.setgroups([])
-        with _MapsByRoot(proc, uid, gid) as maps:
+        with _maps_by_root(proc, uid, gid):
             kernel.unshare(_OWN | kernel.CLONE_NEWPID)
-            maps.write()
     else:
         kernel.unshare(_OWN | kernel.CLONE_NEWPID)
         _write_maps(proc, "self", uid, gid)
@@ -159,41 +158,29 @@ def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
     return Namespaces(own_pids, proc, uid, gid, tuple(readable), tuple(devices))
 
 
-class _MapsByRoot:
-    """A helper process that stays root, to give this one an ordinary user in its new namespace."""
-
-    def __init__(self, proc: int, uid: int, gid: int) -> None:
-        self._proc, self._uid, self._gid = proc, uid, gid
-
-    def __enter__(self) -> _MapsByRoot:
-        reader, self._ask = os.pipe()
-        owner = str(os.getpid())
-        self._helper = os.fork()
-        if self._helper == 0:
-            os.close(self._ask)
-            code = 1
-            with suppress(OSError):
-                if os.read(reader, 1):
-                    _write_maps(self._proc, owner, self._uid, self._gid)
-                    code = 0
-            os._exit(code)
-        os.close(reader)
-        return self
-
-    def write(self) -> None:
-        os.write(self._ask, b"!")
-        self._wait()
-
-    def __exit__(self, *raised: object) -> None:
-        if self._helper:
-            self._wait(check=False)
-
-    def _wait(self, *, check: bool = True) -> None:
-        os.close(self._ask)
-        _, status = os.waitpid(self._helper, 0)
-        self._helper = 0
-        if check and status:
-            raise OSError("the ids of a user namespace cannot be mapped")
+@contextmanager
+def _maps_by_root(proc: int, uid: int, gid: int) -> Iterator[None]:
+    """Make this process an ordinary user of the namespace of the block, by a helper of root."""
+    reader, writer = os.pipe()
+    owner = str(os.getpid())
+    helper = os.fork()
+    if helper == 0:
+        os.close(writer)
+        code = 1
+        with suppress(OSError):
+            if os.read(reader, 1):
+                _write_maps(proc, owner, uid, gid)
+                code = 0
+        os._exit(code)
+    os.close(reader)
+    try:
+        yield
+        os.write(writer, b"!")
+    finally:
+        os.close(writer)
+        _, status = os.waitpid(helper, 0)
+    if status:
+        raise OSError("the ids of a user namespace cannot be mapped")
 
 
 def _write_maps(proc: int, pid: str, uid: int, gid: int) -> None:

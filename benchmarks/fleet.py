@@ -4,7 +4,7 @@
 real trainer. Only the generators have no engine: all are Dask workers of one other process, whose
 groups cost nothing, so that the driver's processor time (the scheduler included) is its own. They
 listen at an address for every eight, as on as many hosts, and load every version of the weights.
-The first steps are left out. Memory is compared between a tenth of a longer run and its end.
+The first steps are left out. Memory is that after each tenth of a longer run of small batches.
 
     python -m benchmarks.fleet [--generators 64 512] [--steps 8] [--batch-size 8192] [--json FILE]
 """
@@ -198,8 +198,14 @@ class Sample(NamedTuple):
     num_files: int
 
 
-def drive(runs: Path, num_skipped: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Train with these settings, in a process that does nothing else; return what it took."""
+def drive(
+    runs: Path, num_skipped: int, settings: dict[str, Any]
+) -> tuple[dict[str, float], list[float]]:
+    """Train with these settings, in a process that does nothing else.
+
+    Returns:
+        What it took, and the driver's memory after each step, in MB.
+    """
     driver, samples = psutil.Process(), list[Sample]()
     spent = defaultdict[str, list[Spent]](list)
 
@@ -213,7 +219,7 @@ def drive(runs: Path, num_skipped: int, settings: dict[str, Any]) -> dict[str, f
             patches.enter_context(timed(kind, name, spent))
         areal_flow.train(load_recipe(RECIPE, settings), runs=runs, on_step=sample)
     (admission,) = spent["start_until_joined"]
-    first, last, early = samples[num_skipped - 1], samples[-1], samples[len(samples) // 10]
+    first, last = samples[num_skipped - 1], samples[-1]
     num_steps, num_generators = len(samples) - num_skipped, settings["cluster"]["num_generators"]
 
     def seconds(name: str) -> float:
@@ -229,9 +235,7 @@ def drive(runs: Path, num_skipped: int, settings: dict[str, Any]) -> dict[str, f
         "acknowledge_s": seconds("load_everywhere"),
         "step_s": (last.at - first.at) / num_steps,
         "driver_s": (last.processor_s - first.processor_s) / num_steps,
-        "memory_early_mb": early.memory_mb,
-        "memory_mb": last.memory_mb,
-    }
+    }, [sample.memory_mb for sample in samples]
 
 
 def settings_of(
@@ -254,12 +258,14 @@ def settings_of(
     }
 
 
-def measure(num_generators: int, num_skipped: int, **sizes: int) -> dict[str, float]:
-    """Return what a run took, whose driver is a process of its own."""
+def measure(
+    num_generators: int, num_skipped: int, **sizes: int
+) -> tuple[dict[str, float], list[float]]:
+    """Return what `drive` does of a run, whose driver is a process of its own."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
         call = Path(scratch), num_skipped, settings_of(num_generators, **sizes)
-        (row,) = harness.in_processes(drive, [call], {})
-    return row
+        (measured,) = harness.in_processes(drive, [call], {})
+    return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -274,31 +280,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             steps=chosen.steps,
             batch_size=chosen.batch_size,
             group_size=chosen.group_size,
-        )
+        )[0]
         for num_generators in chosen.generators
     ]
-    columns = [name for name in rows[0] if not name.startswith("memory")]
     title = f"Batches of {chosen.batch_size:,} in groups of {chosen.group_size}"
-    tables = {title: [{name: row[name] for name in columns} for row in rows]}
+    tables = {title: rows}
+    harness.report(chosen.json, tables)
     if chosen.long_steps:
-        row = measure(
+        row, memory_mb = measure(
             max(chosen.generators),
             chosen.skip,
             steps=chosen.long_steps,
             batch_size=chosen.long_batch_size,
             group_size=chosen.group_size,
         )
-        tables[f"{chosen.long_steps:,} steps of {chosen.long_batch_size:,}"] = [
-            {
-                "generators": row["generators"],
-                "step_s": row["step_s"],
-                "driver_s": row["driver_s"],
-                "memory_after_a_tenth_mb": row["memory_early_mb"],
-                "memory_mb": row["memory_mb"],
-                "growth": row["memory_mb"] / row["memory_early_mb"] - 1,
-            }
+        after = [-(-len(memory_mb) * tenth // 10) for tenth in range(1, 11)]
+        tables[f"Batches of {chosen.long_batch_size:,}, {row['generators']} generators"] = [
+            {"steps": steps, "driver's memory, mb": memory_mb[steps - 1]} for steps in after
         ]
-    harness.report(chosen.json, tables)
+        harness.report(chosen.json, tables)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 real trainer. Only the generators have no engine: all are Dask workers of one other process, whose
 groups cost nothing, so that the driver's processor time (the scheduler included) is its own. They
 listen at an address for every eight, as on as many hosts, and load every version of the weights.
-The first steps are left out. Memory is that after each tenth of a longer run of small batches.
+The first steps are left out. Memory is shown after each tenth of a longer run of small
+batches.
 
     python -m benchmarks.fleet [--generators 64 512] [--steps 8] [--batch-size 8192] [--json FILE]
 """
@@ -147,7 +148,7 @@ async def _serve() -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     starts: list[asyncio.Future[Any]] = []
-    # Else every worker counts the descriptors of all of them, twice a second.
+    # Otherwise every worker counts the descriptors of all of them, twice a second.
     once_an_hour = {"distributed.admin.system-monitor.interval": "1h"}
     with dask.config.set(worker.DASK_SETTINGS | once_an_hour):
         while line := await lines.readline():
@@ -261,7 +262,7 @@ def settings_of(
 def measure(
     num_generators: int, num_skipped: int, **sizes: int
 ) -> tuple[dict[str, float], list[float]]:
-    """Return what `drive` does of a run, whose driver is a process of its own."""
+    """Return what `drive` returns, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
         call = Path(scratch), num_skipped, settings_of(num_generators, **sizes)
         (measured,) = harness.in_processes(drive, [call], {})
@@ -284,8 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for num_generators in chosen.generators
     ]
     title = f"Batches of {chosen.batch_size:,} in groups of {chosen.group_size}"
-    tables = {title: rows}
-    harness.report(chosen.json, tables)
+    tables: dict[str, list[dict[str, float]]] = {title: rows}
     if chosen.long_steps:
         row, memory_mb = measure(
             max(chosen.generators),
@@ -296,9 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         after = [-(-len(memory_mb) * tenth // 10) for tenth in range(1, 11)]
         tables[f"Batches of {chosen.long_batch_size:,}, {row['generators']} generators"] = [
-            {"steps": steps, "driver's memory, mb": memory_mb[steps - 1]} for steps in after
+            {"steps": steps, "driver_memory_mb": memory_mb[steps - 1]} for steps in after
         ]
-        harness.report(chosen.json, tables)
+    harness.report(chosen.json, tables)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from areal_flow.core.layout import RunLayout
+from areal_flow.core.machine import return_freed_memory
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.browse import GroupSelection, select_groups, show_group
 from areal_flow.log.dataset import open_dataset
@@ -109,6 +110,7 @@ def resume(root: Path) -> str:
 
 
 def check(root: Path, *, full: bool = False) -> str:
+    return_freed_memory()  # as the command does
     return check_run(RunLayout(root), full=full).verdict
 
 

@@ -83,7 +83,7 @@ class SandboxService:
                     await answer(await _outcome(getattr(sandbox, request.pop("method")), request))
             finally:
                 await sandbox.close()
-        except Exception as error:  # noqa: BLE001 - of a provider's own, from its settings
+        except Exception as error:  # noqa: BLE001 - a provider may raise anything
             await answer(_as_message(error))
         finally:
             async with self._ended:
@@ -104,7 +104,9 @@ async def _outcome(
 def _as_message(error: Exception) -> dict[str, Any]:
     if not isinstance(error, ArealFlowError | OSError):
         logger.error("a sandbox failed", exc_info=error)
-    return {"error": type(error).__name__, "message": str(error)}
+    is_ours = isinstance(error, ArealFlowError | FileNotFoundError)
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    return {"error": type(error).__name__, "message": message}
 
 
 class RemoteSandbox:

@@ -28,13 +28,9 @@ def seed_of(text: str) -> int:
 
 def row_hash(parts: Iterable[bytes]) -> str:
     """Return 32 digits that tell where each part ends, too."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
+    return framed_hash(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 
 
 def framed_hash(parts: bytes | memoryview) -> str:
-    """Return `row_hash` of parts that stand together, each behind its length of eight bytes."""
+    """Return the `row_hash` of joined parts, each behind its length in eight bytes."""
     return hashlib.blake2b(parts, digest_size=16).hexdigest()

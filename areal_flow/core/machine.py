@@ -30,10 +30,10 @@ CGROUP_LIMITS = (
 MAX_COPYING_THREADS = 4
 
 MAX_OPEN_FILES = 65_536
+"""More than 10,000 workers need."""
 
 _M_MMAP_THRESHOLD = -3
 """Of `mallopt`, in glibc's malloc.h."""
-"""More than 10,000 workers need."""
 
 
 def is_linux() -> bool:

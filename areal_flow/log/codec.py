@@ -200,15 +200,15 @@ def content_hashes(table: pa.Table) -> list[str]:
 
 
 def _row_hashes(columns: Sequence[pa.LargeBinaryArray]) -> Iterator[str]:
-    """Yield the hash of each row; Arrow puts its parts behind their lengths."""
+    """Yield the hash of each row, whose parts Arrow joins, each behind its length."""
     num_rows, parts = len(columns[0]), []
     for column in columns:
-        lengths = [None, pc.binary_length(column).buffers()[1]]
-        frames = pa.Array.from_buffers(pa.binary(8), num_rows, lengths).cast(pa.large_binary())
-        parts += [frames, column]
+        buffers = [None, pc.binary_length(column).buffers()[1]]
+        lengths = pa.Array.from_buffers(pa.binary(8), num_rows, buffers).cast(pa.large_binary())
+        parts += [lengths, column]
     _, offsets, content = pc.binary_join_element_wise(*parts, _NOTHING).buffers()
-    ends, rows = np.frombuffer(offsets, np.int64, num_rows + 1).tolist(), memoryview(content)
-    return (framed_hash(rows[begin:end]) for begin, end in pairwise(ends))
+    bounds, joined = np.frombuffer(offsets, np.int64, num_rows + 1).tolist(), memoryview(content)
+    return (framed_hash(joined[begin:end]) for begin, end in pairwise(bounds))
 
 
 def is_dropped(table: pa.Table) -> pa.ChunkedArray:
@@ -234,8 +234,8 @@ def _bytes_of_rows(column: pa.Array) -> pa.LargeBinaryArray:
         values = column.to_pylist()
         return pa.array(["" if value is None else repr(value) for value in values], "large_binary")
     flat, offsets = _flat(column.flatten()), column.offsets.to_numpy().astype(np.int64)
-    ends = (offsets - offsets[0]) * (flat.itemsize * math.prod(flat.shape[1:]))
-    buffers = [None, pa.py_buffer(ends), pa.py_buffer(np.ascontiguousarray(flat))]
+    bounds = (offsets - offsets[0]) * (flat.itemsize * math.prod(flat.shape[1:]))
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(np.ascontiguousarray(flat))]
     return pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
 
 

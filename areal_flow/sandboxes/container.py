@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from asyncio.subprocess import PIPE, STDOUT
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +24,8 @@ PROGRAMS = ("docker", "podman")
 START_TIMEOUT_S = 600.0
 """Of a container, whose image may have to be fetched."""
 END_TIMEOUT_S = 30.0
-_IMAGES: dict[tuple[str, str], str] = {}
-"""Built by this process, by program and folder."""
-_BUILDING = defaultdict[tuple[str, str], asyncio.Lock](asyncio.Lock)
+_BUILDS: dict[tuple[str, str], asyncio.Task[str]] = {}
+"""The builds of this process, by program and folder, but those that failed."""
 _READY = b"ready\n"
 _FIRST_PROCESS = "echo ready; while read -r _; do kill -9 -1; echo ready; done"
 """Kills the others for each line: there may be too many for another to start."""
@@ -95,10 +93,15 @@ class ContainerSandbox(ShellSandbox):
     async def _built(self, folder: str) -> str:
         """Return the image of a folder's Dockerfile, built once by each process."""
         key = self._program, folder
-        async with _BUILDING[key]:  # by one member of a group
-            if key not in _IMAGES:
-                _IMAGES[key] = await self._build(folder)
-        return _IMAGES[key]
+
+        def keep_if_built(build: asyncio.Task[str]) -> None:
+            if build.cancelled() or build.exception():
+                del _BUILDS[key]
+
+        if key not in _BUILDS:
+            _BUILDS[key] = asyncio.create_task(self._build(folder))
+            _BUILDS[key].add_done_callback(keep_if_built)
+        return await asyncio.shield(_BUILDS[key])  # other members of the group may wait for it
 
     async def _build(self, folder: str) -> str:
         build = await self._command("build", "--quiet", folder, stderr=PIPE)

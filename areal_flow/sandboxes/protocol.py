@@ -75,7 +75,7 @@ class Sandbox(Protocol):
         """
 
     async def close(self) -> None:
-        """End all processes, and remove all files, also if it did not start."""
+        """End all processes, and remove all files; also after a failed start."""
 
 
 @asynccontextmanager

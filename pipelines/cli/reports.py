@@ -17,6 +17,7 @@ from rich.text import Text
 
 from areal_flow.core.layout import RunLayout
 from areal_flow.core.lease import newest_lease
+from areal_flow.core.machine import return_freed_memory
 from areal_flow.core.pass_rates import EvaluationScores, PairedComparison
 from areal_flow.log.audit.run import check_run
 from areal_flow.log.directory import list_runs, observed_state
@@ -37,6 +38,7 @@ _MAX_ROWS = 12
 
 def report_check(layout: RunLayout, *, full: bool) -> Report:
     progress = make_progress(to_stderr=True)
+    return_freed_memory()
     try:
         audit = check_run(layout, full=full, on_progress=partial(progress.count, "trajectories"))
     finally:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
@@ -312,10 +312,11 @@ async def test_nothing_is_left_when_its_process_is_killed(
                 await asyncio.sleep(0.05)
 
 
-async def test_members_of_a_group_share_a_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_members_of_a_group_share_a_build(tmp_path: Path, fails: bool) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     program = tmp_path / "docker"
-    builds = f"sleep 0.2; echo build >>{tmp_path}/builds; echo image"
+    builds = f"sleep 0.2; echo build >>{tmp_path}/builds; echo image; exit {fails:d}"
     program.write_text(
         f'#!/bin/bash\ncase $1 in build) {builds};; run) [[ "$*" = *" image "* ]] && echo ready; '
         "read;; esac\n"
@@ -323,10 +324,13 @@ async def test_members_of_a_group_share_a_build(tmp_path: Path) -> None:
     program.chmod(0o755)
     own = {"program": str(program)}
     settings = SandboxSettings(provider="docker", image=str(tmp_path), provider_settings=own)
-    async with AsyncExitStack() as stack:
-        await asyncio.gather(
-            *(stack.enter_async_context(protocol.opened(make_sandbox(settings))) for _ in "abc")
-        )
+
+    async def start() -> None:
+        async with protocol.opened(make_sandbox(settings)):
+            pass
+
+    outcomes = await asyncio.gather(*(start() for _ in "abc"), return_exceptions=True)
+    assert [type(each) for each in outcomes] == [SandboxError if fails else type(None)] * 3
     assert (tmp_path / "builds").read_text() == "build\n"
 
 

@@ -63,7 +63,6 @@ class Broken:
     """A provider that cannot be made, or cannot be started."""
 
     def __init__(self, limits: object, *, fails: str, **_: object) -> None:
-        self._fails = fails
         if fails == "made":
             raise KeyError("E2B_API_KEY")
 
@@ -74,8 +73,10 @@ class Broken:
         pass
 
 
-@pytest.mark.parametrize(("fails", "message"), [("made", "E2B_API_KEY"), ("started", "no such")])
-async def test_a_sandbox_that_cannot_be_had_says_why_and_takes_no_place(
+@pytest.mark.parametrize(
+    ("fails", "message"), [("made", "KeyError: .E2B_API_KEY"), ("started", "no such")]
+)
+async def test_a_failed_start_says_why_and_frees_its_place(
     workers: tuple[Worker, Worker], fails: str, message: str
 ) -> None:
     broken = {"provider": f"{__name__}:Broken", "provider_settings": {"fails": fails}}

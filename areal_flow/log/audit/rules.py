@@ -46,14 +46,14 @@ _PROMPT_COLUMNS = ("source", "prompt_id", "difficulty", "prompt_tokens")
 
 Severity = Literal["error", "note"]
 
-MEMORY_LIMIT = "400 MB"
+MEMORY_LIMIT = "350 MB"
 CONSUMED_TOKENS = ("num_trained_tokens", "num_masked_tokens", "num_discarded_tokens")
 _LEDGER_ROW = """
 SELECT * EXCLUDE (
     trajectory_ids, discarded, importance_weight_means, importance_weight_maxima
 ), 'step ' || step AS place FROM batch"""
 _NAMED = "SELECT step, trajectory_id, status, reason FROM consumed_by('batch')"
-"""What is kept of the ids that rows of the ledger name: all of them do not fit into memory."""
+"""The ids that rows of the ledger name, a row each: as lists they do not fit into memory."""
 IDS_AT_ONCE = 1 << 16
 """Of the ledger's rows that are taken in together: a scan of a table reads 2,048 lists at once."""
 MAX_PER_RULE = 20
@@ -165,7 +165,7 @@ class AuditDatabase:
         if folder:
             self._connection.execute(f"SET temp_directory = '{folder}'")
             self._connection.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
-        # What is committed takes a fifth of the memory then, and stays out of the folder.
+        # Compressed, rows take a fifth of the memory, and need not go to the folder.
         self._connection.execute("ATTACH ':memory:' AS audit (COMPRESS); USE audit")
         # Rules name what they find in their own order.
         self._connection.execute("SET preserve_insertion_order = false")
@@ -291,7 +291,7 @@ def _with_batch_facts(rows: pa.Table) -> pa.Table:
         "is_sorted": pa.array((ids == sorted(ids) for ids in batches), pa.bool_()),
         "num_trained": pa.array(map(len, batches), pa.int64()),
         "num_groups": pa.array(
-            (len({name.partition("-")[0] for name in ids}) for ids in batches), pa.int64()
+            (len({each.partition("-")[0] for each in ids}) for ids in batches), pa.int64()
         ),
     }
     for name, values in facts.items():

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.errors import ArealFlowError, RunError
 from areal_flow.core.layout import RunLayout
-from areal_flow.core.machine import return_freed_memory
 from areal_flow.core.program import CODE_VERSION
 from areal_flow.log.audit import files
 from areal_flow.log.audit.files import VersionGone, check_schema, scan
@@ -72,7 +71,6 @@ def check_run(
 
     A clean run is recorded as verified; nothing else is changed.
     """
-    return_freed_memory()
     report = Report(layout.name, KINDS)
     if not layout.config.is_file():
         advice = "restore it from a copy: nothing was checked without it"

@@ -1,4 +1,4 @@
--- What consumed means: a row for each time that a row of a table of the ledger names a trajectory.
+-- What consumed means: a row each time that a row of the ledger names a trajectory.
 
 CREATE MACRO consumed_by(steps) AS TABLE
 SELECT step, policy_version, unnest(trajectory_ids) AS trajectory_id, 'trained' AS status,

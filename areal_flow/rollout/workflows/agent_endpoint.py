@@ -177,7 +177,6 @@ async def _streamed(request: web.Request, parsed: Api, session: Session) -> web.
             return response
         await send(parsed.end(answer, (answer.message["content"] or "")[num_sent:]))
         await response.write(parsed.end_of_stream)
-        await response.write_eof()
         return response
     finally:
         answering.cancel()

@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 CALL_START = "<tool_call>"
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading something else as a call raises; the last one if it is nested too deeply."""
+"""Errors of reading what is not a call; the last one if it is nested too deeply."""
 
 
 class CallRefused(ArealFlowError):

@@ -95,7 +95,7 @@ class OpenEnv(TimedWorkflow):
 
         from areal_flow.rollout.workflows.openenv_client import Environment
 
-        async with ClientSession() as http:  # which ends the environment
+        async with ClientSession() as http:  # closing it ends the environment
             return [await self._episode(prompt, context, Environment(http, self))]
 
     async def _episode(

@@ -60,7 +60,7 @@ _CALL = (
 class EpisodeSandbox(AsyncExitStack):
     """The sandbox of an episode, started for its first call, with the files of its prompt.
 
-    It is closed at the end of the block that this is the context of.
+    Leaving its `async with` block closes it.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class EpisodeSandbox(AsyncExitStack):
         """
         async with self._starting:
             if self._sandbox is None:
-                started = self._context.sandbox(self._settings)
-                self._sandbox = await self.enter_async_context(started)
+                sandbox = await self.enter_async_context(self._context.sandbox(self._settings))
                 try:
                     if self._furnish:
-                        await self._furnish(self._sandbox)
+                        await self._furnish(sandbox)
                     for path, text in files_of(self._prompt).items():
-                        await self._sandbox.write_file(path, text.encode())
+                        await sandbox.write_file(path, text.encode())
                 except (FileNotFoundError, ValueError) as error:
                     what = f"prompt {self._prompt.prompt_id}: its files cannot be in the sandbox"
                     raise PromptError(f"{what}: {error}") from error
+                self._sandbox = sandbox
             return self._sandbox
 
     async def run(self, command: str, timeout_s: float, interpreter: str) -> CommandResult:
@@ -144,9 +144,12 @@ class EpisodeSandbox(AsyncExitStack):
 @cache
 def _source_of(path: str) -> tuple[str, str]:
     function = load_function(path, setting="workflow.tools", error=ArealFlowError)
-    is_shipped = path.startswith(SHIPPED)
-    file = f"{path.removeprefix(SHIPPED)}.py" if is_shipped else inspect.getfile(function)
-    return function_name(path), Path(file).read_text()
+    if path.startswith(SHIPPED):
+        return function_name(path), Path(f"{path.removeprefix(SHIPPED)}.py").read_text()
+    # Its module may have it by another name than the one that imports it.
+    names = function_name(path), function.__name__
+    own = (name for name in names if function.__globals__.get(name) is function)
+    return next(own, names[0]), Path(inspect.getfile(function)).read_text()
 
 
 def files_of(prompt: Prompt) -> Mapping[str, str]:

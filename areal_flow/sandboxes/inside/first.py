@@ -55,7 +55,8 @@ def _handle(request: dict[str, object], fds: list[int]) -> None:
             os.setsid()
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
-            for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+            # `serve` ignores the first one, Python the others.
+            for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored, signal.SIG_DFL)
             arguments, environment = request["arguments"], request["environment"]
             if workdir := str(request["workdir"]):

@@ -160,7 +160,10 @@ def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
 
 @contextmanager
 def _maps_by_root(proc: int, uid: int, gid: int) -> Iterator[None]:
-    """Make this process an ordinary user of the namespace of the block, by a helper of root."""
+    """Map this process to an ordinary user in the namespace that the block makes.
+
+    A helper process, which stays root, writes the maps.
+    """
     reader, writer = os.pipe()
     owner = str(os.getpid())
     helper = os.fork()

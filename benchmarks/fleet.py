@@ -4,8 +4,7 @@
 real trainer. Only the generators have no engine: all are Dask workers of one other process, whose
 groups cost nothing, so that the driver's processor time (the scheduler included) is its own. They
 listen at an address for every eight, as on as many hosts, and load every version of the weights.
-The first steps are left out. Memory is shown after each tenth of a longer run of small
-batches.
+The first steps are left out. Memory is shown after each tenth of a longer run of small batches.
 
     python -m benchmarks.fleet [--generators 64 512] [--steps 8] [--batch-size 8192] [--json FILE]
 """

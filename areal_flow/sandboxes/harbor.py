@@ -480,9 +480,8 @@ async def _rewards(sandbox: Sandbox) -> dict[str, float]:
     for name, parse in parsers.items():
         with suppress(FileNotFoundError):
             written = await sandbox.read_file(f"{_REWARDS}/{name}")
-            if len(written) > MAX_REWARD_BYTES:
-                found = f"found {len(written):,}"
-                raise ValueError(f"expected at most {MAX_REWARD_BYTES:,} bytes, {found}")
+            if (size := len(written)) > MAX_REWARD_BYTES:
+                raise ValueError(f"expected at most {MAX_REWARD_BYTES:,} bytes, found {size:,}")
             content = parse(written)
             break
     else:

@@ -192,7 +192,7 @@ class EpisodeServices(Protocol):
         """Call a function on a reward worker; return what each call returned or raised."""
 
     async def new_sandbox(self, settings: SandboxSettings) -> Sandbox:
-        """Return a sandbox on a reward worker, that is not started."""
+        """Return a sandbox on a reward worker; it is not started."""
         ...
 
     def next_turn(self, contents: Sequence[str], ended_by: int, role: str) -> Tokens:

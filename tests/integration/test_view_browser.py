@@ -36,6 +36,9 @@ def test_open_filter_open_a_group_colour_export(tmp_path: Path) -> None:
                 condition.fill("prompt_id = 'prompt-2'")
                 condition.press("Enter")
                 page.get_by_text("2 of 2 matching groups").wait_for()
+                # The table is drawn after the text, and moves up when the error is gone.
+                rows.nth(2).wait_for(state="detached")
+                page.get_by_text('column "rewrd" not found').wait_for(state="detached")
                 rows.first.click()
                 # The first group that is opened waits for torch to be imported.
                 page.get_by_text("Group 2 of going-on").wait_for(timeout=90_000)

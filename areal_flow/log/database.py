@@ -68,8 +68,9 @@ def read_sql(name: str, *, package: str = "areal_flow.log") -> str:
 
 
 def empty_database() -> duckdb.DuckDBPyConnection:
-    """Return a database in memory that draws nothing on a terminal while it works."""
+    """Return a database in memory, of times in UTC, that draws nothing on a terminal."""
     connection = duckdb.connect()
+    connection.execute("SET TimeZone = 'UTC'")
     # In a notebook without ipywidgets DuckDB has no bar, and refuses to hear of one.
     with suppress(duckdb.InvalidInputException):
         connection.execute("SET enable_progress_bar = false")
@@ -143,7 +144,6 @@ def connect(
     _OPEN.add(connection)
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins
     # stay as they are written, the small side on the right.
-    connection.execute("SET TimeZone = 'UTC'")
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     for name, table in tables.items():
         connection.register(name, table)

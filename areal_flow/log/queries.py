@@ -111,8 +111,11 @@ class Run:
             table = _with_prompt_columns(read, columns or (), prompts, source="source")
             return convert(table, format)
         if step is not None:
-            view = self._of_step(step).table("trajectories" if text else "stored")
-            return _convert_view(view, format, columns, where)
+            stored, ledger = self._rows_of_step(step)
+            if text:
+                view = self._database_of(stored, consumption_table(ledger, stored))
+                return _convert_view(view.table("trajectories"), format, columns, where)
+            return _convert_view(empty_database().from_arrow(stored), format, columns, where)
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
@@ -256,8 +259,8 @@ class Run:
         tables = {"stored": stored, "consumption": consumption, "prompts": self.prompts()}
         return self.connect(tables)
 
-    def _of_step(self, step: int) -> Any:
-        """Return a `database` of only the trajectories that a step trained or discarded."""
+    def _rows_of_step(self, step: int) -> tuple[pa.Table, pa.Table]:
+        """Return the trajectories that a step trained or discarded, and its row of the ledger."""
         columns = [*LEDGER_COLUMNS, "trajectory_watermark"]
         row = self.steps("arrow", columns=columns, where=f"step = {step}")
         if not len(row):
@@ -267,8 +270,7 @@ class Run:
             pc.list_flatten(row["discarded"]), "trajectory_id"
         ).to_pylist()
         watermark = row["trajectory_watermark"][0].as_py()
-        stored = find_trajectories(self.layout, identifiers, until=watermark)
-        return self._database_of(stored, consumption_table(row, stored))
+        return find_trajectories(self.layout, identifiers, until=watermark), row
 
     def connect(self, tables: Mapping[str, Any]) -> Any:
         """Return a DuckDB connection over tables; with only `stored`, its one view is `logged`."""

@@ -32,7 +32,7 @@ MAX_COPYING_THREADS = 4
 MAX_OPEN_FILES = 65_536
 """More than 10,000 workers need."""
 
-_M_MMAP_THRESHOLD = -3
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """Of `mallopt`, in glibc's malloc.h."""
 
 
@@ -66,13 +66,16 @@ def usable_bytes() -> int:
     return int(min(allowed))
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(*, max_arenas: int | None = None) -> None:
     """Have glibc return each freed block of a megabyte at once.
 
-    Otherwise readers of large batches in several threads keep a gigabyte that nobody uses.
+    Otherwise readers of large batches in several threads keep a gigabyte that nobody uses. With few
+    arenas less of what is freed by halves stays, and threads wait for each other now and then.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        if max_arenas is not None:
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, max_arenas)
 
 
 def raise_open_files_limit() -> int:

@@ -38,7 +38,7 @@ FORMAT_VERSION = "2.2"
 COMMIT_ORDER = "_rowid"
 """Lance's stable row id: 0, 1, 2, ... in the order of commits. A scan may return another order: a
 compaction that runs during an append moves older rows behind the newer ones."""
-CACHE_BYTES = 16 << 20
+CACHE_BYTES = 4 << 20
 """Size of each cache of an open dataset. Lance's default is over a GiB, and appends fill it."""
 BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""

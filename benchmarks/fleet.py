@@ -39,6 +39,7 @@ from areal_flow.cluster.liveness import ProcessorUse
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.config import load_recipe
+from areal_flow.core.machine import return_freed_memory
 from areal_flow.core.types import (
     Completion,
     EngineStats,
@@ -206,6 +207,7 @@ def drive(
     Returns:
         What it took, and the driver's memory after each step, in MB.
     """
+    return_freed_memory(max_arenas=2)  # as the command does
     driver, samples = psutil.Process(), list[Sample]()
     spent = defaultdict[str, list[Spent]](list)
 

@@ -37,7 +37,7 @@ from areal_flow.cluster.worker import DASHBOARD_HOST, DASK_SETTINGS, EXECUTIONS,
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
 from areal_flow.core.errors import ConfigError
-from areal_flow.core.machine import raise_open_files_limit, return_freed_memory
+from areal_flow.core.machine import raise_open_files_limit
 from areal_flow.flow.costs import record_worker_event
 from areal_flow.flow.flow import Flow
 from areal_flow.planning.gpus import gpu_named
@@ -87,7 +87,6 @@ async def launch_cluster(
     """Start a process for each placement, wait until there are enough, and end them on exit."""
     _refuse_busy_port(settings.dashboard_port)
     raise_open_files_limit()  # the scheduler keeps half as many connections
-    return_freed_memory(max_arenas=2)  # this process lives as long as the run
     with (
         dask.config.set(DASK_SETTINGS),
         _quiet_dask(),

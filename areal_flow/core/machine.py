@@ -69,8 +69,8 @@ def usable_bytes() -> int:
 def return_freed_memory(*, max_arenas: int | None = None) -> None:
     """Have glibc return each freed block of a megabyte at once.
 
-    Otherwise readers of large batches in several threads keep a gigabyte that nobody uses. With few
-    arenas less of what is freed by halves stays, and threads wait for each other now and then.
+    Otherwise readers of large batches in several threads keep a gigabyte that nobody uses. Fewer
+    arenas keep less, and threads wait for each other; their number is heeded before threads start.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from areal_flow.config.messages import OPTION
 from areal_flow.core.errors import ConfigError
+from areal_flow.core.machine import return_freed_memory
 from areal_flow.core.settings import nest
 from areal_flow.log.directory import find_run
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
@@ -132,6 +133,7 @@ def _launch(
 ) -> int:
     from pipelines.jobs.job import launch
 
+    return_freed_memory(max_arenas=2)  # a driver lives as long as its run
     if choice.resume is None and (choice.take_over or accept_verifier):
         raise ConfigError("--take-over and --accept-verifier go with --resume")
     if choice.resume is not None and (recipe or choice.name or choice.datasets):

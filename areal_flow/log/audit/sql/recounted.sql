@@ -24,23 +24,30 @@ WITH batch AS (
 of_steps AS (
     SELECT step, avg(passed::INT) AS "rollout/pass_rate",
            coalesce(stddev_samp(reward), 0) AS "rollout/reward_std",
-           avg(truncated::INT) AS "rollout/truncated_fraction",
-           quantile_cont(num_tokens, [0.1, 0.5, 0.9]) AS lengths -- at once: each keeps all values
+           avg(truncated::INT) AS "rollout/truncated_fraction"
     FROM batch GROUP BY step
+),
+lengths AS ( -- counted: DuckDB's quantiles keep all values of all steps in memory
+    SELECT step, num_tokens, sum(count(*)) OVER (PARTITION BY step ORDER BY num_tokens) AS until,
+           sum(count(*)) OVER (PARTITION BY step) - 1 AS last_place
+    FROM batch GROUP BY step, num_tokens
+),
+of_lengths AS (
+    SELECT step, share, any_value(share * last_place) AS exact_place,
+           min(num_tokens) FILTER (until > floor(share * last_place)) AS below,
+           min(num_tokens) FILTER (until > ceil(share * last_place)) AS above
+    FROM lengths, (VALUES (0.1), (0.5), (0.9)) AS quantiles(share) GROUP BY step, share
 ),
 of_groups AS (
     SELECT step, NOT differs(min(reward), max(reward)) AS is_flat
     FROM batch GROUP BY step, submission_index
 )
 SELECT step, name, value
-FROM (
-    UNPIVOT (
-        SELECT * EXCLUDE lengths, lengths[1] AS "rollout/completion_p10_tokens",
-               lengths[2] AS "rollout/completion_p50_tokens",
-               lengths[3] AS "rollout/completion_p90_tokens"
-        FROM of_steps
-    ) ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value
-)
+FROM (UNPIVOT of_steps ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value)
+UNION ALL
+SELECT step, 'rollout/completion_p' || (100 * share)::INT || '_tokens',
+       below + (above - below) * (exact_place - floor(exact_place))
+FROM of_lengths
 UNION ALL
 SELECT step, 'rollout/zero_variance_groups_fraction', avg(is_flat::INT)
 FROM of_groups GROUP BY step

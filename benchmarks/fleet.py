@@ -207,7 +207,7 @@ def drive(
     Returns:
         What it took, and the driver's memory after each step, in MB.
     """
-    return_freed_memory()
+    return_freed_memory()  # as the command does
     driver, samples = psutil.Process(), list[Sample]()
     spent = defaultdict[str, list[Spent]](list)
 

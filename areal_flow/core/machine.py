@@ -70,7 +70,7 @@ def return_freed_memory(*, max_arenas: int | None = None) -> None:
     """Have glibc return each freed block of a megabyte at once.
 
     Otherwise readers of large batches in several threads keep a gigabyte that nobody uses. Fewer
-    arenas keep less, and threads wait for each other; their number is heeded before threads start.
+    arenas keep less, but threads wait for each other; set their number before threads start.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -26,9 +26,9 @@ def test_killed_run_ends_with_a_clean_log_and_leaves_no_files_behind(tmp_path: P
     left = [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()]
     assert {"global.lock", "purge.lock"} <= {path.name for path in left}
     # On a busy machine a worker is killed before it has ended. Dask's next start removes its lock.
-    last_life = [path for path in left if path.suffix == ".dirlock"]
-    assert len(left) == 2 + len(last_life)
-    assert len(last_life) <= NUM_WORKERS
+    late_workers = [path for path in left if path.suffix == ".dirlock"]
+    assert len(left) == 2 + len(late_workers)
+    assert len(late_workers) <= NUM_WORKERS
     assert [row["process"] for row in tables["Processes"] if row["memory_mb"] > 0] == [
         *("driver", "reward", "generator", "trainer", "other")
     ]

@@ -19,6 +19,7 @@ from areal_flow.core.pass_rates import PASS_RATE
 from areal_flow.log.codec import TRAJECTORIES
 from areal_flow.log.dataset import COMMIT_ORDER, create_dataset
 from areal_flow.log.directory import Parent, check_schema_version, record_parent
+from areal_flow.log.index import read_index
 from areal_flow.log.ledger import STEPS
 from areal_flow.policy.checkpoints import checkpoint_path
 
@@ -123,7 +124,8 @@ def cut_a_data_file(path: Path) -> None:
 
 
 def index_file(run: RunLayout) -> Path:
-    return next(run.index.glob("*.parquet"))
+    """Return one that is in use: files that were merged stay for a while."""
+    return run.index / read_index(run).parts[0]
 
 
 def rewrite_index(run: RunLayout, columns: str) -> None:

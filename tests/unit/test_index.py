@@ -147,7 +147,7 @@ def damaged(**changes: Any) -> Callable[[RunLayout], object]:
         damaged(parts=["1-2-3.parquet"]),
         lambda layout: layout.index_parts.write_text("{"),
         lambda layout: layout.index_parts.unlink(),
-        lambda layout: next(layout.index.glob("*.parquet")).unlink(),
+        lambda layout: (layout.index / read_index(layout).parts[0]).unlink(),
     ],
 )
 def test_index_that_is_damaged_is_not_used_and_made_again(

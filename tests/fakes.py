@@ -16,7 +16,7 @@ from areal_flow.core.errors import WeightsError
 from areal_flow.core.types import Completion, GroupRequest, Sampling
 from areal_flow.rollout.engines.scheduler import SampledSequence, SlotScheduler
 from areal_flow.tracking.mlflow import BEST, CURRENT
-from areal_flow.tracking.protocol import PASS_RATE_TAG, RunDescription
+from areal_flow.tracking.protocol import PASS_RATE_TAG, RunDescription, StepMetrics
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -208,9 +208,10 @@ class MemoryTracker:
         self._answer()
         self.report = page.read_text()
 
-    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        self.log_evaluation(step, metrics, timestamp_ms=timestamp_ms)
-        self.timestamps_ms[step], self.delivered = timestamp_ms, step
+    def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+        for step, metrics, timestamp_ms in steps:
+            self.log_evaluation(step, metrics, timestamp_ms=timestamp_ms)
+            self.timestamps_ms[step], self.delivered = timestamp_ms, step
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int

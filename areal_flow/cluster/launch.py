@@ -32,7 +32,7 @@ from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_wor
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import Executions
 from areal_flow.cluster.rl_page import PAGE, RunFeed, add_page
-from areal_flow.cluster.scheduler import listening_scheduler
+from areal_flow.cluster.scheduler import address_in_process, listening_scheduler
 from areal_flow.cluster.worker import DASHBOARD_HOST, DASK_SETTINGS, EXECUTIONS, WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.config.cluster import ClusterSettings, NetworkSettings
@@ -108,7 +108,8 @@ async def launch_cluster(
             REGISTRY.register(metrics := RunMetrics(context.layout, pool))
             try:
                 address = scheduler.address
-                async with Client(address, asynchronous=True, security=security) as client:
+                own = address_in_process(scheduler)
+                async with Client(own, asynchronous=True, security=security) as client:
                     # First: then each worker gets it as it joins. To send it to hundreds at once
                     # would take a connection to each, and fail with the first that is lost.
                     await client.register_plugin(context)

@@ -52,7 +52,11 @@ class FleetScheduler(Scheduler):
 
 
 async def listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:
-    """Start the scheduler of a cluster, in this process."""
+    """Start the scheduler of a cluster, in this process.
+
+    It listens to workers on the network, and to the driver's own client in this process, which need
+    not encrypt or copy what it sends (`address_in_process`).
+    """
     scheduler = FleetScheduler(
         host=settings.network.host,
         port=0,
@@ -61,10 +65,17 @@ async def listening_scheduler(settings: ClusterSettings, security: Security) -> 
         extensions=used_extensions(DEFAULT_EXTENSIONS),
     )
     try:
-        return await scheduler
+        await scheduler
+        await scheduler.listen("inproc://")
+        return scheduler
     except Exception as error:
         raise ConfigError(
             f"cluster.network.host = {settings.network.host!r}: the scheduler cannot listen there "
             f"({error.__cause__ or error}); use an address of this machine, and certificates and "
             "a key that belong together"
         ) from error
+
+
+def address_in_process(scheduler: Scheduler) -> str:
+    """Return where a client of this process finds a listening scheduler."""
+    return str(scheduler.listeners[-1].contact_address)

@@ -20,7 +20,7 @@ from areal_flow.config import TrackingSettings
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import check_schema_version
 from areal_flow.log.ledger import LedgerReader
-from areal_flow.tracking.protocol import RunDescription, Tracker
+from areal_flow.tracking.protocol import RunDescription, StepMetrics, Tracker
 
 Metrics = Mapping[str, float]
 
@@ -54,10 +54,11 @@ class FolderTracker(Tracker):
         self._is_open = True
         return self._delivered
 
-    def log_step(self, step: int, metrics: Metrics, *, timestamp_ms: int) -> None:
-        if step > self._delivered:
-            self._write("step", step, metrics, timestamp_ms / 1000)
-            self._delivered = step
+    def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+        for step, metrics, timestamp_ms in steps:
+            if step > self._delivered:
+                self._write("step", step, metrics, timestamp_ms / 1000)
+                self._delivered = step
 
     def log_evaluation(self, policy_version: int, metrics: Metrics, *, timestamp_ms: int) -> None:
         if self._evaluations.get(str(policy_version)) != metrics:

@@ -24,7 +24,13 @@ from areal_flow.core.errors import ModelError
 from areal_flow.core.layout import RunLayout
 from areal_flow.log.directory import check_schema_version
 from areal_flow.tracking.completions import write_signature
-from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG, InputPrompts, RunDescription
+from areal_flow.tracking.protocol import (
+    PASS_RATE_TAG,
+    TRAINED_AT_TAG,
+    InputPrompts,
+    RunDescription,
+    StepMetrics,
+)
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
@@ -34,6 +40,8 @@ KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """Of the experiment: opens it in the view of model training, not in that of applications."""
 RECIPE_FILE, SAMPLES_FILE = "recipe.toml", "samples.json"
 """Artifacts."""
+_MAX_POINTS = 1000
+"""Of one request, by MLflow's own limit."""
 _FAST_FAILURE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -116,13 +124,21 @@ class MlflowTracker:
         if run := self._find_run():
             self._client.log_artifact(run.info.run_id, str(page))
 
-    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
+    def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+        """Log as many steps by a request as it may have points: each is a few transactions."""
+        several, num_points = list[StepMetrics](), 0
+        for step in steps:
+            if several and num_points + len(step.metrics) > _MAX_POINTS:
+                self._log(several, tags={DELIVERED_TAG: str(several[-1].step)})
+                several, num_points = [], 0
+            several.append(step)
+            num_points += len(step.metrics)
+        self._log(several, tags={DELIVERED_TAG: str(several[-1].step)})
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int
     ) -> None:
-        self._log(policy_version, metrics, timestamp_ms, tags={})
+        self._log([StepMetrics(policy_version, metrics, timestamp_ms)], tags={})
 
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         versions = {version.source: version for version in self._versions()}
@@ -201,12 +217,14 @@ class MlflowTracker:
         )
         return runs[0] if runs else None
 
-    def _log(
-        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: dict[str, str]
-    ) -> None:
+    def _log(self, rows: Sequence[StepMetrics], *, tags: dict[str, str]) -> None:
         from mlflow.entities import Metric, RunTag
 
-        points = [Metric(name, value, timestamp_ms, step) for name, value in metrics.items()]
+        points = [
+            Metric(name, value, timestamp_ms, step)
+            for step, metrics, timestamp_ms in rows
+            for name, value in metrics.items()
+        ]
         named = [RunTag(name, value) for name, value in tags.items()]
         self._client.log_batch(self.run_id, metrics=points, tags=named)
 

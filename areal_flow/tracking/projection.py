@@ -7,7 +7,6 @@ recipe. A sink that was unreachable, or is new, is filled in the same way.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +32,7 @@ from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
     PASS_RATE_TAG,
     TRAINED_AT_TAG,
+    StepMetrics,
     Tracker,
     describe_run,
 )
@@ -105,8 +105,8 @@ class Projection:
         self._delivered: int | None = None
         self._ledger = LedgerTail(layout, [*STEP_COLUMNS, *_CHECKPOINT_COLUMNS], since=0)
         self._costs = CostAccounting()
-        self._pending: deque[tuple[dict[str, Any], dict[str, float]]] = deque()
-        """Rows that were read and not delivered yet, with their costs as metrics."""
+        self._pending: list[StepMetrics] = []
+        """Of rows that were read and not delivered yet."""
         self._evaluations_version = 0
         self._tags: dict[int, dict[str, str]] = {}
         """Of the steps that have a checkpoint, or may get one, as the ledger has them."""
@@ -150,25 +150,39 @@ class Projection:
 
     def _deliver_pending(self) -> None:
         assert self._delivered is not None
-        while self._pending:
-            row, costs = self._pending[0]
-            step, at = row["step"], _milliseconds(row["committed_at"])
-            if step > self._delivered:
-                metrics, log = step_metrics(row) | costs, self._sink.log_step
-                self._attempt(f"step {step}", log, step, metrics, timestamp_ms=at)
-                self._delivered = step
-            self._pending.popleft()
+        delivered = self._delivered
+        if new := [each for each in self._pending if each.step > delivered]:
+            self._log_steps(new)
+            self._delivered = new[-1].step
+        self._pending.clear()
+
+    def _log_steps(self, steps: list[StepMetrics]) -> None:
+        """Log steps together; each alone if the sink refuses them."""
+        if len(steps) == 1:
+            self._attempt(f"step {steps[0].step}", self._sink.log_steps, steps)
+            return
+        try:
+            self._sink.log_steps(steps)
+        except Exception:
+            if not self._sink.is_reachable():
+                raise
+            for each in steps:
+                self._log_steps([each])
 
     def _take_in(self, rows: Sequence[dict[str, Any]]) -> None:
         prices = load_recipe(self._layout.config).cluster.prices
         workers = read_workers(self._layout.workers, prices)
-        self._pending.extend((row, self._cost_metrics(row, workers)) for row in rows)
+        self._pending.extend(self._metrics_of(row, workers) for row in rows)
         self._tags |= {row["step"]: self._checkpoint_tags(row) for row in rows}
         present = list_checkpoints(self._layout.checkpoints)
         newest = max(present, default=-1)  # checkpoints are written in the order of their steps
         self._tags = {
             step: tags for step, tags in self._tags.items() if step > newest or step in present
         }
+
+    def _metrics_of(self, row: Mapping[str, Any], workers: Workers) -> StepMetrics:
+        metrics = step_metrics(row) | self._cost_metrics(row, workers)
+        return StepMetrics(row["step"], metrics, _milliseconds(row["committed_at"]))
 
     def _cost_metrics(self, row: Mapping[str, Any], workers: Workers) -> dict[str, float]:
         """Return what a step cost, and the run so far; nothing if its workers are not known."""
@@ -248,11 +262,14 @@ class FineTuningProjection:
         self.sink.describe(describe_run(self.layout))
         rows = read_metrics(self.layout)
         shown = evenly_spaced(rows, MAX_FINE_TUNING_POINTS)
-        new = [row for row in shown if row["step"] > delivered]
         written = int(self.layout.sft_metrics.stat().st_mtime * 1000) if rows else 0
-        for row in new:
-            metrics = {f"train/{name}": value for name, value in row.items() if name != "step"}
-            self.sink.log_step(int(row["step"]), metrics, timestamp_ms=written)
+        new = [
+            StepMetrics(int(row["step"]), _training_metrics(row), written)
+            for row in shown
+            if row["step"] > delivered
+        ]
+        if new:
+            self.sink.log_steps(new)
         self._register()
         return len(new)
 
@@ -280,6 +297,10 @@ def _list_evaluations(run: Run) -> list[dict[str, Any]]:
     answers = run.evaluations("arrow", columns=[*keys, "evaluated_at"])
     evaluations = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])
     return evaluations.sort_by("evaluated_at_max").to_pylist()  # type: ignore[no-any-return]
+
+
+def _training_metrics(row: Mapping[str, float]) -> dict[str, float]:
+    return {f"train/{name}": value for name, value in row.items() if name != "step"}
 
 
 def _rate_tag(name: str, rate: float | None) -> dict[str, str]:

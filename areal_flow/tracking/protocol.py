@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.core.layout import RunLayout
@@ -52,6 +52,14 @@ class RunDescription:
     prompts: InputPrompts | None = None
 
 
+class StepMetrics(NamedTuple):
+    """The numbers of a step, and when it was committed."""
+
+    step: int
+    metrics: Mapping[str, float]
+    timestamp_ms: int
+
+
 class Tracker(Protocol):
     """One sink of one run. One thread calls it; it may block, and raise while it cannot be reached.
 
@@ -76,8 +84,8 @@ class Tracker(Protocol):
     def show_report(self, page: Path) -> None:
         """Keep the page of a run that was delivered, instead of the one kept before."""
 
-    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        """Log the numbers of a step, then remember the step as delivered."""
+    def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+        """Log the numbers of some steps, ascending, and remember the last as delivered."""
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int

@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ from areal_flow.tracking import track
 from areal_flow.tracking.folder_sinks import FolderTracker
 from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
-from areal_flow.tracking.protocol import Tracker
+from areal_flow.tracking.protocol import StepMetrics, Tracker
 from areal_flow.tracking.registry import RunTracking, make_trackers, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.fakes import MemoryTracker
@@ -195,8 +195,8 @@ def test_evaluations_are_read_and_delivered_once_each(
     num_texts: list[int] = []
 
     class Counting(MemoryTracker):
-        def log_step(self, step: int, *metrics: Any, **at: Any) -> None:
-            self.delivered = step
+        def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+            self.delivered = steps[-1].step
 
         def log_evaluation(self, policy_version: int, *metrics: Any, **at: Any) -> None:
             versions.append(policy_version)
@@ -345,7 +345,7 @@ def test_repeated_delivery_after_a_crash_changes_nothing(
     Projection(layout, sink).deliver()
     before = Kept(sink)
     metrics = step_metrics(step_row(3))
-    sink.log_step(3, metrics, timestamp_ms=before.timestamps_ms[3])
+    sink.log_steps([StepMetrics(3, metrics, before.timestamps_ms[3])])
     again = make_sink()
     Projection(layout, again).deliver()
     assert vars(Kept(again)) == vars(before)
@@ -392,7 +392,7 @@ def test_ledger_that_lost_its_last_rows_is_delivered_again_from_its_head(
 ) -> None:
     sink = make_sink()
     sink.begin()
-    sink.log_step(7, {"train/loss": 0.5}, timestamp_ms=0)
+    sink.log_steps([StepMetrics(7, {"train/loss": 0.5}, 0)])
     later = make_sink()
     projection = Projection(layout, later)
     projection.deliver()
@@ -410,13 +410,34 @@ def test_metrics_map_is_shown_beside_the_fixed_columns() -> None:
     assert step_metrics(step_row(1, metrics={"entropy": 0.5}))["train/entropy"] == 0.5
 
 
+def test_steps_of_a_long_run_arrive_by_few_requests(
+    layout: RunLayout, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_points = list[int]()
+    log_batch = MlflowClient.log_batch
+
+    def counting(self: MlflowClient, run_id: str, metrics: Sequence[Any] = (), **rest: Any) -> None:
+        num_points.append(len(metrics))
+        log_batch(self, run_id, metrics, **rest)
+
+    sink = MlflowTracker(layout, TrackingSettings(), database)
+    sink.begin()
+    monkeypatch.setattr(MlflowClient, "log_batch", counting)
+    metrics = {f"train/{index}": 0.5 for index in range(300)}
+    sink.log_steps([StepMetrics(step, metrics, 0) for step in range(1, 9)])
+    assert num_points == [900, 900, 600]
+    logged = MlflowClient(database).get_metric_history(sink.run_id, "train/299")
+    assert [metric.step for metric in logged] == [*range(1, 9)]
+    assert MlflowTracker(layout, TrackingSettings(), database).begin() == 8
+
+
 class Refusing(MemoryTracker):
     """A reachable sink that refuses step 2."""
 
-    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        if step == 2:
+    def log_steps(self, steps: Sequence[StepMetrics]) -> None:
+        if 2 in [each.step for each in steps]:
             raise ValueError("a name that this sink refuses")
-        super().log_step(step, metrics, timestamp_ms=timestamp_ms)
+        super().log_steps(steps)
 
 
 def test_refused_step_is_left_out_and_the_next_ones_arrive(

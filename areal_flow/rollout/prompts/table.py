@@ -155,7 +155,8 @@ class PromptTable:
         return self._table.take(pa.array(indices, pa.int64()))
 
     def row(self, index: int) -> Prompt:
-        (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
+        names = ("prompt_id", "prompt", "metadata", "difficulty", "source")
+        row = {name: self._table[name][index].as_py() for name in names}
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (1280, 400)
 HEIGHT = 900
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 _SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 

@@ -150,8 +150,7 @@ class Projection:
 
     def _deliver_pending(self) -> None:
         assert self._delivered is not None
-        delivered = self._delivered
-        if new := [each for each in self._pending if each.step > delivered]:
+        if new := [each for each in self._pending if each.step > self._delivered]:
             self._log_steps(new)
             self._delivered = new[-1].step
         self._pending.clear()
